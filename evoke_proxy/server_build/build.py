@@ -1,0 +1,159 @@
+"""From nothing to a llama-server executable: fetch, patch, compile, keep."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from .cache import cache_dir, finished_server, locked, store_server
+from .cmake import BuildTree, build_server
+from .errors import BuildError
+from .fetch import pristine_source
+from .pin import Pin, read_pin
+from .progress import Progress
+from .series import STOCK, Series, make_overlay, patches_dir, read_series
+from .toolchain import Toolchain, find_toolchain
+from .tree import content_hash, mirror
+
+_KEY_LENGTH = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which server is wanted: the key names the finished server, `tree_key` the objects it shares.
+
+    Stock and patched servers of one source, flags and machine share a tree.
+    """
+
+    variant: str
+    series: Series
+    pin: Pin
+    source: Path | None
+    tools: Toolchain
+    key: str
+    tree_key: str
+
+
+def ensure_server(
+    *,
+    patched: bool = True,
+    cuda: bool = False,
+    source: Path | None = None,
+    jobs: int | None = None,
+    progress: bool = True,
+    patches: Path | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """The path of a finished llama-server, built first if the cache holds none.
+
+    `source` builds another llama.cpp checkout instead of the pin. `progress` writes to stderr;
+    nothing is ever written to stdout. Raises BuildError with a message for a person.
+    """
+    cache = cache or cache_dir()
+    order = place_order(patched, cuda, source, patches or patches_dir(), cache)
+    found = finished_server(cache, order.key)
+    if found is not None:
+        return found
+    with open(os.devnull, "w", encoding="utf-8") as silence:
+        stream: TextIO = sys.stderr if progress else silence
+        return _build(order, cache, jobs or _cores(), Progress(stream))
+
+
+def place_order(
+    patched: bool, cuda: bool, source: Path | None, patches: Path, cache: Path
+) -> Order:
+    """Everything that decides the bytes of the server, and the keys made of it."""
+    pin = read_pin(patches)
+    series = read_series(patches) if patched else STOCK
+    tools = find_toolchain(cuda)
+    origin, content = _identity(pin, source)
+    tools = tools.with_flags(f"-DLLAMA_BUILD_COMMIT={'source' if source else pin.commit}")
+    machine = (*tools.flags, tools.compiler, tools.cpu)
+    return Order(
+        variant="patched" if patched else "stock",
+        series=series,
+        pin=pin,
+        source=source,
+        tools=tools,
+        key=_key(content, series.digest, *machine),
+        tree_key=_key(origin, tools.generator, str(cache), *machine),
+    )
+
+
+def _identity(pin: Pin, source: Path | None) -> tuple[str, str]:
+    """What stays the same over edits of the source, and what does not."""
+    if source is None:
+        return pin.sha256, pin.sha256
+    if not (source / "tools" / "server" / "CMakeLists.txt").is_file():
+        raise BuildError(f"{source} is not a llama.cpp checkout: it has no tools/server")
+    return str(source.resolve()), content_hash(source)
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_LENGTH]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _build(order: Order, cache: Path, jobs: int, progress: Progress) -> Path:
+    def waiting(holder: str) -> None:
+        progress.say(f"another build is running (process {holder}): waiting for it")
+
+    with locked(cache, waiting):
+        found = finished_server(cache, order.key)
+        if found is not None:
+            return found
+        begun = time.monotonic()
+        source = order.source or pristine_source(order.pin, cache, progress.say)
+        tree = BuildTree(cache / "trees" / order.tree_key)
+        prepare(order, source, tree)
+        progress.begin(f"building llama-server ({order.variant}, {jobs} jobs)")
+        built = build_server(tree, order.tools, jobs, progress)
+        _check_starts(built, order)
+        return store_server(cache, order.key, built, _stamp(order, time.monotonic() - begun))
+
+
+def prepare(order: Order, source: Path, tree: BuildTree) -> None:
+    """Makes the tree hold exactly the ordered source; nothing is edited if a patch fails."""
+    tree.root.mkdir(parents=True, exist_ok=True)
+    if not order.series.patches:
+        mirror(source, None, tree.source)
+        return
+    with tempfile.TemporaryDirectory(dir=tree.root, prefix=".overlay-") as scratch:
+        overlay = make_overlay(order.series, source, Path(scratch), order.tools.git)
+        mirror(source, overlay, tree.source)
+
+
+def _check_starts(server: Path, order: Order) -> None:
+    """A server that cannot even tell its version must not reach the cache."""
+    if "-DGGML_CUDA=ON" in order.tools.flags:
+        return  # needs the driver, which a build machine may lack
+    done = subprocess.run([server, "--version"], capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        raise BuildError(
+            f"the new {server} does not start (exit status {done.returncode}):\n"
+            f"{(done.stdout + done.stderr).strip()}"
+        )
+
+
+def _stamp(order: Order, seconds: float) -> dict[str, object]:
+    return {
+        "variant": order.variant,
+        "source": str(order.source or order.pin.requirement),
+        "commit": None if order.source else order.pin.commit,
+        "patches": [path.name for path in order.series.patches],
+        "series": order.series.digest,
+        "flags": list(order.tools.flags),
+        "compiler": order.tools.compiler,
+        "cpu": order.tools.cpu,
+        "build_seconds": round(seconds, 1),
+    }

@@ -1,0 +1,81 @@
+"""Where sources, build trees and finished servers live between runs.
+
+Everything is outside the checkout and keyed by content. Finished servers appear by one rename,
+so a reader never needs the lock; whoever downloads, edits a tree or compiles holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+_POLL_SECONDS = 0.2
+
+
+def cache_dir() -> Path:
+    """`$EVOKE_CACHE`, else `evoke-proxy` under the user's cache directory; not created here."""
+    chosen = os.environ.get("EVOKE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().resolve() / "evoke-proxy"
+
+
+@contextmanager
+def locked(cache: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
+    """Holds the cache for one builder; calls `on_wait` once with the holder's pid if it is busy.
+
+    The lock dies with its process, so a killed builder never blocks the next one.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "a+", encoding="utf-8") as file:
+        _acquire(file.fileno(), lambda: on_wait(_holder(cache)))
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _acquire(descriptor: int, on_wait: Callable[[], None]) -> None:
+    waiting = False
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waiting:
+                on_wait()
+                waiting = True
+            time.sleep(_POLL_SECONDS)
+
+
+def _holder(cache: Path) -> str:
+    return (cache / "lock").read_text(encoding="utf-8").strip() or "unknown"
+
+
+def finished_server(cache: Path, key: str) -> Path | None:
+    """The finished server stored under `key`, or None."""
+    server = cache / "bin" / key / "llama-server"
+    stamp = server.with_name("stamp.json")
+    return server if stamp.is_file() and os.access(server, os.X_OK) else None
+
+
+def store_server(cache: Path, key: str, built: Path, stamp: Mapping[str, object]) -> Path:
+    """Copies a built server and its stamp into place under `key`; readers see all or nothing."""
+    shelf = cache / "bin"
+    shelf.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=shelf, prefix=".new-") as scratch:
+        draft = Path(scratch) / key
+        draft.mkdir()
+        shutil.copy2(built, draft / "llama-server")
+        (draft / "stamp.json").write_text(json.dumps(dict(stamp), indent=2) + "\n", "utf-8")
+        final = shelf / key
+        shutil.rmtree(final, ignore_errors=True)  # only ever an incomplete one
+        os.rename(draft, final)
+    return final / "llama-server"

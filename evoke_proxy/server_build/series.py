@@ -1,0 +1,142 @@
+"""Our patch series: what it consists of, and what it makes of a given source tree.
+
+Nothing here edits the tree that is compiled. The touched files are copied aside, patched there
+with strict context, and only a series that applied whole is handed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BuildError
+
+# The first word of one of our C++ files says which upstream directory it is compiled in.
+SOURCE_HOMES = {"llama": "src", "server": "tools/server"}
+_SOURCE_SUFFIXES = (".h", ".cpp")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Numbered patches in order, and our own sources with the place each is copied to."""
+
+    patches: tuple[Path, ...] = ()
+    sources: tuple[tuple[Path, str], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """A hash over every name and byte of the series."""
+        digest = hashlib.sha256()
+        for path in (*self.patches, *(source for source, _ in self.sources)):
+            data = path.read_bytes()
+            digest.update(f"{path.name}\0{len(data)}\0".encode() + data)
+        return digest.hexdigest()
+
+
+STOCK = Series()
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """The files a series changes: the new ones lie under `directory`, `removed` are gone."""
+
+    directory: Path
+    files: frozenset[str]
+    removed: frozenset[str]
+
+
+def patches_dir() -> Path:
+    """Where the patches lie: shipped inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    shipped = package / "_patches"
+    return shipped if shipped.is_dir() else package.parent / "patches"
+
+
+def read_series(directory: Path) -> Series:
+    """The series in `directory`; BuildError if it has no patch or a source of unknown home."""
+    patches = tuple(sorted(directory.glob("[0-9][0-9][0-9][0-9]-*.patch")))
+    if not patches:
+        raise BuildError(f"no NNNN-*.patch in {directory}: incomplete checkout or installation")
+    sources = sorted(path for path in directory.glob("src/*") if path.suffix in _SOURCE_SUFFIXES)
+    return Series(patches, tuple((path, _home(path)) for path in sources))
+
+
+def _home(source: Path) -> str:
+    home = SOURCE_HOMES.get(source.name.split("-")[0])
+    if home is None:
+        known = " or ".join(f"{word}-*" for word in SOURCE_HOMES)
+        raise BuildError(f"{source}: cannot tell where it belongs; call it {known}")
+    return f"{home}/{source.name}"
+
+
+def make_overlay(series: Series, source: Path, scratch: Path, git: str) -> Overlay:
+    """Applies `series` to copies of the files it touches, under the empty directory `scratch`.
+
+    `source` is only read. Raises BuildError naming the patch that does not apply.
+    """
+    names = {name for patch in series.patches for name in _touched(patch, scratch, git)}
+    for name in names:
+        if (source / name).is_file():
+            _copy(source / name, scratch / name)
+    for own, name in series.sources:
+        _copy(own, scratch / name)
+        names.add(name)
+    for patch in series.patches:
+        apply_patch(patch, scratch, git)
+    files = frozenset(name for name in names if (scratch / name).is_file())
+    return Overlay(scratch, files, frozenset(names) - files)
+
+
+def _copy(origin: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(origin, target)
+
+
+def _touched(patch: Path, tree: Path, git: str) -> list[str]:
+    done = git_apply(git, tree, "--numstat", "-z", str(patch))
+    if done.returncode != 0:
+        raise BuildError(f"{patch.name} is not a readable patch:\n{done.stderr.strip()}")
+    return [entry.split("\t", 2)[2] for entry in done.stdout.split("\0") if entry]
+
+
+def apply_patch(patch: Path, tree: Path, git: str) -> bool:
+    """Applies one patch to `tree`, all or nothing; False when it was there already.
+
+    Context must match exactly: an inexact place is how hooks end up in the wrong function.
+    """
+    if git_apply(git, tree, "--reverse", "--check", str(patch)).returncode == 0:
+        return False
+    done = git_apply(git, tree, str(patch))
+    if done.returncode != 0:
+        raise BuildError(
+            f"{patch.name} neither applies to this llama.cpp nor is applied already:\n"
+            f"{done.stderr.strip()}\n"
+            f"The patches are written for the pin in LLAMA_CPP_VERSION; "
+            f"patches/README.md says how to refresh them for another version."
+        )
+    return True
+
+
+def git_apply(git: str, tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs `git apply` in `tree` as a plain directory."""
+    command = [git, "apply", "--whitespace=nowarn", *arguments]
+    return subprocess.run(
+        command, cwd=tree, env=plain_git_environment(tree), capture_output=True, text=True
+    )
+
+
+def plain_git_environment(tree: Path) -> dict[str, str]:
+    """An environment in which git takes `tree` for a plain directory, not part of a repository.
+
+    Inside somebody's repository `git apply` skips every file and reports success, and cmake would
+    write that repository's commit into the server's version. A user's git settings may also
+    loosen how patches apply.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    ceiling = os.pathsep.join({str(tree.parent), str(tree.parent.resolve())})
+    quiet = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+    return {**kept, **quiet, "GIT_CEILING_DIRECTORIES": ceiling}

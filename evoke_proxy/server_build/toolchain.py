@@ -1,0 +1,157 @@
+"""Finds the tools of the build and decides the cmake flags that fit this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .errors import BuildError
+
+_APT_PACKAGES = {"cmake": "cmake", "git": "git", "make": "make", "cc": "gcc", "c++": "g++"}
+
+# GCC 12 drops the stores that fill the AMX tile configuration, and a CPU may advertise AMX
+# without being allowed to use it: both end in SIGILL when q8_0 weights are loaded.
+_NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+
+_COMMON_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",  # would download it
+    "-DLLAMA_OPENSSL=OFF",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_CCACHE=OFF",
+    "-DLLAMA_BUILD_NUMBER=0",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """The programs of a build, its cmake flags, and what else the result depends on."""
+
+    cmake: str
+    git: str
+    generator: str
+    flags: tuple[str, ...]
+    compiler: str
+    cpu: str
+
+    def with_flags(self, *flags: str) -> Toolchain:
+        """The same tools with more cmake flags."""
+        return replace(self, flags=(*self.flags, *flags))
+
+
+def find_toolchain(cuda: bool) -> Toolchain:
+    """What this machine builds with; BuildError naming the packages to install if it cannot."""
+    tools = _find_tools()
+    flags = [*_COMMON_FLAGS, *_compiler_flags(tools["cc"], tools["c++"])]
+    compiler = _first_line([tools["c++"], "--version"])
+    if cuda:
+        nvcc = _find_nvcc()
+        flags += ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", _cuda_architectures()]
+        compiler += "; " + _last_line([nvcc, "--version"])
+    generator = "Ninja" if shutil.which("ninja") else "Unix Makefiles"
+    return Toolchain(
+        tools["cmake"], tools["git"], generator, tuple(flags), compiler, cpu_identity()
+    )
+
+
+def _find_tools() -> dict[str, str]:
+    found = {
+        "cmake": shutil.which("cmake"),
+        "git": shutil.which("git"),
+        "make": shutil.which("ninja") or shutil.which("make"),
+        "cc": _first_found(os.environ.get("CC"), "gcc", "cc", "clang"),
+        "c++": _first_found(os.environ.get("CXX"), "g++", "c++", "clang++"),
+    }
+    missing = [name for name, path in found.items() if path is None]
+    if missing:
+        packages = " ".join(_APT_PACKAGES[name] for name in missing)
+        raise BuildError(
+            f"building llama-server needs {', '.join(missing)}, not found on this machine.\n"
+            f"On Debian or Ubuntu:  sudo apt-get install -y {packages}"
+        )
+    return {name: path for name, path in found.items() if path is not None}
+
+
+def _first_found(*names: str | None) -> str | None:
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def _compiler_flags(cc: str, cxx: str) -> list[str]:
+    extra = _NO_AMX if compiler_accepts(cxx, _NO_AMX) else ()
+    flags = [f"-DCMAKE_C_COMPILER={cc}", f"-DCMAKE_CXX_COMPILER={cxx}"]
+    for language, variable in (("C", "CFLAGS"), ("CXX", "CXXFLAGS")):
+        words = " ".join([*os.environ.get(variable, "").split(), *extra])
+        if words:
+            flags.append(f"-DCMAKE_{language}_FLAGS={words}")
+    return flags
+
+
+def compiler_accepts(compiler: str, flags: tuple[str, ...]) -> bool:
+    """Whether `compiler` takes `flags`, asked by preprocessing nothing with errors for unknowns."""
+    command = [compiler, *flags, "-Werror", "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def _find_nvcc() -> str:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = _first_found(os.environ.get("CUDACXX"), "nvcc", f"{home}/bin/nvcc")
+    if nvcc is None:
+        raise BuildError(
+            "--cuda needs nvcc, not found in CUDACXX, PATH, CUDA_HOME or /usr/local/cuda.\n"
+            "Install the CUDA toolkit, or build for the CPU by leaving out --cuda."
+        )
+    return nvcc
+
+
+def _cuda_architectures() -> str:
+    chosen = os.environ.get("CUDAARCHS") or _visible_gpus()
+    if not chosen:
+        raise BuildError(
+            "--cuda found nvcc but no GPU (nvidia-smi) to build for.\n"
+            "To build for another machine name its architecture, for example CUDAARCHS=90."
+        )
+    return f"-DCMAKE_CUDA_ARCHITECTURES={chosen}"
+
+
+def _visible_gpus() -> str:
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return ""
+    command = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = {line.strip().replace(".", "") for line in done.stdout.splitlines()}
+    return ";".join(sorted(name for name in found if name.isdigit()))
+
+
+def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The instruction set a native build uses: a server built on another CPU must not be reused."""
+    features = ""
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip().lower() in ("flags", "features"):
+                features = " ".join(sorted(value.split()))
+                break
+    return f"{platform.machine()} {features}".strip()
+
+
+def _first_line(command: list[str]) -> str:
+    return _lines(command)[0]
+
+
+def _last_line(command: list[str]) -> str:
+    return _lines(command)[-1]
+
+
+def _lines(command: list[str]) -> list[str]:
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    return done.stdout.strip().splitlines() or ["unknown"]
