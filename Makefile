@@ -1,20 +1,46 @@
-# Everything a person or the CI runs. Needs on a fresh Debian 12: python3-venv g++ cmake make git.
+# Everything a person or the CI runs. Needs on a fresh Debian 12:
+#   apt-get install -y python3-venv g++ cmake make git
 PYTHON ?= python3
 BIN    := .venv/bin
+TESTS  ?= tests
 
 .PHONY: demo test check venv build tools clean
 
 demo: venv
-	$(BIN)/evoke-proxy demo
+	@$(BIN)/evoke-proxy demo
+
+test: build
+	@$(BIN)/python tests/run.py $(TESTS)
+
+check: venv
+	$(BIN)/ruff check evoke_proxy tests
+	$(BIN)/mypy --strict evoke_proxy
+	$(BIN)/python -m pytest -q tests/unit/test_floors.py
+
+# Both servers, from one build tree: minutes the first time, nothing after that.
+build: venv
+	@$(BIN)/python -m evoke_proxy.server_build --stock
+	@$(BIN)/python -m evoke_proxy.server_build
 
 venv: .venv/stamp
 
 # Redone only when pyproject.toml changes; the checkout itself is installed editable.
-.venv/stamp: pyproject.toml
+.venv/stamp: pyproject.toml | tools
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# Says what is missing before minutes are spent, and how to get it.
+tools:
+	@missing=; \
+	for pair in git:git cmake:cmake g++:g++; do \
+	  command -v $${pair%%:*} >/dev/null || missing="$$missing $${pair##*:}"; done; \
+	$(PYTHON) -c 'import ensurepip' 2>/dev/null || missing="$$missing python3-venv"; \
+	if [ -n "$$missing" ]; then \
+	  echo "missing on this machine:$$missing" >&2; \
+	  echo "on Debian or Ubuntu:  sudo apt-get install -y$$missing" >&2; exit 1; fi
+
+# The built servers stay in the cache (~/.cache/evoke-proxy): they took minutes.
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,52 @@
+"""Runs pytest and ends with one line that a program can read: `N passed, N failed`.
+
+Arguments are handed to pytest. An error in set-up, tear-down or collection counts as a failure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+_WORST_FIRST = ("failed", "skipped", "passed")
+
+
+class Tally:
+    """A pytest plugin: the outcome of every test, each counted once by its worst phase."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report.nodeid, report.outcome)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self._note(report.nodeid, report.outcome)
+
+    def _note(self, nodeid: str, outcome: str) -> None:
+        before = self._outcomes.get(nodeid, outcome)
+        self._outcomes[nodeid] = min(before, outcome, key=_WORST_FIRST.index)
+
+    def line(self, exit_code: int) -> str:
+        """The closing line; a run that failed as a whole never reports `0 failed`."""
+        seen = list(self._outcomes.values())
+        failed = max(seen.count("failed"), int(exit_code != 0))
+        skipped = seen.count("skipped")
+        line = f"{seen.count('passed')} passed, {failed} failed"
+        return f"{line}, {skipped} skipped" if skipped else line
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the tests named by `arguments`, all without any; returns pytest's exit status."""
+    tally = Tally()
+    code = int(pytest.main(list(arguments), plugins=[tally]))
+    sys.stderr.flush()
+    print(tally.line(code), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
