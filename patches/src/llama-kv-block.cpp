@@ -1,0 +1,329 @@
+#include "llama-kv-block.h"
+
+#include "llama-context.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <limits>
+#include <new>
+#include <typeinfo>
+
+namespace {
+
+// contiguous cells: rows [row, row + n) of a block live in cells [cell, cell + n)
+struct kv_block_run {
+    uint32_t row;
+    uint32_t cell;
+    uint32_t n;
+};
+
+std::vector<kv_block_run> kv_block_runs(const std::vector<uint32_t> & cells) {
+    std::vector<kv_block_run> runs;
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        if (!runs.empty() && runs.back().cell + runs.back().n == cells[i]) {
+            runs.back().n++;
+        } else {
+            runs.push_back({ i, cells[i], 1 });
+        }
+    }
+    return runs;
+}
+
+uint64_t kv_block_mix(uint64_t h, uint64_t v) {
+    h ^= v + 0x9e3779b97f4a7c15ull + (h << 6) + (h >> 2);
+    h *= 0xff51afd7ed558ccdull;
+    return h ^ (h >> 33);
+}
+
+// the attention cache of a dense model, or nullptr
+llama_kv_cache * kv_block_cache(const llama_context * ctx) {
+    auto * mem = ctx ? ctx->get_memory() : nullptr;
+    // exact type: the classes that derive from it, or own one, have rows elsewhere too
+    return mem && typeid(*mem) == typeid(llama_kv_cache) ? static_cast<llama_kv_cache *>(mem) : nullptr;
+}
+
+} // namespace
+
+// the one door into llama_kv_cache's private members
+struct llama_kv_block_access {
+    llama_kv_cache & kv;
+    const uint32_t   strm;
+
+    llama_kv_block_access(llama_kv_cache & kv, llama_seq_id seq) : kv(kv), strm(kv.seq_to_stream[seq]) {}
+
+    llama_kv_cells & cells() { return kv.v_cells[strm]; }
+
+    static const char * unsupported(const llama_kv_cache & kv) {
+        if (kv.other) {
+            return "the cache shares the cells of another one";
+        }
+        if (kv.swa_type != LLAMA_SWA_TYPE_NONE) {
+            return "sliding-window cache";
+        }
+        if (kv.hparams.n_pos_per_embd() > 1) {
+            return "more than one position per token (M-RoPE)";
+        }
+        return nullptr;
+    }
+
+    static uint64_t layout(const llama_kv_cache & kv) {
+        uint64_t h = kv_block_mix(kv.layers.size(), kv.v_trans);
+        h = kv_block_mix(h, kv.attn_rot_k);
+        h = kv_block_mix(h, kv.attn_rot_v);
+        for (const auto & layer : kv.layers) {
+            h = kv_block_mix(h, layer.il);
+            h = kv_block_mix(h, layer.k->type);
+            h = kv_block_mix(h, k_row(kv, layer));
+            h = kv_block_mix(h, layer.v ? (uint64_t) layer.v->type : ~0ull);
+            h = kv_block_mix(h, v_row(kv, layer));
+        }
+        return h;
+    }
+
+    template <typename Layer> static size_t k_row(const llama_kv_cache & kv, const Layer & layer) {
+        return ggml_row_size(layer.k->type, kv.hparams.n_embd_k_gqa(layer.il));
+    }
+
+    template <typename Layer> static size_t v_row(const llama_kv_cache & kv, const Layer & layer) {
+        return layer.v ? ggml_row_size(layer.v->type, kv.hparams.n_embd_v_gqa(layer.il)) : 0;
+    }
+
+    static size_t row_size(const llama_kv_cache & kv) {
+        size_t size = 0;
+        for (const auto & layer : kv.layers) {
+            size += k_row(kv, layer) + v_row(kv, layer);
+        }
+        return size;
+    }
+
+    // copy all rows of all layers between the cells and `data`; the layout of `data` does not depend on the cells
+    void copy(const std::vector<kv_block_run> & runs, uint32_t n_rows, uint8_t * data, bool to_host) {
+        for (const auto & layer : kv.layers) {
+            const size_t row = k_row(kv, layer);
+            copy_rows(layer.k_stream[strm], runs, row, data, to_host);
+            data += row*n_rows;
+        }
+        for (const auto & layer : kv.layers) {
+            if (!layer.v) {
+                continue;
+            }
+            const size_t row = v_row(kv, layer);
+            if (kv.v_trans) {
+                copy_columns(layer.v_stream[strm], runs, kv.hparams.n_embd_v_gqa(layer.il), n_rows, data, to_host);
+            } else {
+                copy_rows(layer.v_stream[strm], runs, row, data, to_host);
+            }
+            data += row*n_rows;
+        }
+    }
+
+    static void copy_rows(ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data, bool to_host) {
+        for (const auto & r : runs) {
+            if (to_host) {
+                ggml_backend_tensor_get(t, data + r.row*row, r.cell*row, r.n*row);
+            } else {
+                ggml_backend_tensor_set(t, data + r.row*row, r.cell*row, r.n*row);
+            }
+        }
+    }
+
+    // transposed V: one element of each row every kv_size elements -> one strided copy per run
+    void copy_columns(ggml_tensor * t, const std::vector<kv_block_run> & runs, uint32_t n_embd, uint32_t n_rows, uint8_t * data, bool to_host) {
+        const size_t el = ggml_type_size(t->type);
+        const size_t stride_t = cells().size()*el;
+        const size_t stride_d = n_rows*el;
+        for (const auto & r : runs) {
+            if (to_host) {
+                ggml_backend_tensor_get_2d(t, data + r.row*el, r.cell*el, r.n*el, n_embd, stride_t, stride_d);
+            } else {
+                ggml_backend_tensor_set_2d(t, data + r.row*el, r.cell*el, r.n*el, n_embd, stride_t, stride_d);
+            }
+        }
+    }
+
+    // an empty cell for every row of the block, in row order; empty result if there are not enough
+    std::vector<uint32_t> place(const llama_kv_block & block, bool same, int32_t & n_same) {
+        auto & c = cells();
+        const uint32_t none = std::numeric_limits<uint32_t>::max();
+        std::vector<uint32_t> res(block.n_rows(), none);
+        std::vector<bool> taken(c.size(), false);
+        n_same = 0;
+        for (uint32_t i = 0; same && i < res.size(); ++i) {
+            const uint32_t cell = block.cells[i];
+            if (cell < c.size() && c.is_empty(cell) && !taken[cell]) {
+                res[i] = cell;
+                taken[cell] = true;
+                n_same++;
+            }
+        }
+        const auto free = free_cells(taken, (uint32_t) res.size() - n_same);
+        uint32_t next = 0;
+        for (auto & cell : res) {
+            if (cell != none) {
+                continue;
+            }
+            if (next == free.size()) {
+                return {};
+            }
+            cell = free[next++];
+        }
+        return res;
+    }
+
+    // the first contiguous run of n empty cells, or else the n lowest empty cells (fewer if there are fewer)
+    std::vector<uint32_t> free_cells(const std::vector<bool> & taken, uint32_t n) {
+        auto & c = cells();
+        std::vector<uint32_t> lowest;
+        uint32_t run = 0;
+        for (uint32_t i = 0; n > 0 && i < c.size(); ++i) {
+            const bool ok = c.is_empty(i) && !taken[i];
+            run = ok ? run + 1 : 0;
+            if (ok && lowest.size() < n) {
+                lowest.push_back(i);
+            }
+            if (run == n) {
+                for (uint32_t j = 0; j < n; ++j) {
+                    lowest[j] = i + 1 - n + j;
+                }
+                return lowest;
+            }
+        }
+        return lowest;
+    }
+};
+
+const char * llama_kv_block_unsupported(const llama_context * ctx) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? llama_kv_block_access::unsupported(*kv) : "this kind of memory (only dense attention caches)";
+}
+
+uint64_t llama_kv_block_layout(const llama_context * ctx) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? llama_kv_block_access::layout(*kv) : 0;
+}
+
+size_t llama_kv_block_row_size(const llama_context * ctx) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? llama_kv_block_access::row_size(*kv) : 0;
+}
+
+uint32_t llama_kv_block_n_cells(const llama_context * ctx, llama_seq_id seq) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? kv->get_cells(seq).size() : 0;
+}
+
+uint32_t llama_kv_block_n_free(const llama_context * ctx, llama_seq_id seq) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? kv->get_cells(seq).size() - kv->get_cells(seq).get_used() : 0;
+}
+
+uint32_t llama_kv_block_n_rows(const llama_context * ctx, llama_seq_id seq) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? (uint32_t) kv->get_cells(seq).seq_pos_get(seq).size() : 0;
+}
+
+llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, llama_seq_id seq) {
+    llama_kv_ranges res;
+    const auto * kv = kv_block_cache(ctx);
+    if (!kv) {
+        return res;
+    }
+    for (const auto & [pos, cell] : kv->get_cells(seq).seq_pos_get(seq)) {
+        if (!res.empty() && res.back().second >= pos) {
+            res.back().second = pos + 1;
+        } else {
+            res.push_back({ pos, pos + 1 });
+        }
+    }
+    return res;
+}
+
+bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    const auto * kv = kv_block_cache(ctx);
+    if (!kv) {
+        return false;
+    }
+    const auto & cells = kv->get_cells(seq);
+    const auto & rows  = cells.seq_pos_get(seq);
+    for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
+        if (cells.seq_count(it->second) > 1) {
+            return true;
+        }
+    }
+    return false;
+}
+
+bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_kv_block & out) {
+    auto * kv = kv_block_cache(ctx);
+    // a pending K-shift has moved positions but not yet rotated the keys
+    if (!kv || kv->get_has_shift()) {
+        return false;
+    }
+    llama_kv_block_access access(*kv, seq);
+    const auto & cells = access.cells();
+    const auto & rows  = cells.seq_pos_get(seq);
+
+    llama_kv_block block;
+    for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
+        block.pos  .push_back(it->first);
+        block.cells.push_back(it->second);
+        block.tok  .push_back(cells.ext_get(it->second).tok);
+    }
+    if (block.pos.empty()) {
+        return false;
+    }
+    block.p0     = p0;
+    block.p1     = p1;
+    block.layout = llama_kv_block_access::layout(*kv);
+    block.size   = llama_kv_block_access::row_size(*kv)*block.n_rows();
+    block.data.reset(new (std::nothrow) uint8_t[block.size]);
+    if (!block.data) {
+        return false;
+    }
+
+    ctx->synchronize();
+    const auto runs = kv_block_runs(block.cells);
+    block.n_runs = (uint32_t) runs.size();
+    access.copy(runs, block.n_rows(), block.data.get(), true);
+    out = std::move(block);
+    return true;
+}
+
+uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    auto * kv = kv_block_cache(ctx);
+    if (!kv) {
+        return 0;
+    }
+    const uint32_t before = llama_kv_block_n_rows(ctx, seq);
+    kv->seq_rm(seq, p0, p1);
+    return before - llama_kv_block_n_rows(ctx, seq);
+}
+
+int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same) {
+    auto * kv = kv_block_cache(ctx);
+    if (!kv || kv->get_has_shift() || block.layout != llama_kv_block_access::layout(*kv)) {
+        return -1;
+    }
+    llama_kv_block_access access(*kv, seq);
+    int32_t n_same = 0;
+    const auto target = access.place(block, same, n_same);
+    if (target.empty()) {
+        return -1;
+    }
+
+    ctx->synchronize();
+    access.copy(kv_block_runs(target), block.n_rows(), block.data.get(), false);
+
+    auto & cells = access.cells();
+    for (uint32_t i = 0; i < block.n_rows(); ++i) {
+        cells.pos_set(target[i], block.pos[i]);
+        llama_kv_cell_ext ext;
+        ext.tok = block.tok[i];
+        cells.ext_set(target[i], ext);
+        cells.seq_add(target[i], seq);
+    }
+    return n_same;
+}

@@ -1,0 +1,68 @@
+#pragma once
+
+// Rows of the KV cache as values: copy the rows of a position range of one sequence to host memory,
+// free their cells, write them back at the same positions.
+//
+// Nothing here changes what llama.h does; a program that does not call it is unaffected.
+// All calls must come from the thread that owns the context, between two decodes.
+
+#include "llama.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+// [p0, p1) ranges of positions, ascending, disjoint, never touching
+using llama_kv_ranges = std::vector<std::pair<llama_pos, llama_pos>>;
+
+struct llama_kv_block {
+    llama_pos p0 = 0;
+    llama_pos p1 = 0;
+
+    std::vector<llama_pos>   pos;   // position of each row, ascending
+    std::vector<uint32_t>    cells; // the cell each row was copied from
+    std::vector<llama_token> tok;   // the token that made the row
+
+    uint64_t layout = 0; // llama_kv_block_layout() of the cache the rows came from
+    uint32_t n_runs = 0; // contiguous runs of cells copied by the save
+
+    size_t size = 0;     // bytes in data
+    std::unique_ptr<uint8_t[]> data; // K of each layer [row][k_row], then V of each layer
+
+    uint32_t n_rows() const { return (uint32_t) pos.size(); }
+};
+
+// nullptr if the rows of this context can be saved and loaded, else a short reason for a person
+LLAMA_API const char * llama_kv_block_unsupported(const llama_context * ctx);
+
+// a value that is equal for two caches exactly when rows of one can be written into the other
+LLAMA_API uint64_t llama_kv_block_layout(const llama_context * ctx);
+
+// bytes of one row (K and V of all layers)
+LLAMA_API size_t llama_kv_block_row_size(const llama_context * ctx);
+
+// cells the sequence can use, how many of them are empty, how many hold a row of the sequence
+LLAMA_API uint32_t llama_kv_block_n_cells(const llama_context * ctx, llama_seq_id seq);
+LLAMA_API uint32_t llama_kv_block_n_free (const llama_context * ctx, llama_seq_id seq);
+LLAMA_API uint32_t llama_kv_block_n_rows (const llama_context * ctx, llama_seq_id seq);
+
+// the positions of the sequence that have a row, read from the cells
+LLAMA_API llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, llama_seq_id seq);
+
+// true if a row of [p0, p1) also belongs to another sequence
+LLAMA_API bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
+
+// copy the rows of [p0, p1) that are resident; false (out unchanged) if there are none or memory is short
+LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_kv_block & out);
+
+// free the cells of [p0, p1), every other position stays where it is; returns the number of rows freed
+LLAMA_API uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
+
+// write the rows back at their positions. With `same` each row goes to the cell it came from when that
+// cell is empty (bit-identical attention), the others to the lowest contiguous run that holds them, or
+// else to the lowest empty cells.
+// returns the number of rows that got their old cell, or -1 (nothing changed) if cells are short or the
+// layout differs. No position of the block may be resident.
+LLAMA_API int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same);

@@ -1,0 +1,554 @@
+// the block calls: what arrives by HTTP, checked whole before anything changes
+
+#include "server-blocks.h"
+
+#include "common.h"
+
+#include <algorithm>
+#include <cinttypes>
+
+namespace {
+
+[[noreturn]] void fail(int code, const std::string & type, const std::string & message, const json & extra = json::object()) {
+    throw server_blocks_error { code, type, message, extra };
+}
+
+[[noreturn]] void fail_request(const std::string & message) {
+    fail(400, "invalid_request_error", message);
+}
+
+std::string get_name(const json & value) {
+    if (!value.is_string()) {
+        fail_request("a block name must be a string");
+    }
+    const std::string name = value.get<std::string>();
+    if (name.empty() || name.size() > 200) {
+        fail_request("a block name must have 1 to 200 bytes");
+    }
+    return name;
+}
+
+std::vector<std::string> get_names(const json & op) {
+    std::vector<std::string> res;
+    if (op.contains("name") && !op.contains("names")) {
+        res.push_back(get_name(op.at("name")));
+        return res;
+    }
+    if (!op.contains("names") || !op.at("names").is_array() || op.at("names").empty()) {
+        fail_request("\"names\" must be a non-empty array of block names");
+    }
+    for (const auto & value : op.at("names")) {
+        res.push_back(get_name(value));
+    }
+    return res;
+}
+
+int32_t get_int(const json & op, const char * key, int32_t lo, int32_t hi, const int32_t * def = nullptr) {
+    if (!op.contains(key) && def) {
+        return *def;
+    }
+    if (!op.contains(key) || !op.at(key).is_number_integer()) {
+        fail_request(string_format("\"%s\" must be an integer", key));
+    }
+    const int64_t value = op.at(key).get<int64_t>();
+    if (value < lo || value > hi) {
+        fail_request(string_format("\"%s\" must be between %d and %d", key, lo, hi));
+    }
+    return (int32_t) value;
+}
+
+json ranges_json(const llama_kv_ranges & ranges) {
+    json res = json::array();
+    for (const auto & r : ranges) {
+        res.push_back(json::array({ r.first, r.second }));
+    }
+    return res;
+}
+
+std::string hex(uint64_t h) {
+    return string_format("%016" PRIx64, h);
+}
+
+// "save, then evict" spelled as one op -> two ops
+void expand(const json & op, std::vector<json> & out) {
+    const std::string kind = json_value(op, "op", std::string());
+    if (kind == "evict" && op.contains("save")) {
+        json save = op;
+        save["op"]   = "save";
+        save["name"] = op.at("save");
+        out.push_back(save);
+    }
+    out.push_back(op);
+    if (kind == "save" && json_value(op, "evict", false)) {
+        json evict = op;
+        evict["op"] = "evict";
+        evict.erase("name");
+        out.push_back(evict);
+    }
+}
+
+} // namespace
+
+// the slot as it will be after the ops looked at so far
+struct server_blocks::plan_state {
+    const server_blocks_slot & slot;
+    std::string                tenant;
+    llama_tokens               tokens;
+    std::vector<uint64_t>      hashes;
+    llama_kv_ranges            resident;
+    const llama_kv_ranges      resident_first; // before the plan
+    int32_t                    n_free = 0;
+    int32_t                    budget = 0;
+    size_t                     bytes  = 0;     // of new copies
+    std::set<key_t>            keep;           // copies the plan needs
+    std::set<key_t>            fresh;          // copies the plan makes
+    std::map<std::string, std::pair<llama_pos, llama_pos>> names; // saved by the plan
+    bool                       dry = true;
+
+    plan_state(const server_blocks_slot & slot, const std::string & tenant, const llama_kv_ranges & resident)
+        : slot(slot), tenant(tenant), tokens(slot.prompt->tokens.get_text_tokens()), hashes(prefix_hashes(tokens)),
+          resident(resident), resident_first(resident) {}
+
+    int32_t n_rows() const { return server_ranges_count(resident, 0, std::numeric_limits<llama_pos>::max()); }
+};
+
+bool server_blocks::is_action(const std::string & action) {
+    static const std::set<std::string> actions = {
+        "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "stream",
+    };
+    return actions.count(action) > 0;
+}
+
+json server_blocks::run(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) {
+    const int64_t t_start = ggml_time_us();
+    json res;
+    try {
+        if (call.action == "view") {
+            return run_view(call, slots);
+        }
+        if (call.action == "info") {
+            return run_info(call, slots);
+        }
+        const auto & slot = find_slot(call, slots);
+        if (call.action == "block-drop") {
+            res = run_drop(call.body);
+        } else if (call.action == "block-adopt") {
+            res = run_adopt(call.body, slot);
+        } else if (call.action == "block-plan") {
+            res = run_plan(call.body, slot);
+        } else {
+            json op = call.body;
+            op["op"] = call.action == "stream" ? call.action : call.action.substr(6);
+            json plan = call.body;
+            plan["ops"] = json::array({ op });
+            res = run_plan(plan, slot);
+            json first = res.at("results").at(0);
+            first["epoch"]  = res.at("epoch");
+            first["n_free"] = res.at("n_free");
+            res = first;
+        }
+    } catch (const server_blocks_error & e) {
+        json error = e.extra;
+        error["code"]    = e.code;
+        error["type"]    = e.type;
+        error["message"] = e.message;
+        return json { {"error", error} };
+    } catch (const std::exception & e) {
+        return json { {"error", json { {"code", 400}, {"type", "invalid_request_error"}, {"message", e.what()} }} };
+    }
+    res["t_ms"] = (ggml_time_us() - t_start)/1000.0;
+    return res;
+}
+
+const server_blocks_slot & server_blocks::find_slot(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
+    for (const auto & slot : slots) {
+        if (slot.id == call.id_slot) {
+            return slot;
+        }
+    }
+    fail(404, "not_found_error", string_format("there is no slot %d", call.id_slot));
+}
+
+void server_blocks::check_epoch(const json & body, int id) const {
+    if (!body.contains("epoch") || !body.at("epoch").is_number_integer()) {
+        fail_request("\"epoch\" is missing: take it from /evoke/render or GET /slots/{id}/blocks");
+    }
+    if (body.at("epoch").get<int64_t>() != state[id].epoch) {
+        fail(409, "stale_epoch", "the slot was used by somebody else since", json { {"epoch", state[id].epoch} });
+    }
+}
+
+//
+// looking
+//
+
+json server_blocks::slot_json(const server_blocks_slot & slot) const {
+    const auto resident = llama_kv_block_resident(ctx, slot.id);
+    return json {
+        {"id",            slot.id},
+        {"epoch",         state[slot.id].epoch},
+        {"n_tokens",      slot.prompt->n_tokens()},
+        {"resident",      ranges_json(resident)},
+        {"n_resident",    llama_kv_block_n_rows(ctx, slot.id)},
+        {"n_free",        llama_kv_block_n_free(ctx, slot.id)},
+        {"is_processing", slot.busy},
+        {"reserved",      state[slot.id].reserved},
+    };
+}
+
+json server_blocks::run_view(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
+    json res = json::array();
+    const server_tokens tokens(call.tokens, false);
+    for (const auto & slot : slots) {
+        json one = slot_json(slot);
+        one["n_common"] = slot.prompt->tokens.get_common_prefix(tokens);
+        res.push_back(one);
+    }
+    return json { {"slots", res} };
+}
+
+json server_blocks::run_info(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
+    const auto & slot   = find_slot(call, slots);
+    const auto   tokens = slot.prompt->tokens.get_text_tokens();
+    const auto   hashes = prefix_hashes(tokens);
+    const auto   resident = llama_kv_block_resident(ctx, slot.id);
+    const std::string tenant = json_value(call.body, "tenant", std::string());
+
+    json blocks = json::array();
+    for (const auto & [key, block] : store) {
+        if (std::get<0>(key) != tenant) {
+            continue;
+        }
+        const int32_t n = block.kv.p1 - block.kv.p0;
+        for (const auto & name : block.labels) {
+            blocks.push_back(json {
+                {"name", name}, {"p0", block.kv.p0}, {"p1", block.kv.p1}, {"n_tokens", n}, {"n_bytes", block.kv.size}, {"tier", "ram"},
+                {"resident", server_ranges_count(resident, block.kv.p0, block.kv.p1) == n},
+                {"stale",    !matches(block, tokens, hashes, false)},
+            });
+        }
+    }
+    const auto & s = state[slot.id].stream;
+    json res = slot_json(slot);
+    res["n_ctx_logical"] = slot.n_ctx;
+    res["n_cells"]       = llama_kv_block_n_cells(ctx, slot.id);
+    res["tokens_hash"]   = hex(hashes.back());
+    res["stream"]        = json { {"budget", s.budget}, {"sink", s.sink}, {"recent", s.recent}, {"block", s.block}, {"protect", ranges_json(s.protect)} };
+    res["ram"]           = json { {"used", ram_used}, {"budget", ram_budget} };
+    res["blocks"]        = blocks;
+    return res;
+}
+
+//
+// doing
+//
+
+json server_blocks::run_drop(const json & body) {
+    const std::string tenant = json_value(body, "tenant", std::string());
+    size_t n = 0;
+    if (json_value(body, "all", false)) {
+        std::vector<std::string> names;
+        for (const auto & [key, value] : labels) {
+            if (key.first == tenant) {
+                names.push_back(key.second);
+            }
+        }
+        for (const auto & name : names) {
+            n += drop(tenant, name);
+        }
+    } else {
+        for (const auto & name : get_names(body)) {
+            n += drop(tenant, name);
+        }
+    }
+    return json { {"n_dropped", n} };
+}
+
+// a logical token list for an idle slot, with the rows of some saved blocks, the topmost one included
+json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot) {
+    if (slot.busy) {
+        fail(503, "unavailable_error", "the slot is busy");
+    }
+    if (body.contains("epoch")) {
+        check_epoch(body, slot.id);
+    }
+    if (!body.contains("tokens") || !json_is_array_of_numbers(body.at("tokens")) || body.at("tokens").empty()) {
+        fail_request("\"tokens\" must be a non-empty array of token ids");
+    }
+    const llama_tokens  list = body.at("tokens").get<std::vector<int>>();
+    const server_tokens tokens(list, false);
+    if (!tokens.validate(ctx)) {
+        fail_request("\"tokens\" holds an id that is not in the vocabulary");
+    }
+    if ((int) list.size() >= slot.n_ctx) {
+        fail_request(string_format("%zu tokens do not fit the slot's context of %d", list.size(), slot.n_ctx));
+    }
+
+    const std::string tenant = json_value(body, "tenant", std::string());
+    const auto hashes = prefix_hashes(list);
+    std::map<llama_pos, const saved *> blocks; // by first position
+    llama_kv_ranges covered;
+    for (const auto & name : get_names(body)) {
+        const saved * block = find(tenant, name);
+        if (!block) {
+            fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+        }
+        if (!matches(*block, list, hashes, json_value(body, "force", false))) {
+            fail(409, "stale_block", "the block was made of other tokens", json { {"name", name} });
+        }
+        if (blocks.count(block->kv.p0) == 0 && server_ranges_count(covered, block->kv.p0, block->kv.p1) > 0) {
+            fail_request("blocks overlap: " + name);
+        }
+        blocks[block->kv.p0] = block;
+        server_ranges_add(covered, block->kv.p0, block->kv.p1);
+    }
+    if (covered.back().second != (llama_pos) list.size()) {
+        fail_request("the block that ends at the last token must be among \"names\": decoding goes on from its last row");
+    }
+    const int32_t needed = server_ranges_count(covered, 0, (llama_pos) list.size());
+    const int32_t room   = llama_kv_block_n_free(ctx, slot.id) + llama_kv_block_n_rows(ctx, slot.id);
+    if (needed > room) {
+        fail(503, "no_free_cells", "not enough cells", json { {"needed", needed}, {"free", room} });
+    }
+
+    llama_memory_seq_rm(llama_get_memory(ctx), slot.id, -1, -1);
+    slot.prompt->clear();
+    slot.prompt->tokens.insert(list);
+    bump(slot.id);
+    state[slot.id].reserved = true;
+    int32_t n_same = 0;
+    for (const auto & [p0, block] : blocks) {
+        n_same += llama_kv_block_load(ctx, slot.id, block->kv, true);
+        const_cast<saved *>(block)->used = ++clock;
+        server_ranges_add(state[slot.id].loaded, p0, block->kv.p1);
+    }
+    note_peak(slot.id);
+    return json {
+        {"epoch",     state[slot.id].epoch},
+        {"n_tokens",  list.size()},
+        {"n_loaded",  needed},
+        {"bit_exact", n_same == needed},
+        {"n_free",    llama_kv_block_n_free(ctx, slot.id)},
+    };
+}
+
+// all ops or none: a dry run over a model of the slot, then copies out (they change nothing in the slot),
+// then the ops that cannot fail any more
+json server_blocks::run_plan(const json & body, const server_blocks_slot & slot) {
+    check_epoch(body, slot.id);
+    if (!body.contains("ops") || !body.at("ops").is_array()) {
+        fail_request("\"ops\" must be an array");
+    }
+    plan_state plan(slot, json_value(body, "tenant", std::string()), llama_kv_block_resident(ctx, slot.id));
+    plan.n_free = llama_kv_block_n_free(ctx, slot.id);
+    plan.budget = state[slot.id].stream.budget;
+    if (body.contains("expect")) {
+        const json & expect = body.at("expect");
+        const bool same = json_value(expect, "n_tokens", (int64_t) plan.tokens.size()) == (int64_t) plan.tokens.size()
+            && json_value(expect, "tokens_hash", hex(plan.hashes.back())) == hex(plan.hashes.back());
+        if (!same) {
+            fail(409, "stale_epoch", "the slot holds other tokens than expected", json { {"n_tokens", plan.tokens.size()} });
+        }
+    }
+
+    std::vector<json>   ops;
+    std::vector<size_t> source; // index in the body
+    for (size_t i = 0; i < body.at("ops").size(); ++i) {
+        expand(body.at("ops").at(i), ops);
+        source.resize(ops.size(), i);
+    }
+    for (size_t i = 0; i < ops.size(); ++i) {
+        try {
+            run_op(ops[i], plan);
+        } catch (server_blocks_error & e) {
+            e.extra["op"] = source[i];
+            throw;
+        }
+    }
+    if (!make_space(plan.bytes, plan.keep)) {
+        fail(413, "ram_budget", "the blocks to save do not fit --evoke-ram", json { {"needed", plan.bytes}, {"budget", ram_budget} });
+    }
+
+    plan.dry = false;
+    std::vector<json> results(ops.size());
+    for (const bool saves : { true, false }) {
+        for (size_t i = 0; i < ops.size(); ++i) {
+            if ((json_value(ops[i], "op", std::string()) == "save") == saves) {
+                results[i] = run_op(ops[i], plan);
+            }
+        }
+        note_peak(slot.id);
+    }
+    json res = json::array();
+    for (size_t i = 0; i < ops.size(); ++i) {
+        if (i > 0 && source[i] == source[i - 1]) { // the second half of a save + evict
+            for (const auto & item : results[i].items()) {
+                res.at(res.size() - 1)[item.key()] = item.value();
+            }
+        } else {
+            res.push_back(results[i]);
+        }
+    }
+    return json {
+        {"epoch",      state[slot.id].epoch},
+        {"results",    res},
+        {"n_free",     llama_kv_block_n_free(ctx, slot.id)},
+        {"n_resident", llama_kv_block_n_rows(ctx, slot.id)},
+    };
+}
+
+json server_blocks::run_op(const json & op, plan_state & plan) {
+    const std::string kind = json_value(op, "op", std::string());
+    if (kind == "save")   { return op_save  (op, plan); }
+    if (kind == "evict")  { return op_evict (op, plan); }
+    if (kind == "load")   { return op_load  (op, plan); }
+    if (kind == "stream") { return op_stream(op, plan); }
+    if (kind == "drop") {
+        get_names(op);
+        json body = op;
+        body["tenant"] = plan.tenant;
+        return plan.dry ? json() : run_drop(body);
+    }
+    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream");
+}
+
+json server_blocks::op_save(const json & op, plan_state & plan) {
+    const std::string name = get_name(op.contains("name") ? op.at("name") : json());
+    const int32_t n_tokens = (int32_t) plan.tokens.size();
+    const llama_pos p0 = get_int(op, "p0", 0, n_tokens);
+    const llama_pos p1 = get_int(op, "p1", 0, n_tokens);
+    if (p0 >= p1) {
+        fail_request("a block needs p0 < p1");
+    }
+    const key_t key { plan.tenant, plan.hashes[p1], p0, p1 };
+    if (plan.dry) {
+        if (server_ranges_count(plan.resident_first, p0, p1) != p1 - p0) {
+            fail_request(string_format("[%d, %d) is not wholly resident", p0, p1));
+        }
+        plan.names[name] = { p0, p1 };
+        plan.keep.insert(key);
+        if (!store.count(key) && plan.fresh.insert(key).second) {
+            plan.bytes += cost(p1 - p0);
+        }
+        return {};
+    }
+    if (!put(plan.tenant, name, plan.slot.id, plan.tokens, p0, p1, plan.keep)) {
+        for (const auto & made : plan.fresh) {
+            const auto it = store.find(made);
+            if (it != store.end()) {
+                erase(it);
+            }
+        }
+        fail(413, "ram_budget", "the host has no memory for this block", json { {"name", name} });
+    }
+    const auto & block = store.at(key);
+    return json {
+        {"name", name}, {"p0", p0}, {"p1", p1}, {"n_tokens", p1 - p0}, {"n_bytes", block.kv.size}, {"n_runs", block.kv.n_runs},
+        {"tokens_hash", hex(plan.hashes[p1])}, {"prefix_hash", hex(block.prefix_hash)},
+    };
+}
+
+json server_blocks::op_evict(const json & op, plan_state & plan) {
+    llama_kv_ranges ranges;
+    if (op.contains("names")) {
+        for (const auto & name : get_names(op)) {
+            const auto it = plan.names.find(name);
+            const saved * block = it == plan.names.end() ? find(plan.tenant, name) : nullptr;
+            if (it == plan.names.end() && !block) {
+                fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+            }
+            if (block && !matches(*block, plan.tokens, plan.hashes, false)) {
+                fail(409, "stale_block", "the slot holds other tokens at this block's place", json { {"name", name} });
+            }
+            ranges.push_back(block ? std::make_pair(block->kv.p0, block->kv.p1) : it->second);
+        }
+    } else {
+        const int32_t n_tokens = (int32_t) plan.tokens.size();
+        ranges.push_back({ get_int(op, "p0", 0, n_tokens), get_int(op, "p1", 0, n_tokens) });
+        if (ranges[0].first >= ranges[0].second) {
+            fail_request("a range needs p0 < p1");
+        }
+    }
+    uint32_t n_evicted = 0;
+    for (const auto & r : ranges) {
+        if (!plan.dry) {
+            n_evicted += evict_rows(plan.slot.id, r.first, r.second);
+            continue;
+        }
+        if (!plan.resident.empty() && r.first < plan.resident.back().second && plan.resident.back().second <= r.second) {
+            fail_request(string_format("[%d, %d) holds the last resident row: the next token could not be decoded", r.first, r.second));
+        }
+        if (llama_kv_block_shared(ctx, plan.slot.id, r.first, r.second)) {
+            fail(409, "shared_cells", "rows of this range belong to another sequence too");
+        }
+        plan.n_free += server_ranges_count(plan.resident, r.first, r.second);
+        server_ranges_remove(plan.resident, r.first, r.second);
+    }
+    return json { {"n_evicted", n_evicted} };
+}
+
+json server_blocks::op_load(const json & op, plan_state & plan) {
+    const bool force = json_value(op, "force", false);
+    const std::string place = json_value(op, "place", std::string("same"));
+    if (place != "same" && place != "contig") {
+        fail_request("\"place\" must be \"same\" or \"contig\"");
+    }
+    int32_t n_loaded = 0;
+    int32_t n_same   = 0;
+    for (const auto & name : get_names(op)) {
+        saved * block = find(plan.tenant, name);
+        if (!block) {
+            fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+        }
+        const llama_pos p0 = block->kv.p0;
+        const llama_pos p1 = block->kv.p1;
+        if (!plan.dry) {
+            n_same   += llama_kv_block_load(ctx, plan.slot.id, block->kv, place == "same");
+            n_loaded += p1 - p0;
+            block->used = ++clock;
+            server_ranges_add(state[plan.slot.id].loaded, p0, p1);
+            continue;
+        }
+        if (!matches(*block, plan.tokens, plan.hashes, force)) {
+            fail(409, "stale_block", "the slot holds other tokens before or at this block's place", json { {"name", name} });
+        }
+        if (server_ranges_count(plan.resident, p0, p1) > 0) {
+            fail(409, "already_resident", "rows of this block are resident", json { {"name", name} });
+        }
+        const int32_t room = plan.budget > 0 ? std::min(plan.n_free, plan.budget - plan.n_rows()) : plan.n_free;
+        if (p1 - p0 > room) {
+            fail(503, "no_free_cells", "not enough free cells or budget", json { {"needed", p1 - p0}, {"free", std::max(0, room)}, {"name", name} });
+        }
+        plan.n_free -= p1 - p0;
+        plan.keep.insert(labels.at({ plan.tenant, name }));
+        server_ranges_add(plan.resident, p0, p1);
+    }
+    return json { {"n_loaded", n_loaded}, {"n_same_cells", n_same}, {"bit_exact", n_same == n_loaded} };
+}
+
+json server_blocks::op_stream(const json & op, plan_state & plan) {
+    const int32_t big = 1 << 30;
+    const int32_t zero = 0, block = 64;
+    server_blocks_stream stream;
+    stream.tenant = plan.tenant;
+    stream.budget = get_int(op, "budget", 0, big);
+    stream.sink   = get_int(op, "sink",   0, big, &zero);
+    stream.recent = get_int(op, "recent", 0, big, &zero);
+    stream.block  = get_int(op, "block",  1, big, &block);
+    for (const auto & r : op.contains("protect") ? op.at("protect") : json::array()) {
+        server_ranges_add(stream.protect, r.at(0).get<int>(), r.at(1).get<int>());
+    }
+    for (const auto & e : op.contains("order") ? op.at("order") : json::array()) {
+        stream.order.push_back({ get_name(e.at("name")), get_int(e, "p0", 0, big), get_int(e, "p1", 0, big) });
+    }
+    const int64_t held = (int64_t) stream.sink + stream.recent + server_ranges_count(stream.protect, 0, big) + stream.block;
+    if (stream.budget > 0 && held > stream.budget) {
+        fail_request(string_format("a budget of %d cannot hold sink + recent + protect + one block = %d tokens", stream.budget, (int) held));
+    }
+    plan.budget = stream.budget;
+    if (!plan.dry) {
+        state[plan.slot.id].stream   = stream;
+        state[plan.slot.id].reserved = true;
+    }
+    return json { {"budget", stream.budget}, {"sink", stream.sink}, {"recent", stream.recent}, {"block", stream.block} };
+}

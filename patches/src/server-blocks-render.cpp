@@ -1,0 +1,121 @@
+// rendering: where the messages of a chat lie in the tokens the server would decode
+
+#include "server-blocks.h"
+
+#include "common.h"
+
+#include <algorithm>
+
+namespace {
+
+// text a template may print for a message, in the order it would
+std::vector<std::string> message_texts(const json & message) {
+    std::vector<std::string> res;
+    const auto add = [&](const json & value) {
+        if (value.is_string()) {
+            res.push_back(string_strip(value.get<std::string>()));
+        }
+    };
+    if (message.contains("content") && message.at("content").is_array()) {
+        for (const auto & part : message.at("content")) {
+            if (part.is_object() && part.contains("text")) {
+                add(part.at("text"));
+            }
+        }
+    } else if (message.contains("content")) {
+        add(message.at("content"));
+    }
+    if (message.contains("tool_calls") && message.at("tool_calls").is_array()) {
+        for (const auto & call : message.at("tool_calls")) {
+            if (call.is_object() && call.contains("function") && call.at("function").contains("name")) {
+                add(call.at("function").at("name"));
+            }
+        }
+    }
+    res.erase(std::remove(res.begin(), res.end(), std::string()), res.end());
+    return res;
+}
+
+std::string role_of(const json & message) {
+    const std::string role = json_value(message, "role", std::string("user"));
+    return role == "developer" ? "system" : role == "function" ? "tool" : role;
+}
+
+// the message's first token: the control token that opens it, or else the token its text begins in
+int32_t first_token(const llama_vocab * vocab, const llama_tokens & tokens, int32_t from, int32_t at) {
+    int32_t res = at;
+    for (int32_t i = at - 1; i >= from; --i) {
+        if (llama_vocab_is_eog(vocab, tokens[i])) {
+            break;
+        }
+        if (llama_vocab_is_control(vocab, tokens[i])) {
+            res = i;
+        }
+    }
+    return res;
+}
+
+} // namespace
+
+json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const std::string & prompt,
+                         const json & messages, const std::string & generation_prompt, int32_t & n_generation) {
+    json spans = json::array();
+    n_generation = (int32_t) tokens.size();
+
+    // where each token begins in the text
+    std::vector<size_t> start;
+    std::string text;
+    for (const auto token : tokens) {
+        start.push_back(text.size());
+        text += common_token_to_piece(vocab, token, true);
+    }
+    if (text.size() < prompt.size() || text.compare(text.size() - prompt.size(), prompt.size(), prompt) != 0) {
+        return spans; // a tokenizer that does not give the text back: no spans rather than wrong ones
+    }
+    const auto token_at = [&](size_t pos) { // the token that holds this character
+        return (int32_t) (std::upper_bound(start.begin(), start.end(), pos) - start.begin()) - 1;
+    };
+
+    size_t end = text.size();
+    if (!generation_prompt.empty() && string_ends_with(text, generation_prompt)) {
+        end -= generation_prompt.size();
+        n_generation = (int32_t) (std::lower_bound(start.begin(), start.end(), end) - start.begin());
+    }
+
+    struct located { size_t index; std::string role; int32_t p0; };
+    std::vector<located> found;
+    size_t  cursor = text.size() - prompt.size();
+    int32_t from   = 0;
+    for (size_t i = 0; i < messages.size(); ++i) {
+        size_t first = std::string::npos;
+        for (const auto & part : message_texts(messages.at(i))) {
+            const size_t pos = text.find(part, cursor);
+            if (pos == std::string::npos || pos + part.size() > end) {
+                continue;
+            }
+            first  = std::min(first, pos);
+            cursor = pos + part.size();
+        }
+        if (first == std::string::npos) {
+            continue;
+        }
+        const int32_t p0 = found.empty() ? 0 : first_token(vocab, tokens, from, token_at(first));
+        found.push_back({ i, role_of(messages.at(i)), std::max(p0, from) });
+        from = std::min(token_at(cursor - 1) + 1, n_generation);
+    }
+    for (size_t i = 0; i < found.size(); ++i) {
+        const int32_t p1 = i + 1 < found.size() ? found[i + 1].p0 : n_generation;
+        if (found[i].p0 < p1) {
+            spans.push_back(json { {"index", found[i].index}, {"role", found[i].role}, {"p0", found[i].p0}, {"p1", p1} });
+        }
+    }
+    return spans;
+}
+
+void server_blocks_carry(const json & from, json & to) {
+    for (const auto * key : { "id_slot", "cache_prompt", "evoke" }) {
+        if (from.contains(key)) {
+            to[key] = from.at(key);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+// included once, by server-context.cpp, where server_res_generator is known: the HTTP side of server-blocks.h
+
+#pragma once
+
+// run one call on the main loop and answer with what it says
+std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_http_req & req, server_blocks_call call) {
+    auto res = create_response();
+    if (!ctx_server.blocks.enabled()) {
+        res->error(format_error_response("This server does not support block calls. Start it with `--evoke-ram N`", ERROR_TYPE_NOT_SUPPORTED));
+        return res;
+    }
+    const std::string id_slot = req.get_param("id_slot");
+    if (!id_slot.empty()) {
+        const bool digits = id_slot.size() < 9 && id_slot.find_first_not_of("0123456789") == std::string::npos;
+        call.id_slot = digits ? std::stoi(id_slot) : -1;
+    }
+    server_task task(SERVER_TASK_TYPE_EVOKE);
+    task.id    = res->rd.get_new_id();
+    task.evoke = std::make_shared<server_blocks_call>(std::move(call));
+    res->rd.post_task(std::move(task), true); // high-priority: between two decodes, never deferred
+
+    auto result = res->rd.next(req.should_stop);
+    if (!result) {
+        GGML_ASSERT(req.should_stop());
+        return res;
+    }
+    const json data = result->to_json();
+    if (data.contains("error")) {
+        res->error(data.at("error"));
+        res->headers["X-Evoke-Error"] = data.at("error").at("type").get<std::string>(); // keeps upstream's 404 page away
+    } else {
+        res->ok(data);
+    }
+    return res;
+}
+
+std::unique_ptr<server_res_generator> server_routes::handle_blocks_post(const server_http_req & req) {
+    server_blocks_call call;
+    call.action = req.get_param("action");
+    call.body   = json::parse(req.body.empty() ? "{}" : req.body);
+    if (!call.body.is_object()) {
+        throw std::invalid_argument("the body must be a JSON object");
+    }
+    return handle_blocks(req, std::move(call));
+}
+
+std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const server_http_req & req) {
+    server_blocks_call call;
+    call.action = "info";
+    call.body   = json { {"tenant", req.get_param("tenant")} };
+    return handle_blocks(req, std::move(call));
+}
+
+// tokens and message spans of a request, exactly as this server would decode it, and how much of it each slot holds
+std::unique_ptr<server_res_generator> server_routes::handle_render(const server_http_req & req) {
+    const json request = json::parse(req.body);
+    const std::string dialect = json_value(request, "dialect", std::string("chat"));
+    if (!request.contains("body") || !request.at("body").is_object()) {
+        throw std::invalid_argument("\"body\" must be the request to render");
+    }
+    json body = request.at("body");
+    if (dialect == "responses") {
+        body = server_chat_convert_responses_to_chatcmpl(body);
+    } else if (dialect == "messages") {
+        body = server_chat_convert_anthropic_to_oai(body);
+    } else if (dialect != "chat" && dialect != "completions") {
+        throw std::invalid_argument("\"dialect\" must be chat, responses, messages or completions");
+    }
+    std::vector<raw_buffer> files;
+    const json parsed = dialect == "completions" ? body : oaicompat_chat_params_parse(body, meta->chat_params, files);
+    if (!files.empty()) {
+        throw std::invalid_argument("media cannot be rendered to tokens");
+    }
+    auto inputs = tokenize_input_prompts(ctx_server.vocab, nullptr, parsed.at("prompt"), true, true, ctx_server.init_opt);
+    if (inputs.size() != 1) {
+        throw std::invalid_argument("exactly one prompt can be rendered");
+    }
+
+    server_blocks_call call;
+    call.action = "view";
+    call.tokens = inputs[0].get_text_tokens();
+    const llama_tokens tokens = call.tokens;
+    auto res = handle_blocks(req, std::move(call));
+    if (res->status != 200 || res->data.empty()) {
+        return res;
+    }
+    int32_t n_generation = (int32_t) tokens.size();
+    json spans = json::array();
+    if (parsed.at("prompt").is_string()) {
+        const json messages = dialect == "completions" ? json::array() : body.at("messages");
+        spans = server_blocks_spans(ctx_server.vocab, tokens, parsed.at("prompt").get<std::string>(), messages,
+            json_value(parsed, "generation_prompt", std::string()), n_generation);
+    }
+    json data = json::parse(res->data);
+    data["tokens"]     = tokens;
+    data["generation"] = n_generation;
+    data["spans"]      = spans;
+    res->ok(data);
+    return res;
+}

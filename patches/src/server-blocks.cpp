@@ -1,0 +1,433 @@
+#include "server-blocks.h"
+
+#include "common.h"
+#include "log.h"
+
+#include <algorithm>
+#include <limits>
+
+//
+// range sets
+//
+
+void server_ranges_add(llama_kv_ranges & set, llama_pos p0, llama_pos p1) {
+    if (p0 >= p1) {
+        return;
+    }
+    llama_kv_ranges res;
+    for (const auto & r : set) {
+        if (r.second < p0 || r.first > p1) {
+            res.push_back(r);
+        } else {
+            p0 = std::min(p0, r.first);
+            p1 = std::max(p1, r.second);
+        }
+    }
+    res.push_back({ p0, p1 });
+    std::sort(res.begin(), res.end());
+    set = std::move(res);
+}
+
+void server_ranges_remove(llama_kv_ranges & set, llama_pos p0, llama_pos p1) {
+    llama_kv_ranges res;
+    for (const auto & r : set) {
+        if (r.first < std::min(r.second, p0)) {
+            res.push_back({ r.first, std::min(r.second, p0) });
+        }
+        if (std::max(r.first, p1) < r.second) {
+            res.push_back({ std::max(r.first, p1), r.second });
+        }
+    }
+    set = std::move(res);
+}
+
+int32_t server_ranges_count(const llama_kv_ranges & set, llama_pos p0, llama_pos p1) {
+    int32_t n = 0;
+    for (const auto & r : set) {
+        n += std::max(0, std::min(r.second, p1) - std::max(r.first, p0));
+    }
+    return n;
+}
+
+//
+// set-up
+//
+
+void server_blocks::adjust(common_params & params) {
+    if (params.evoke_ram_mib <= 0) {
+        return;
+    }
+    if (params.cache_ram_mib != 0 || params.cache_idle_slots || params.ctx_shift) {
+        LOG_INF("evoke: --cache-ram 0, --no-cache-idle-slots and no context shift are implied by --evoke-ram\n");
+    }
+    // the RAM cache copies slots with holes and may load one elsewhere; a shift renumbers positions
+    params.cache_ram_mib    = 0;
+    params.cache_idle_slots = false;
+    params.ctx_shift        = false;
+}
+
+void server_blocks::init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported) {
+    this->ctx = ctx;
+    this->n_slots = 0;
+    if (params.evoke_ram_mib <= 0) {
+        why_not = nullptr;
+        return;
+    }
+    why_not = unsupported ? unsupported : llama_kv_block_unsupported(ctx);
+    if (why_not) {
+        LOG_WRN("evoke: blocks are off: %s\n", why_not);
+        return;
+    }
+    this->n_slots = n_slots;
+    ram_budget = (size_t) params.evoke_ram_mib*1024*1024;
+    // a later process must not accept the epochs of an earlier one; 2^53 keeps them exact in JSON
+    next_epoch = std::max(next_epoch, ggml_time_us() & ((int64_t(1) << 52) - 1));
+    state.assign(n_slots, {});
+    for (int id = 0; id < n_slots; ++id) {
+        bump(id);
+    }
+}
+
+json server_blocks::props() const {
+    if (!enabled()) {
+        return why_not ? json { {"version", 1}, {"features", json::array()}, {"unsupported", why_not} } : json();
+    }
+    return json {
+        {"version",  1},
+        {"features", json::array({ "blocks", "adopt", "plan", "render", "stream" })},
+        {"memory",   "dense"},
+        {"limits",   json {
+            {"ram_bytes", ram_budget},
+            {"n_cells",   llama_kv_block_n_cells(ctx, 0)},
+            {"row_bytes", llama_kv_block_row_size(ctx)},
+            {"n_slots",   n_slots},
+        }},
+    };
+}
+
+//
+// hooks
+//
+
+void server_blocks::on_task(server_task & task, const json & data) const {
+    if (!enabled()) {
+        return;
+    }
+    task.params.n_cache_reuse = 0; // renumbers positions and counts holes as reused
+    if (data.contains("evoke") && data.at("evoke").is_object() && task.params.n_cmpl == 1) {
+        task.evoke_epoch = json_value(data.at("evoke"), "epoch", int64_t(0));
+    }
+}
+
+int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_past) {
+    if (!enabled()) {
+        return n_past;
+    }
+    auto & s = state[id];
+    s.marker = task.evoke_epoch < 0 ? -1 : task.evoke_epoch == s.epoch;
+    s.first_token = false;
+    s.books  = json();
+    if (s.marker == 1) {
+        s.reserved = true;
+        return clip(id, n_past);
+    }
+    // somebody who does not know about holes: the slot is theirs now, and only a gapless prefix is reused
+    bump(id);
+    const auto resident = llama_kv_block_resident(ctx, id);
+    const llama_pos gapless = !resident.empty() && resident[0].first == 0 ? resident[0].second : 0;
+    return std::min(n_past, gapless);
+}
+
+int32_t server_blocks::clip(int id, int32_t n_past) const {
+    if (!enabled() || n_past <= 0) {
+        return n_past;
+    }
+    int32_t res = 0;
+    for (const auto & r : llama_kv_block_resident(ctx, id)) {
+        if (r.first < n_past) {
+            res = std::min(n_past, r.second);
+        }
+    }
+    return res;
+}
+
+bool server_blocks::resident(int id, llama_pos pos) const {
+    return !enabled() || server_ranges_count(llama_kv_block_resident(ctx, id), pos, pos + 1) == 1;
+}
+
+void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) {
+    if (!enabled()) {
+        return;
+    }
+    auto & s = state[id];
+    s.n_past = n_past;
+    server_ranges_remove(s.loaded, n_past, std::numeric_limits<llama_pos>::max());
+    stats.n_prompt_cached = server_ranges_count(llama_kv_block_resident(ctx, id), 0, n_past);
+}
+
+int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want) {
+    if (!enabled() || state[id].stream.budget == 0 || n_want <= 0) {
+        return n_want;
+    }
+    auto & s = state[id];
+    const int32_t n_chunk = std::min(n_want, s.stream.block);
+    if (s.stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id) < n_chunk) {
+        auto_evict(id, prompt, n_chunk);
+    }
+    const int32_t n_free = s.stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id);
+    if (n_free <= 0) {
+        s.breach++;
+        return 1;
+    }
+    return std::min(n_want, n_free);
+}
+
+void server_blocks::on_decoded() {
+    for (int id = 0; id < n_slots; ++id) {
+        note_peak(id);
+    }
+}
+
+void server_blocks::on_first_token(int id, const server_task & task, const server_slot_stats & stats) {
+    if (!enabled() || state[id].marker < 0) {
+        return;
+    }
+    auto & s = state[id];
+    s.first_token = true;
+    const auto    resident  = llama_kv_block_resident(ctx, id);
+    const int32_t n_present = server_ranges_count(resident, 0, s.n_past);
+    int32_t n_recovered = 0;
+    for (const auto & r : s.loaded) {
+        n_recovered += server_ranges_count(resident, r.first, std::min(r.second, (llama_pos) s.n_past));
+    }
+    s.books = json {
+        {"n_prompt",        task.n_tokens()},
+        {"resident_before", n_present - n_recovered},
+        {"recovered",       n_recovered},
+        {"decoded",         stats.n_prompt_processed},
+        {"decoded_hidden",  s.hidden},
+        {"omitted",         s.n_past - n_present},
+    };
+}
+
+void server_blocks::on_final(int id, server_slot_stats & stats) {
+    if (!enabled()) {
+        return;
+    }
+    auto & s = state[id];
+    if (s.marker >= 0) {
+        json books = s.books.is_object() ? s.books : json::object();
+        books["epoch"]           = s.epoch;
+        books["marker"]          = s.marker == 1 ? "ok" : "stale";
+        books["n_resident"]      = llama_kv_block_n_rows(ctx, id);
+        books["n_resident_peak"] = s.peak;
+        books["budget"]          = s.stream.budget;
+        books["budget_breaches"] = s.breach;
+        books["auto_evicted"]    = s.auto_evicted;
+        stats.evoke = std::make_shared<json>(std::move(books));
+    }
+    s.marker = -1;
+    s.hidden = 0;
+    s.breach = 0;
+    s.peak   = (int32_t) llama_kv_block_n_rows(ctx, id);
+    s.loaded.clear();
+    s.auto_evicted = json::array();
+}
+
+void server_blocks::on_clear(int id) {
+    if (enabled()) {
+        bump(id);
+    }
+}
+
+// a new epoch: whoever planned with the old one is told so
+void server_blocks::bump(int id) {
+    auto & s = state[id];
+    s.epoch    = ++next_epoch;
+    s.reserved = false;
+    s.stream   = {};
+    s.loaded.clear();
+    s.auto_evicted = json::array();
+    s.hidden = 0;
+    s.peak   = (int32_t) llama_kv_block_n_rows(ctx, id);
+}
+
+void server_blocks::note_peak(int id) {
+    state[id].peak = std::max(state[id].peak, (int32_t) llama_kv_block_n_rows(ctx, id));
+}
+
+//
+// eviction by the engine
+//
+
+uint32_t server_blocks::evict_rows(int id, llama_pos p0, llama_pos p1) {
+    server_ranges_remove(state[id].loaded, p0, p1);
+    return llama_kv_block_evict(ctx, id, p0, p1);
+}
+
+// resident, and neither sink, nor protected, nor recent; the last row is never in it
+llama_kv_ranges server_blocks::evictable(int id) const {
+    const auto & stream = state[id].stream;
+    auto res = llama_kv_block_resident(ctx, id);
+    if (res.empty()) {
+        return res;
+    }
+    const llama_pos top = res.back().second;
+    server_ranges_remove(res, 0, stream.sink);
+    server_ranges_remove(res, top - std::max(1, stream.recent), top);
+    for (const auto & r : stream.protect) {
+        server_ranges_remove(res, r.first, r.second);
+    }
+    return res;
+}
+
+// whole blocks go, saved first, until n_free_want rows fit under the budget or nothing is left to evict
+void server_blocks::auto_evict(int id, const server_prompt & prompt, int32_t n_free_want) {
+    const auto & stream = state[id].stream;
+    const llama_tokens tokens = prompt.tokens.get_text_tokens();
+    const auto enough = [&]() {
+        return stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id) >= n_free_want;
+    };
+    for (const auto & e : stream.order) {
+        if (enough()) {
+            return;
+        }
+        if (server_ranges_count(evictable(id), e.p0, e.p1) == e.p1 - e.p0) {
+            auto_evict_range(id, tokens, e.name, e.p0, e.p1);
+        }
+    }
+    while (!enough()) {
+        const auto left = evictable(id);
+        if (left.empty()) {
+            return;
+        }
+        // aligned, so that what was generated is cut at the same places by everybody
+        const llama_pos p0 = left[0].first;
+        const llama_pos p1 = std::min(left[0].second, (p0/stream.block + 1)*stream.block);
+        auto_evict_range(id, tokens, "auto/" + std::to_string(id) + "/" + std::to_string(state[id].epoch) + "/" + std::to_string(p0) + "-" + std::to_string(p1), p0, p1);
+    }
+}
+
+uint32_t server_blocks::auto_evict_range(int id, const llama_tokens & tokens, const std::string & name, llama_pos p0, llama_pos p1) {
+    auto & s = state[id];
+    const bool kept = put(s.stream.tenant, name, id, tokens, p0, p1);
+    if (!s.first_token) {
+        s.hidden += std::max(0, p1 - std::max<llama_pos>(p0, s.n_past));
+    }
+    s.auto_evicted.push_back(json::array({ p0, p1, kept ? json(name) : json() }));
+    return evict_rows(id, p0, p1);
+}
+
+//
+// the store
+//
+
+static uint64_t mix64(uint64_t h, uint64_t v) {
+    h = (h ^ (v + 0x9e3779b97f4a7c15ull))*0xbf58476d1ce4e5b9ull;
+    h ^= h >> 29;
+    h *= 0x94d049bb133111ebull;
+    return h ^ (h >> 32);
+}
+
+std::vector<uint64_t> server_blocks::prefix_hashes(const llama_tokens & tokens) {
+    std::vector<uint64_t> res(tokens.size() + 1);
+    res[0] = 0x6576686b65ull;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        res[i + 1] = mix64(res[i], (uint32_t) tokens[i]);
+    }
+    return res;
+}
+
+// host memory one block of n tokens takes: rows, tokens, positions, cells, bookkeeping
+size_t server_blocks::cost(size_t n_tokens) const {
+    return n_tokens*(llama_kv_block_row_size(ctx) + 2*sizeof(llama_token) + sizeof(llama_pos) + sizeof(uint32_t)) + 512;
+}
+
+server_blocks::saved * server_blocks::find(const std::string & tenant, const std::string & name) {
+    const auto it = labels.find({ tenant, name });
+    return it == labels.end() ? nullptr : &store.at(it->second);
+}
+
+bool server_blocks::matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const {
+    const auto p0 = (size_t) block.kv.p0;
+    const auto p1 = (size_t) block.kv.p1;
+    return p1 <= tokens.size()
+        && (force || block.prefix_hash == hashes[p0])
+        && std::equal(block.tokens.begin(), block.tokens.end(), tokens.begin() + p0);
+}
+
+void server_blocks::label(const std::string & tenant, const std::string & name, const key_t & key) {
+    const auto it = labels.find({ tenant, name });
+    if (it != labels.end() && it->second != key) {
+        drop(tenant, name); // a name moves; what nothing names any more is gone
+    }
+    labels[{ tenant, name }] = key;
+    store.at(key).labels.insert(name);
+}
+
+void server_blocks::erase(std::map<key_t, saved>::iterator it) {
+    for (const auto & name : it->second.labels) {
+        labels.erase({ std::get<0>(it->first), name });
+    }
+    ram_used -= it->second.bytes;
+    store.erase(it);
+}
+
+size_t server_blocks::drop(const std::string & tenant, const std::string & name) {
+    const auto it = labels.find({ tenant, name });
+    if (it == labels.end()) {
+        return 0;
+    }
+    const auto block = store.find(it->second);
+    labels.erase(it);
+    block->second.labels.erase(name);
+    if (block->second.labels.empty()) {
+        erase(block);
+    }
+    return 1;
+}
+
+// least recently used blocks go until `bytes` fit; false (nothing dropped) if they never will
+bool server_blocks::make_space(size_t bytes, const std::set<key_t> & keep) {
+    size_t fixed = 0;
+    for (const auto & key : keep) {
+        const auto it = store.find(key);
+        fixed += it == store.end() ? 0 : it->second.bytes;
+    }
+    if (fixed + bytes > ram_budget) {
+        return false;
+    }
+    while (ram_used + bytes > ram_budget) {
+        auto oldest = store.end();
+        for (auto it = store.begin(); it != store.end(); ++it) {
+            if (!keep.count(it->first) && (oldest == store.end() || it->second.used < oldest->second.used)) {
+                oldest = it;
+            }
+        }
+        erase(oldest);
+    }
+    return true;
+}
+
+// save [p0, p1) under a name; rows that already have a copy are not copied again
+bool server_blocks::put(const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens, llama_pos p0, llama_pos p1,
+                        const std::set<key_t> & keep) {
+    const auto hashes = prefix_hashes(llama_tokens(tokens.begin(), tokens.begin() + p1));
+    const key_t key { tenant, hashes[p1], p0, p1 };
+    auto it = store.find(key);
+    if (it == store.end()) {
+        const size_t bytes = cost(p1 - p0);
+        saved block;
+        if (!make_space(bytes, keep) || !llama_kv_block_save(ctx, id, p0, p1, block.kv)) {
+            return false;
+        }
+        block.tokens.assign(tokens.begin() + p0, tokens.begin() + p1);
+        block.prefix_hash = hashes[p0];
+        block.bytes = bytes;
+        ram_used += bytes;
+        it = store.emplace(key, std::move(block)).first;
+    }
+    it->second.used = ++clock;
+    label(tenant, name, key);
+    return true;
+}

@@ -1,0 +1,220 @@
+#pragma once
+
+// Blocks of a slot's KV cache, kept in host memory: save, evict, load, adopt, plans, a budget per slot.
+//
+// server_context_impl owns one `server_blocks` and calls its on_* functions from one-line hooks.
+// Everything here runs on the main loop, between two decodes, except what is marked otherwise.
+// Off unless --evoke-ram is given: then every hook returns what upstream would have used.
+
+#include "llama-kv-block.h"
+#include "server-task.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+// what a block call may touch of a slot
+struct server_blocks_slot {
+    int             id;
+    bool            busy;
+    int             n_ctx;
+    server_prompt * prompt;
+};
+
+// the slots as the block calls see them
+template <typename Slots> static std::vector<server_blocks_slot> server_blocks_slots(Slots & slots) {
+    std::vector<server_blocks_slot> res;
+    for (auto & slot : slots) {
+        res.push_back({ slot.id, slot.is_processing(), slot.n_ctx, &slot.prompt });
+    }
+    return res;
+}
+
+// one HTTP call, carried to the main loop by a task
+struct server_blocks_call {
+    std::string  action;
+    int          id_slot = -1;
+    json         body;
+    llama_tokens tokens; // action "view": the rendered prompt
+};
+
+// a request that cannot be done; becomes {"error": {...}}
+struct server_blocks_error {
+    int         code;
+    std::string type;
+    std::string message;
+    json        extra = json::object();
+};
+
+// how one slot is held under its budget by the engine itself
+struct server_blocks_stream {
+    struct entry {
+        std::string name;
+        llama_pos   p0;
+        llama_pos   p1;
+    };
+
+    int32_t budget = 0; // resident tokens, 0 = off
+    int32_t sink   = 0; // first tokens, never evicted
+    int32_t recent = 0; // last tokens, never evicted
+    int32_t block  = 64;
+    std::string        tenant;
+    llama_kv_ranges    protect;
+    std::vector<entry> order; // evicted first to last; then the oldest first
+};
+
+class server_blocks {
+public:
+    // ---- set-up
+
+    // reads --evoke-ram; `unsupported` is why this server cannot do it, or nullptr
+    void init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported);
+
+    // the options that blocks cannot live with are turned off before the context is made
+    static void adjust(common_params & params);
+
+    bool enabled() const { return n_slots > 0; }
+
+    json props() const;
+
+    // ---- hooks (upstream -> here)
+
+    // request body -> task: the marker, and what a holed cache cannot have
+    void on_task(server_task & task, const json & data) const;
+
+    template <typename Slots> bool spare(const server_task & task, const Slots & slots) const {
+        for (const auto & slot : slots) {
+            if (enabled() && task.id_slot == -1 && !slot.is_processing() && !reserved(slot.id)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    bool reserved(int id) const { return enabled() && state[id].reserved; }
+
+    // how much of a common prefix may be reused; holes are kept only for a request that names the slot's epoch
+    int32_t on_prompt(int id, const server_task & task, int32_t n_past);
+
+    // n_past moved down to the end of a resident range
+    int32_t clip(int id, int32_t n_past) const;
+
+    bool resident(int id, llama_pos pos) const;
+
+    // tokens after n_past are gone; corrects the count of reused tokens
+    void on_start(int id, int32_t n_past, server_slot_stats & stats);
+
+    // how many of n_want tokens may be decoded now, at least 1; evicts when the budget says so
+    int32_t room(int id, const server_prompt & prompt, int32_t n_want);
+
+    void on_decoded();
+
+    void on_first_token(int id, const server_task & task, const server_slot_stats & stats);
+
+    // the turn is over: its books go into the timings of the reply
+    void on_final(int id, server_slot_stats & stats);
+
+    // the slot's cells were emptied or replaced by somebody else
+    void on_clear(int id);
+
+    // ---- block calls
+
+    json run(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots);
+
+    // any thread
+    static bool is_action(const std::string & action);
+
+private:
+    using key_t = std::tuple<std::string, uint64_t, llama_pos, llama_pos>; // tenant, prefix hash at p1, p0, p1
+
+    struct saved {
+        llama_kv_block        kv;
+        llama_tokens          tokens;
+        uint64_t              prefix_hash = 0; // of the tokens before p0
+        std::set<std::string> labels;
+        uint64_t              used = 0;
+        size_t                bytes = 0;
+    };
+
+    struct slot_state {
+        int64_t epoch    = 0;
+        bool    reserved = false;
+        server_blocks_stream stream;
+
+        // the turn: everything since the last reply
+        int64_t marker = -1; // -1 none, 0 stale, 1 ok
+        int32_t n_past = 0;
+        int32_t peak   = 0;
+        int32_t hidden = 0;
+        int32_t breach = 0;
+        bool    first_token = false;
+        llama_kv_ranges loaded;
+        json    auto_evicted = json::array();
+        json    books; // filled at the first output token
+    };
+
+    struct plan_state;
+
+    llama_context * ctx = nullptr;
+    int             n_slots = 0;
+    const char *    why_not = nullptr;
+    size_t          ram_budget = 0;
+    size_t          ram_used   = 0;
+    uint64_t        clock      = 0;
+    int64_t         next_epoch = 0;
+
+    std::vector<slot_state>  state;
+    std::map<key_t, saved>   store;
+    std::map<std::pair<std::string, std::string>, key_t> labels; // (tenant, name)
+
+    // server-blocks-calls.cpp
+    const server_blocks_slot & find_slot(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
+    void check_epoch(const json & body, int id) const;
+    json run_view  (const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
+    json run_info  (const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
+    json run_adopt (const json & body, const server_blocks_slot & slot);
+    json run_drop  (const json & body);
+    json run_plan  (const json & body, const server_blocks_slot & slot);
+    json run_op    (const json & op, plan_state & plan);
+    json op_save   (const json & op, plan_state & plan);
+    json op_evict  (const json & op, plan_state & plan);
+    json op_load   (const json & op, plan_state & plan);
+    json op_stream (const json & op, plan_state & plan);
+    json slot_json (const server_blocks_slot & slot) const;
+
+    // server-blocks.cpp
+    void     bump(int id);
+    void     note_peak(int id);
+    uint32_t evict_rows(int id, llama_pos p0, llama_pos p1);
+    void     auto_evict(int id, const server_prompt & prompt, int32_t n_free_want);
+    uint32_t auto_evict_range(int id, const llama_tokens & tokens, const std::string & name, llama_pos p0, llama_pos p1);
+    llama_kv_ranges evictable(int id) const;
+
+    saved *  find(const std::string & tenant, const std::string & name);
+    bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens, llama_pos p0, llama_pos p1,
+                  const std::set<key_t> & keep = {});
+    bool     make_space(size_t bytes, const std::set<key_t> & keep);
+    void     label(const std::string & tenant, const std::string & name, const key_t & key);
+    size_t   drop(const std::string & tenant, const std::string & name);
+    void     erase(std::map<key_t, saved>::iterator it);
+    bool     matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const;
+    size_t   cost(size_t n_tokens) const;
+
+    static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens); // [k] = of the first k tokens
+};
+
+// range sets
+void    server_ranges_add   (llama_kv_ranges & set, llama_pos p0, llama_pos p1);
+void    server_ranges_remove(llama_kv_ranges & set, llama_pos p0, llama_pos p1);
+int32_t server_ranges_count (const llama_kv_ranges & set, llama_pos p0, llama_pos p1);
+
+// where each message of a rendered prompt lies, and where the generation prompt begins
+json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const std::string & prompt,
+                         const json & messages, const std::string & generation_prompt, int32_t & n_generation);
+
+// fields that a converter of another dialect does not know
+void server_blocks_carry(const json & from, json & to);
