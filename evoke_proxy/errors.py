@@ -1,0 +1,173 @@
+"""Every error of ours, with the HTTP status and code it becomes.
+
+::
+
+    EvokeError                    500 evoke_error            a defect, or the base of the rest
+      ConfigError                 500 config_invalid         startup only: exit 2
+      RequestError                400 invalid_request        not a chat request we can forward
+        BudgetTooSmall            400 evoke_budget_too_small budget under sinks + recent + one block
+        PinBudgetExceeded         400 evoke_pin_budget_exceeded
+      CapacityError               503 capacity_exceeded      sends Retry-After
+        SlotsBusy                 503 slots_busy             queue full, or waited too long
+      UpstreamError               502 upstream_error         something about llama-server
+        UpstreamUnavailable       503 upstream_unavailable   refused, reset, loading
+        UpstreamTimeout           504 upstream_timeout
+        UpstreamRejected          as sent                    its own 4xx/5xx, body unchanged
+        UpstreamProtocolError     502 upstream_protocol      not JSON, or of the wrong shape
+      PlanRefused                 502 plan_refused           caught in the engine: the request goes
+                                                             on without a plan
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class EvokeError(Exception):
+    """Base of all; `str(error)` is for a person, `code` and `status` are for a program."""
+
+    status: int = 500
+    code: str = "evoke_error"
+
+
+class ConfigError(EvokeError):
+    """The configuration cannot be used."""
+
+    code = "config_invalid"
+
+
+class RequestError(EvokeError):
+    """The client's request cannot be served; `code` says which rule it breaks."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, code: str | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code or type(self).code
+        self.status = status or type(self).status
+
+
+class BudgetTooSmall(RequestError):
+    """The budget cannot hold the sinks, the recent tokens and one block."""
+
+    code = "evoke_budget_too_small"
+
+    def __init__(self, budget: int, needed: int) -> None:
+        super().__init__(
+            f"a budget of {budget} tokens is too small: sinks, recent tokens and one block"
+            f" need {needed}"
+        )
+        self.budget = budget
+        self.needed = needed
+
+
+class PinBudgetExceeded(RequestError):
+    """The client pins more tokens than its budget can spare."""
+
+    code = "evoke_pin_budget_exceeded"
+
+    def __init__(self, pinned_tokens: int, pin_cap: int) -> None:
+        super().__init__(
+            f"{pinned_tokens} tokens are pinned, at most {pin_cap} may be:"
+            " pin less, or raise the budget"
+        )
+        self.pinned_tokens = pinned_tokens
+        self.pin_cap = pin_cap
+
+
+class CapacityError(EvokeError):
+    """No room now; trying again after `retry_after` seconds may help."""
+
+    status = 503
+    code = "capacity_exceeded"
+
+    def __init__(self, message: str, retry_after: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class SlotsBusy(CapacityError):
+    """The queue for a slot is full, or the wait in it was too long."""
+
+    code = "slots_busy"
+
+
+class UpstreamError(EvokeError):
+    """llama-server did not do its part."""
+
+    status = 502
+    code = "upstream_error"
+
+
+class UpstreamUnavailable(UpstreamError):
+    """llama-server refuses connections, broke one off, or is still loading."""
+
+    status = 503
+    code = "upstream_unavailable"
+
+
+class UpstreamTimeout(UpstreamError):
+    """llama-server did not answer in time."""
+
+    status = 504
+    code = "upstream_timeout"
+
+
+class UpstreamRejected(UpstreamError):
+    """llama-server answered with an error of its own; `status` and `body` are as it sent them."""
+
+    code = "upstream_rejected"
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"llama-server answered {status}: {body[:200].decode('utf-8', 'replace')}")
+        self.status = status
+        self.body = body
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The `error` object of the body; empty when it has none."""
+        try:
+            parsed = json.loads(self.body)
+        except ValueError:
+            return {}
+        error = parsed.get("error") if isinstance(parsed, dict) else None
+        return error if isinstance(error, dict) else {}
+
+
+class UpstreamProtocolError(UpstreamError):
+    """llama-server's answer is not JSON, or not of the agreed shape."""
+
+    code = "upstream_protocol"
+
+
+class PlanRefused(EvokeError):
+    """llama-server refused block calls; nothing was changed.
+
+    `type` is its error type (`stale_epoch`, `unknown_block`, ...), `name` the label it names, `op`
+    the index of the failing op; both are None when it names none.
+    """
+
+    status = 502
+    code = "plan_refused"
+
+    def __init__(
+        self, type: str, message: str = "", name: str | None = None, op: int | None = None
+    ) -> None:
+        super().__init__(f"{type}: {message}" if message else type)
+        self.type = type
+        self.name = name
+        self.op = op
+
+    @classmethod
+    def of(cls, rejected: UpstreamRejected) -> PlanRefused:
+        """The refusal that a rejected block call stands for."""
+        error = rejected.error
+        name, op = error.get("name"), error.get("op")
+        return cls(
+            type=str(error.get("type") or rejected.status),
+            message=str(error.get("message") or ""),
+            name=name if isinstance(name, str) else None,
+            op=op if isinstance(op, int) else None,
+        )
