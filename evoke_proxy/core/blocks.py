@@ -1,0 +1,133 @@
+"""Blocks of a prompt: contiguous token ranges with a name, and arithmetic on ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """A half-open range [start, end) of prompt positions; ValueError unless 0 <= start <= end."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"[{self.start}, {self.end}) is not a range")
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def __contains__(self, position: int) -> bool:
+        return self.start <= position < self.end
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether both hold a position; an empty span overlaps nothing."""
+        return max(self.start, other.start) < min(self.end, other.end)
+
+    def encloses(self, other: Span) -> bool:
+        """Whether `other` lies wholly inside."""
+        return self.start <= other.start and other.end <= self.end
+
+    def clipped(self, end: int) -> Span:
+        """The part below `end`; empty when there is none."""
+        return Span(min(self.start, end), min(self.end, end))
+
+
+class Role(StrEnum):
+    """Who a message is from; a template's other role names are mapped to these."""
+
+    SYSTEM = "system"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+class BlockState(StrEnum):
+    """Where the rows of a block are: in the cache, in the host pool, both, or nowhere."""
+
+    RESIDENT = "resident"
+    SAVED = "saved"
+    RESIDENT_SAVED = "resident_saved"
+    DROPPED = "dropped"
+
+    @property
+    def resident(self) -> bool:
+        """Whether its rows are in the cache."""
+        return self in (BlockState.RESIDENT, BlockState.RESIDENT_SAVED)
+
+    @property
+    def saved(self) -> bool:
+        """Whether the host pool has a copy of its rows."""
+        return self in (BlockState.SAVED, BlockState.RESIDENT_SAVED)
+
+    @classmethod
+    def of(cls, resident: bool, saved: bool) -> BlockState:
+        """The state that these two facts make."""
+        if resident:
+            return cls.RESIDENT_SAVED if saved else cls.RESIDENT
+        return cls.SAVED if saved else cls.DROPPED
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A range of a prompt with one identity: the unit of scoring, eviction and recovery.
+
+    `key` is for people (`user:7#0`), `label` is its name in calls to llama-server and unique;
+    `turn` is the turn of the session that cut it, `message` an index into the request's messages;
+    `identity` holds what a text may call it by (path, file name, tool, ids).
+    """
+
+    key: str
+    label: str
+    span: Span
+    role: Role
+    turn: int
+    message: int
+    text: str
+    identity: tuple[str, ...] = ()
+    pinned: bool = False
+    generated: bool = False
+    preferred: bool = False
+    priority: float = 1.0
+
+
+def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The same positions as the fewest spans, ascending."""
+    found: list[Span] = []
+    for span in sorted(span for span in spans if len(span)):
+        if found and span.start <= found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    return tuple(found)
+
+
+def without(spans: Iterable[Span], removed: Iterable[Span]) -> tuple[Span, ...]:
+    """The positions of `spans` that are not in `removed`, merged."""
+    left: list[Span] = list(merged(spans))
+    for hole in merged(removed):
+        left = [part for span in left for part in _cut_out(span, hole)]
+    return tuple(left)
+
+
+def common(spans: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
+    """The positions that are in both, merged."""
+    mine = merged(spans)
+    return without(mine, without(mine, others))
+
+
+def total(spans: Iterable[Span]) -> int:
+    """How many positions the spans hold; a position in two of them counts once."""
+    return sum(len(span) for span in merged(spans))
+
+
+def _cut_out(span: Span, hole: Span) -> list[Span]:
+    if not span.overlaps(hole):
+        return [span]
+    before = Span(span.start, max(span.start, hole.start))
+    after = Span(min(span.end, hole.end), span.end)
+    return [part for part in (before, after) if len(part)]

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream, Victim
+
+FULL = Plan(
+    saves=(Save("a", Span(0, 64)),),
+    evicts=(Evict(Span(0, 64), "a"), Evict(Span(70, 72))),
+    loads=(Load("b", Span(64, 70)), Load("c", Span(80, 90))),
+    drops=(Drop("old"), Drop("older")),
+    stream=Stream(512, 4, 32, 64, (Span(64, 70),), (Victim("d", Span(128, 192)),)),
+)
+
+
+def test_the_empty_plan_asks_for_nothing() -> None:
+    assert Plan.EMPTY.ops() == []
+    assert Plan.EMPTY.moves_nothing
+    assert Plan() == Plan.EMPTY
+
+
+def test_ops_go_saves_evicts_loads_drops_with_the_stream_before_the_loads() -> None:
+    assert [op["op"] for op in FULL.ops()] == ["save", "evict", "evict", "stream", "load", "drop"]
+
+
+def test_ops_are_json_of_the_wire_shape() -> None:
+    save, evict, rows, stream, load, drop = json.loads(json.dumps(FULL.ops()))
+    assert save == {"op": "save", "name": "a", "p0": 0, "p1": 64}
+    assert evict == {"op": "evict", "p0": 0, "p1": 64}
+    assert rows == {"op": "evict", "p0": 70, "p1": 72}
+    assert load == {"op": "load", "names": ["b", "c"]}
+    assert drop == {"op": "drop", "names": ["old", "older"]}
+    assert stream == {
+        "op": "stream",
+        "budget": 512,
+        "sink": 4,
+        "recent": 32,
+        "block": 64,
+        "protect": [[64, 70]],
+        "order": [{"name": "d", "p0": 128, "p1": 192}],
+    }
+
+
+def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
+    assert Plan(stream=Stream(512), drops=(Drop("x"),)).moves_nothing
+    assert not FULL.moves_nothing
+    assert not Plan(adopt=Adopt(64, ("a",))).moves_nothing
+
+
+def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
+    assert FULL.stream is not None
+    assert FULL.stream.held == 4 + 32 + 6 + 64
