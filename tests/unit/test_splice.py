@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.splice import edit_top_level, remove_elements
+from evoke_proxy.errors import RequestError
+
+KEYS = st.sampled_from(["a", "b", "messages", "input", "evoke_keep", "id_slot", 'q"\\', "ü", ""])
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "evoke_keep", "evoke_name"]), VALUES)
+OBJECTS = st.dictionaries(KEYS, VALUES, max_size=6) | st.builds(
+    lambda other, messages: other | {"messages": messages},
+    st.dictionaries(KEYS, VALUES, max_size=3),
+    st.lists(MESSAGE | VALUES, max_size=4),
+)
+SPACE = st.sampled_from(["", " ", "\n\t ", "\r\n"])
+
+
+@st.composite
+def texts(draw: st.DrawFn, value: Any) -> str:
+    """A JSON text of `value` with arbitrary space, and keys and strings escaped either way."""
+    space = draw(SPACE)
+    if isinstance(value, dict):
+        members = [
+            f"{draw(texts(key))}{space}:{draw(SPACE)}{draw(texts(item))}"
+            for key, item in value.items()
+        ]
+        return "{" + space + f"{space},{space}".join(members) + draw(SPACE) + "}"
+    if isinstance(value, list):
+        return "[" + f",{space}".join(draw(texts(item)) for item in value) + space + "]"
+    if isinstance(value, str) and draw(st.booleans()):
+        if draw(st.booleans()):
+            return '"' + "".join(f"\\u{ord(c):04x}" if ord(c) < 0xD800 else c for c in value) + '"'
+        return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def with_text(objects: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[tuple[Any, str]]:
+    return objects.flatmap(lambda value: st.tuples(st.just(value), texts(value)))
+
+
+def dict_edit(
+    value: dict[str, Any], set_: dict[str, Any], remove: set[str], message_remove: set[str]
+) -> dict[str, Any]:
+    edited = {key: item for key, item in value.items() if key not in remove}
+    for name in ("messages", "input"):
+        if isinstance(edited.get(name), list):
+            edited[name] = [
+                {k: v for k, v in item.items() if k not in message_remove}
+                if isinstance(item, dict)
+                else item
+                for item in edited[name]
+            ]
+    return edited | set_
+
+
+@given(
+    with_text(OBJECTS),
+    st.dictionaries(KEYS, VALUES, max_size=3),
+    st.sets(KEYS, max_size=3),
+    st.sets(st.sampled_from(["role", "evoke_keep", "evoke_name", "a"]), max_size=3),
+    SPACE,
+)
+def test_an_edit_is_what_a_dict_edit_would_be(
+    given_: tuple[dict[str, Any], str],
+    set_: dict[str, Any],
+    remove: set[str],
+    message_remove: set[str],
+    space: str,
+) -> None:
+    value, text = given_
+    body = (space + text + space).encode()
+    raw = {key: json.dumps(item).encode() for key, item in set_.items()}
+    edited = edit_top_level(body, raw, remove, message_remove)
+    assert json.loads(edited) == dict_edit(value, set_, remove, message_remove)
+
+
+@given(with_text(OBJECTS), SPACE)
+def test_no_edit_is_no_change(given_: tuple[dict[str, Any], str], space: str) -> None:
+    body = (space + given_[1] + space).encode()
+    assert edit_top_level(body, {}, {"absent"}, {"absent"}) is body
+
+
+@given(with_text(OBJECTS), st.integers())
+def test_an_insertion_leaves_every_other_byte(
+    given_: tuple[dict[str, Any], str], number: int
+) -> None:
+    value, text = given_
+    edited = edit_top_level(text.encode(), {"new": str(number).encode()}, ())
+    comma = "," if value else ""
+    assert edited.decode() == "{" + f'"new":{number}{comma}' + text[1:]
+
+
+@given(with_text(OBJECTS), with_text(OBJECTS), SPACE)
+def test_setting_and_removing_a_member_gives_the_bytes_back(
+    first: tuple[dict[str, Any], str], other: tuple[dict[str, Any], str], space: str
+) -> None:
+    inner = first[1]
+    members = [f'"k":{inner}', '"gone" : 1.0', f'"k2"{space}:{other[1]}']
+    body = f"{{ {members[0]} ,{space}{members[1]},{members[2]} }}".encode()
+    assert edit_top_level(body, {}, ["gone"]) == f"{{ {members[0]},{members[2]} }}".encode()
+
+
+def test_numbers_and_escapes_keep_their_spelling() -> None:
+    body = '{"t": 1.50e+01, "n": 123456789012345678901234567890, "s": "\\u00fc\\/ü", "id_slot":9}'
+    edited = edit_top_level(body.encode(), {"id_slot": b"3", "x": b"[1]"}, ())
+    assert edited.decode() == '{"x":[1],' + body[1:].replace('"id_slot":9', '"id_slot":3')
+
+
+@pytest.mark.parametrize(
+    ("body", "remove", "expected"),
+    [
+        ('{"a":1}', "a", "{}"),
+        ('{ "a" : 1 }', "a", "{  }"),
+        ('{"a":1,"b":2}', "a", '{"b":2}'),
+        ('{"a":1,"b":2}', "b", '{"a":1}'),
+        ('{"a":1, "b":2, "c":3}', "b", '{"a":1, "c":3}'),
+        ('{"a":1, "b":2, "c":3}', "ab", '{"c":3}'),
+        ('{"a":1, "b":2, "c":3}', "ac", '{"b":2}'),
+        ('{"a":1, "b":2, "c":3}', "bc", '{"a":1}'),
+        ('{"a":1,"a":2,"b":{"a":1}}', "a", '{"b":{"a":1}}'),
+        ('{"\\u0061":1,"b":2}', "a", '{"b":2}'),
+    ],
+)
+def test_a_removed_member_takes_its_comma_along(body: str, remove: str, expected: str) -> None:
+    assert edit_top_level(body.encode(), {}, list(remove)).decode() == expected
+
+
+def test_a_set_key_that_is_there_twice_is_there_once() -> None:
+    edited = edit_top_level(b'{"id":1,"b":2,"id":3}', {"id": b"7"}, ())
+    assert edited == b'{"id":7,"b":2}'
+
+
+def test_a_key_both_set_and_removed_is_set() -> None:
+    assert edit_top_level(b'{"a":1}', {"a": b"2"}, ["a"]) == b'{"a":2}'
+    assert edit_top_level(b'{"b":1}', {"a": b"2"}, ["a", "b"]) == b'{"a":2}'
+
+
+def test_marks_inside_messages_go_and_nothing_deeper() -> None:
+    first, last = (
+        b'{"evoke_keep":"pin","content":{"evoke_keep":1}}',
+        b'{"role":"x" , "evoke_keep":2}',
+    )
+    body = b'{"messages":[' + first + b", 3, " + last + b"]}"
+    edited = edit_top_level(body, {}, (), ["evoke_keep"])
+    assert edited == b'{"messages":[{"content":{"evoke_keep":1}}, 3, {"role":"x"}]}'
+
+
+def test_messages_that_are_replaced_are_not_edited_too() -> None:
+    body = b'{"messages":[{"evoke_keep":1,"a":2}],"b":1}'
+    assert edit_top_level(body, {"messages": b"[]"}, (), ["a"]) == b'{"messages":[],"b":1}'
+    assert edit_top_level(body, {}, ["messages"], ["a"]) == b'{"b":1}'
+
+
+def test_a_byte_order_mark_stays() -> None:
+    assert (
+        edit_top_level('\ufeff{"a":1}'.encode(), {"b": b"2"}, ()) == '\ufeff{"b":2,"a":1}'.encode()
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"nul",
+        b"{",
+        b'{"a"}',
+        b'{"a":}',
+        b'{"a":1,}',
+        b'{"a":1 "b":2}',
+        b'{"a":1}}',
+        b'{"a":1} x',
+        b"{a:1}",
+        b"{1:1}",
+        b'{"a":NaN}',
+        b'{"a":-Infinity}',
+        b'{"a":01}',
+        b'{"a":"\n"}',
+        b'{"a":"\\x"}',
+        b'{"a":"\xff"}',
+        b'{"messages":[{"a":1,}]}',
+        b'{"messages":[{"a":1} {"a":1}]}',
+        b'{"messages":[',
+        '{"a":1}'.encode("utf-16"),
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_a_request_error(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        edit_top_level(body, {"a": b"1"}, (), ["a"])
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    with pytest.raises(RequestError):
+        remove_elements(body, "messages", [0])
+
+
+@given(st.lists(VALUES, max_size=6), st.sets(st.integers(0, 7)), SPACE)
+def test_removed_elements_take_their_comma_along(
+    values: list[Any], indexes: set[int], space: str
+) -> None:
+    inner = f"{space},{space}".join(json.dumps(value) for value in values)
+    body = f'{{"x":1.0,"messages":[{space}{inner}{space}],"y":[1,2]}}'.encode()
+    edited = remove_elements(body, "messages", indexes)
+    kept = [value for i, value in enumerate(values) if i not in indexes]
+    assert json.loads(edited) == {"x": 1.0, "messages": kept, "y": [1, 2]}
+    assert re.match(rb'\{"x":1\.0,"messages":\[', edited) and edited.endswith(b'],"y":[1,2]}')
+
+
+def test_elements_of_a_list_that_is_not_there_cannot_be_removed() -> None:
+    for body in (b'{"a":[1]}', b'{"messages":"text"}', b'{"messages":[]}'):
+        assert remove_elements(body, "messages", [0]) == body
+
+
+def test_a_large_body_is_edited_in_reasonable_time() -> None:
+    import time
+
+    message = {"role": "user", "content": "line one\nline two\t" * 200, "evoke_keep": "pin"}
+    body = json.dumps({"messages": [message] * 300}).encode()
+    started = time.process_time()
+    edit_top_level(body, {"id_slot": b"0"}, ["evoke"], ["evoke_keep"])
+    assert len(body) > 1_000_000
+    assert time.process_time() - started < 0.5

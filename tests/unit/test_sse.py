@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core import sse
+from evoke_proxy.core.sse import Observer
+
+TIMINGS = {"cache_n": 40, "prompt_n": 2, "evoke": {"epoch": 7, "omitted": 3}}
+USAGE = {"prompt_tokens": 42, "completion_tokens": 5}
+
+
+def event(value: object, name: str = "") -> bytes:
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(value)}\n\n".encode()
+
+
+def delta(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
+
+
+def end(reason: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+
+
+CHAT = b"".join(
+    [
+        b": waiting\n\n",
+        event(delta('he said "timings" and "usage": {}')),
+        event(delta("grüße\nthere")),
+        event(end("stop") | {"timings": TIMINGS}),
+        event({"choices": [], "usage": USAGE}),
+        b"data: [DONE]\n\n",
+    ]
+)
+RESPONSES = b"".join(
+    [
+        event({"type": "response.created", "response": {"status": "in_progress"}}),
+        event({"type": "response.output_text.delta", "delta": "hi"}, "response.output_text.delta"),
+        event(
+            {
+                "type": "response.completed",
+                "response": {"status": "completed", "usage": USAGE},
+                "timings": TIMINGS,
+            }
+        ),
+    ]
+)
+MESSAGES = b"".join(
+    [
+        event({"type": "message_start", "message": {"usage": {"prompt_tokens": 42}}}),
+        event(
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": "end_turn"},
+                "usage": {"completion_tokens": 5},
+                "timings": TIMINGS,
+            }
+        ),
+        event({"type": "message_stop"}),
+    ]
+)
+COMPLETION = b"".join(
+    [
+        event({"content": "a", "stop": False}),
+        event({"content": "", "stop": True, "stop_type": "eos", "timings": TIMINGS}),
+        event({"usage": USAGE}),
+    ]
+)
+STREAMS = {
+    "stop": CHAT,
+    "completed": RESPONSES,
+    "end_turn": MESSAGES,
+    "eos": COMPLETION,
+}
+
+
+def observe(data: bytes, cuts: list[int] | None = None) -> Observer:
+    observer = Observer()
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts or []), len(data)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        observer.feed(data[start:stop])
+    observer.close()
+    return observer
+
+
+def seen(observer: Observer) -> tuple[object, ...]:
+    return observer.timings, observer.usage, observer.finish, observer.done, observer.error
+
+
+@pytest.mark.parametrize("finish", STREAMS)
+def test_a_stream_of_each_dialect_is_understood(finish: str) -> None:
+    assert seen(observe(STREAMS[finish])) == (TIMINGS, USAGE, finish, True, None)
+
+
+@given(
+    finish=st.sampled_from(sorted(STREAMS)),
+    line_end=st.sampled_from(["\n", "\r\n", "\r"]),
+    cuts=st.lists(st.integers(0, 5000), max_size=40),
+)
+def test_chunk_boundaries_and_line_ends_make_no_difference(
+    finish: str, line_end: str, cuts: list[int]
+) -> None:
+    data = STREAMS[finish].replace(b"\n", line_end.encode())
+    assert seen(observe(data, cuts)) == (TIMINGS, USAGE, finish, True, None)
+
+
+@given(st.sampled_from(sorted(STREAMS)))
+def test_one_byte_at_a_time_is_the_same(finish: str) -> None:
+    data = STREAMS[finish].replace(b"\n", b"\r\n")
+    assert seen(observe(data, list(range(len(data))))) == (TIMINGS, USAGE, finish, True, None)
+
+
+def test_a_stream_that_breaks_off_is_not_done() -> None:
+    observer = observe(CHAT[: CHAT.index(b"[DONE]")])
+    assert observer.timings == TIMINGS
+    assert not observer.done
+
+
+def test_an_event_without_its_blank_line_counts_at_the_end() -> None:
+    assert observe(CHAT.rstrip()).done
+
+
+def test_the_last_timings_win() -> None:
+    data = event({"timings": {"n": 1}}) + event({"timings": {"n": 2}})
+    assert observe(data).timings == {"n": 2}
+
+
+def test_data_lines_of_one_event_belong_together() -> None:
+    assert observe(b'data: {"usage":\ndata: {"n": 3}}\n\n').usage == {"n": 3}
+
+
+def test_an_error_in_mid_stream_is_kept() -> None:
+    observer = observe(event(delta("a")) + event({"error": {"code": 500, "message": "boom"}}))
+    assert observer.error == {"code": 500, "message": "boom"}
+    assert not observer.done
+
+
+@given(st.lists(st.integers(0, 400), max_size=10))
+def test_a_whole_body_is_read_at_its_end(cuts: list[int]) -> None:
+    body = end("length") | {"usage": USAGE, "timings": TIMINGS, "text": "grüße"}
+    data = b"\n " + json.dumps(body, ensure_ascii=False).encode()
+    assert seen(observe(data, cuts)) == (TIMINGS, USAGE, "length", True, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "finish"),
+    [
+        ({"type": "message", "stop_reason": "max_tokens", "usage": {"n": 1}}, "max_tokens"),
+        ({"object": "response", "status": "completed", "usage": {"n": 1}}, "completed"),
+        ([{"content": "x", "stop": True, "stop_type": "limit", "usage": {"n": 1}}], "limit"),
+    ],
+)
+def test_bodies_of_other_dialects_are_understood(body: object, finish: str) -> None:
+    observer = observe(json.dumps(body).encode())
+    assert (observer.finish, observer.usage, observer.done) == (finish, {"n": 1}, True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"  ",
+        b"{",
+        b'{"timings": 3, "usage": []}',
+        b"<html>busy</html>",
+        b'data: {"timings": {"broken"\n\n',
+        b'data: {"timings": 3}\n\ndata: "usage"\n\n',
+        b'data: {"choices": [null], "usage": null, "timings": null}\n\n',
+        b'data: {"a": "usage", "x": ' + b"[" * 5000 + b"\n\n",
+    ],
+)
+def test_what_cannot_be_read_is_ignored(data: bytes) -> None:
+    assert seen(observe(data)) == (None, None, None, False, None)
+
+
+@pytest.mark.parametrize("start", [b"data: ", b"{"])
+def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100_000)
+    monkeypatch.setattr(sse, "_MAX_BODY_BYTES", 100_000)
+    observer = Observer()
+    observer.feed(start)
+    chunk = b'"timings" ' * 1000
+    tracemalloc.start()
+    for _ in range(500):
+        observer.feed(chunk)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    if start == b"data: ":
+        observer.feed(b"\n\n" + CHAT)
+    observer.close()
+    assert observer.timings == (TIMINGS if start == b"data: " else None)
+
+
+def test_many_data_lines_of_one_event_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100)
+    observer = Observer()
+    for _ in range(50):
+        observer.feed(b'data: "0123456789"\n')
+        assert len(observer._event) <= 100
