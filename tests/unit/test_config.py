@@ -1,0 +1,115 @@
+"""The configuration: strict, with a clear order of who wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evoke_proxy.config import Config, env_name, keys, load, parse_listen
+from evoke_proxy.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "config/evoke.example.yaml"
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "evoke.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_example_holds_the_defaults() -> None:
+    assert load(EXAMPLE) == Config()
+
+
+def test_example_names_every_key() -> None:
+    text = EXAMPLE.read_text()
+    missing = [key for key in keys() if f"{key.rsplit('.', 1)[-1]}:" not in text]
+    assert missing == []
+
+
+def test_no_file_is_the_defaults() -> None:
+    assert load() == Config()
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load(_file(tmp_path, "# nothing\n")) == Config()
+    assert load(_file(tmp_path, "policy:\n")) == Config()
+
+
+def test_command_line_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
+    path = _file(tmp_path, "policy: {budget: 1, block_tokens: 32, sink_tokens: 5}\n")
+    env = {"EVOKE_POLICY_BUDGET": "2", "EVOKE_POLICY_BLOCK_TOKENS": "48", "EVOKE_UNRELATED": "x"}
+    policy = load(path, env, {"policy.budget": 3, "policy.block_tokens": None}).policy
+    assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (3, 48, 5)
+
+
+def test_environment_reads_each_type() -> None:
+    env = {
+        "EVOKE_LISTEN": "127.0.0.1:1, [::1]:2",
+        "EVOKE_UPSTREAM_API_KEY": "0123",
+        "EVOKE_UPSTREAM_CONNECT_TIMEOUT_S": "7",
+        "EVOKE_POLICY_BUDGET": "null",
+    }
+    config = load(None, env, {})
+    assert config.listen == ("127.0.0.1:1", "[::1]:2")
+    assert config.upstream.api_key == "0123"
+    assert config.upstream.connect_timeout_s == 7.0
+    assert config.policy.budget is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("polcy: {}", "polcy: unknown key; did you mean policy?"),
+        ("policy: {budgte: 3}", "policy.budgte: unknown key; did you mean policy.budget?"),
+        ("budget: 3", "budget: unknown key; did you mean policy.budget?"),
+        ("policy: {zzz: 3}", "policy.zzz: unknown key; known: name, budget"),
+        ("policy: {budget: many}", "policy.budget: must be a whole number, not 'many'"),
+        ("policy: {budget: true}", "policy.budget: must be a whole number, not True"),
+        ("policy: {budget: 1.5}", "policy.budget: must be a whole number, not 1.5"),
+        ("policy: {budget: 0}", "policy.budget: must be more than 0, not 0"),
+        ("policy: {sink_tokens: -1}", "policy.sink_tokens: must be 0 or more, not -1"),
+        ("policy: {pin_share: 2}", "policy.pin_share: must be at most 1"),
+        ("policy: {name: lru}", "policy.name: 'lru' is not one of evoke"),
+        ("policy: 3", "policy: must be a mapping, not 3"),
+        ("upstream: {url: localhost}", "upstream.url: 'localhost' is not http://HOST:PORT"),
+        ("listen: 3", "listen: must be a list of texts, not 3"),
+        ("listen: []", "listen: must name at least one HOST:PORT"),
+        ("listen: [nowhere]", "listen: 'nowhere' is not HOST:PORT"),
+        ("log: {level: 3}", "log.level: must be a text, not 3"),
+        ("log: {level: info}\nlog: {level: info}", "log: given twice (line 2)"),
+        ("- 1", "the top level must be a mapping of keys"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(_file(tmp_path, text))
+    assert message in str(refused.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "none.yaml")
+
+
+def test_override_below_a_scalar_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="policy: must be a mapping"):
+        load(_file(tmp_path, "policy: 3"), {}, {"policy.budget": 3})
+
+
+def test_unreadable_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match="EVOKE_POLICY_BUDGET"):
+        load(None, {"EVOKE_POLICY_BUDGET": "["})
+
+
+def test_listen_forms() -> None:
+    assert parse_listen("[::1]:80") == ("::1", 80)
+    assert parse_listen(":80") == ("0.0.0.0", 80)
+    with pytest.raises(ConfigError):
+        parse_listen("host:99999")
+
+
+def test_environment_names() -> None:
+    assert env_name("upstream.url") == "EVOKE_UPSTREAM_URL"
