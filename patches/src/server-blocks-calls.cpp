@@ -220,11 +220,12 @@ json server_blocks::run_info(const server_blocks_call & call, const std::vector<
             continue;
         }
         const int32_t n = block.kv.p1 - block.kv.p0;
+        const bool stale = !matches(block, tokens, hashes, false);
         for (const auto & name : block.labels) {
             blocks.push_back(json {
                 {"name", name}, {"p0", block.kv.p0}, {"p1", block.kv.p1}, {"n_tokens", n}, {"n_bytes", block.kv.size}, {"tier", "ram"},
-                {"resident", server_ranges_count(resident, block.kv.p0, block.kv.p1) == n},
-                {"stale",    !matches(block, tokens, hashes, false)},
+                {"resident", !stale && server_ranges_count(resident, block.kv.p0, block.kv.p1) == n},
+                {"stale",    stale},
             });
         }
     }

@@ -1,0 +1,139 @@
+"""A real llama-server with the bundled model, and the calls the contract tests make."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evoke_proxy.server_build.build import ensure_server
+
+MODEL = Path(__file__).parents[2] / "evoke_proxy/models/tiny-recall-f16.gguf"
+
+Json = dict[str, Any]
+
+
+def binary(patched: bool) -> Path:
+    """The server to test: what the environment names, else what `make build` has built."""
+    named = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
+    return Path(named) if named else ensure_server(patched=patched, progress=False)
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A running server: `ask` gives (status, body); the other calls insist on 200."""
+
+    port: int
+
+    def ask(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        status, raw = self.raw(method, path, None if body is None else json.dumps(body).encode())
+        return status, json.loads(raw)
+
+    def raw(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Any:
+        status, body = self.ask("GET", path)
+        assert status == 200, body
+        return body
+
+    def post(self, path: str, body: object) -> Any:
+        status, answer = self.ask("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def slot(self, slot: int = 0) -> Json:
+        answer: Json = self.get(f"/slots/{slot}/blocks")
+        return answer
+
+    def act(self, action: str, slot: int = 0, **body: object) -> Any:
+        """A block call with the slot's present epoch; insists on 200."""
+        return self.post(f"/slots/{slot}?action={action}", {"epoch": self.epoch(slot)} | body)
+
+    def refuse(self, action: str, slot: int = 0, **body: object) -> Json:
+        """The error of a block call that must fail, checked against its own HTTP status."""
+        epoch = self.epoch(slot) if slot < 2 else 0
+        path = f"/slots/{slot}?action={action}"
+        status, answer = self.ask("POST", path, {"epoch": epoch} | body)
+        assert status != 200, answer
+        assert answer["error"]["code"] == status
+        error: Json = answer["error"]
+        return error
+
+    def epoch(self, slot: int = 0) -> int:
+        return int(self.slot(slot)["epoch"])
+
+    def tokens(self, text: str) -> list[int]:
+        answer: list[int] = self.post("/tokenize", {"content": text, "add_special": True})["tokens"]
+        return answer
+
+    def complete(
+        self, prompt: object, slot: int = 0, *, marked: bool = True, **more: object
+    ) -> Json:
+        """Greedy decoding; a marked request keeps the holes of its slot."""
+        body: Json = {"prompt": prompt, "temperature": 0, "n_predict": 8, "cache_prompt": True}
+        body |= {"id_slot": slot, "return_tokens": True, "ignore_eos": True}
+        body |= {"evoke": {"epoch": self.epoch(slot)}} if marked else {}
+        answer: Json = self.post("/completion", body | more)
+        return answer
+
+    def erase(self, slot: int = 0) -> None:
+        self.post(f"/slots/{slot}?action=erase", {})
+
+
+@contextmanager
+def running(patched: bool, *options: str) -> Iterator[Llama]:
+    """A server on a free loopback port; ends with the block. A start that fails shows its log."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as slots, tempfile.TemporaryFile() as log:
+        command = [str(binary(patched)), "-m", str(MODEL), "-t", "1", "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--slot-save-path", slots, *options]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            _await_health(process, Llama(port), log)
+            yield Llama(port)
+            assert process.poll() is None, f"the server died with {process.returncode}"
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _await_health(process: subprocess.Popen[bytes], server: Llama, log: Any) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if server.raw("GET", "/health")[0] == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    log.seek(0)
+    raise AssertionError(f"llama-server did not start: {log.read()[-3000:]!r}")
+
+
+def story(words: int, seed: int = 0) -> str:
+    """Plain text in the model's vocabulary, different for each seed."""
+    nouns = "river mountain machine garden letter engine window teacher forest market".split()
+    verbs = "follows watches repairs carries finds builds crosses describes".split()
+    parts = []
+    for i in range(words // 5 + 1):
+        n = i * 7 + seed * 13
+        parts.append(f"The {nouns[n % 10]} {verbs[n % 7]} the {nouns[(n * 3 + 1) % 10]} {n % 97}.")
+    return " ".join(parts)

@@ -1,0 +1,73 @@
+"""A saved conversation comes back to an emptied slot, or to another one."""
+
+from __future__ import annotations
+
+from llama import Llama, story
+
+
+def save_all(server: Llama, slot: int, size: int = 64) -> list[str]:
+    """Every token of the slot in blocks; the names in order."""
+    n_tokens = server.slot(slot)["n_tokens"]
+    names = []
+    ops = []
+    for p0 in range(0, n_tokens, size):
+        names.append(f"s{slot}/{p0}")
+        ops.append({"op": "save", "name": names[-1], "p0": p0, "p1": min(n_tokens, p0 + size)})
+    server.act("block-plan", slot, ops=ops)
+    return names
+
+
+def test_a_saved_conversation_refills_an_emptied_slot(server: Llama) -> None:
+    history = server.tokens(story(400))
+    first = server.complete(history)
+    held = history + first["tokens"][:-1]
+    reference = server.complete(held + history[:20], n_predict=24)
+    server.erase()
+    server.complete(history)
+    names = save_all(server, 0)
+    server.erase()
+    assert server.slot()["n_tokens"] == 0
+    adopted = server.act("block-adopt", tokens=held, names=names)
+    assert adopted["n_tokens"] == adopted["n_loaded"] == len(held)
+    again = server.complete(held + history[:20], n_predict=24)
+    evoke = again["timings"]["evoke"]
+    assert evoke["recovered"] == len(held) and evoke["decoded"] == 20
+    assert again["tokens"] == reference["tokens"]
+
+
+def test_only_some_blocks_may_come_and_the_last_one_must(server: Llama) -> None:
+    history = server.tokens(story(400))
+    first = server.complete(history)
+    held = history + first["tokens"][:-1]
+    names = save_all(server, 0)
+    server.erase()
+    refused = server.refuse("block-adopt", tokens=held, names=names[:3])
+    assert refused["code"] == 400 and "last token" in refused["message"]
+    server.act("block-adopt", tokens=held, names=[names[0], names[-1]])
+    assert len(server.slot()["resident"]) == 2
+    evoke = server.complete(held + history[:10])["timings"]["evoke"]
+    assert evoke["decoded"] == 10 and evoke["omitted"] > 0
+    parts = ("resident_before", "recovered", "decoded", "omitted")
+    assert sum(evoke[part] for part in parts) == evoke["n_prompt"]
+
+
+def test_another_slot_may_adopt(two: Llama) -> None:
+    for slot in (0, 1):
+        two.erase(slot)
+    history = two.tokens(story(300))
+    first = two.complete(history, 0)
+    held = history + first["tokens"][:-1]
+    names = save_all(two, 0)
+    two.act("block-adopt", 1, tokens=held, names=names)
+    expected = two.complete(held + history[:9], 0, n_predict=24)["tokens"]
+    assert two.complete(held + history[:9], 1, n_predict=24)["tokens"] == expected
+
+
+def test_tenants_do_not_see_each_others_blocks(one: Llama) -> None:
+    one.erase()
+    one.complete(one.tokens(story(200)))
+    one.act("block-save", name="mine", p0=64, p1=128, evict=True, tenant="a")
+    assert one.refuse("block-load", names=["mine"], tenant="b")["type"] == "unknown_block"
+    assert one.refuse("block-load", names=["mine"])["type"] == "unknown_block"
+    assert one.get("/slots/0/blocks?tenant=b")["blocks"] == []
+    assert one.act("block-load", names=["mine"], tenant="a")["n_loaded"] == 64

@@ -1,0 +1,72 @@
+"""Evict then load at the same place is as if nothing had happened, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+from llama import Llama, running, story
+
+STEPS = 26
+VOCABULARY = 2048
+
+
+def logprobs(server: Llama, prompt: list[int], slot: int) -> list[object]:
+    """All logprobs of every greedy step."""
+    answer = server.complete(prompt, slot, n_predict=STEPS, n_probs=VOCABULARY)
+    steps = answer["completion_probabilities"]
+    assert len(steps) == STEPS
+    assert all(len(step["top_logprobs"]) == VOCABULARY for step in steps)
+    return [[(p["id"], p["logprob"]) for p in step["top_logprobs"]] for step in steps]
+
+
+def conversation(server: Llama, slot: int, evict: bool, load: bool) -> list[object]:
+    history = server.tokens(story(600))
+    server.erase(slot)
+    first = server.complete(history, slot)
+    assert first["timings"]["evoke"]["decoded"] == len(history)
+    if evict:
+        ops: list[object] = [{"op": "save", "name": "b", "p0": 100, "p1": 400}]
+        ops.append({"op": "evict", "p0": 100, "p1": 400})
+        server.act("block-plan", slot, ops=ops)
+    if load:
+        loaded = server.act("block-load", slot, names=["b"])
+        assert loaded["bit_exact"] and loaded["n_loaded"] == 300
+    follow_up = history + first["tokens"] + server.tokens(story(40, seed=5))
+    return logprobs(server, follow_up, slot)
+
+
+def test_evict_and_load_is_bit_identical_to_never_evicting(server: Llama) -> None:
+    reference = conversation(server, 0, evict=False, load=False)
+    assert conversation(server, 0, evict=True, load=True) == reference
+    assert conversation(server, 0, evict=True, load=False) != reference
+
+
+def test_a_second_slot_is_exact_too_while_the_first_has_holes(two: Llama) -> None:
+    reference = conversation(two, 1, evict=False, load=False)
+    conversation(two, 0, evict=True, load=False)
+    assert conversation(two, 1, evict=True, load=True) == reference
+
+
+@pytest.mark.parametrize("flash", ["on", "off"])
+def test_ten_round_trips_do_not_add_up(flash: str) -> None:
+    with running(True, "-c", "2048", "--evoke-ram", "16", "-np", "1", "-fa", flash) as server:
+        history = server.tokens(story(400))
+        server.complete(history, n_predict=1)
+        for _ in range(10):
+            server.act("block-save", name="r", p0=50, p1=250, evict=True)
+            server.act("block-load", names=["r"])
+        evicted = logprobs(server, history, 0)
+        server.erase()
+        server.complete(history, n_predict=1)
+        assert logprobs(server, history, 0) == evicted
+
+
+def test_other_cells_give_the_same_tokens(one: Llama) -> None:
+    """Rows that come back elsewhere change the order of a sum, not the information."""
+    one.erase()
+    history = one.tokens(story(400))
+    one.complete(history, n_predict=1)
+    reference = one.complete(history, n_predict=STEPS)["tokens"]
+    one.act("block-save", name="moved", p0=60, p1=300, evict=True)
+    loaded = one.act("block-load", names=["moved"], place="contig")
+    assert loaded["n_loaded"] == 240
+    assert one.complete(history, n_predict=STEPS)["tokens"] == reference
