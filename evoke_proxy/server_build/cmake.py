@@ -89,12 +89,13 @@ def _run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, stdin=subprocess.DEVNULL, process_group=0,
     )  # fmt: skip
+    assert child.stdout is not None
     try:
-        assert child.stdout is not None
-        for line in child.stdout:
-            log.write(line)
-            tail.append(line.rstrip())
-            see(line)
+        with child.stdout:
+            for line in child.stdout:
+                log.write(line)
+                tail.append(line.rstrip())
+                see(line)
         code = child.wait()
     except BaseException:
         _stop(child)
@@ -108,7 +109,7 @@ def _stop(child: subprocess.Popen[str]) -> None:
     """Ends the build tool and its compilers; they get the time to remove half-written objects."""
     os.killpg(child.pid, signal.SIGINT)
     try:
-        child.communicate(timeout=_STOP_SECONDS)
+        child.wait(timeout=_STOP_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()

@@ -1,0 +1,210 @@
+"""The whole build, with real cmake and compiler, on a project that compiles in a second."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from server_build_project import output_of, write_header, write_llama, write_patches
+
+from evoke_proxy.server_build import BuildError, ensure_server
+from evoke_proxy.server_build import build as build_module
+
+Build = Callable[..., Path]
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "llama")
+
+
+@pytest.fixture
+def patches(tmp_path: Path) -> Path:
+    return write_patches(tmp_path / "patches")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def build(llama: Path, patches: Path, cache: Path) -> Build:
+    def run(**options: object) -> Path:
+        settled = {"source": llama, "patches": patches, "cache": cache, "jobs": 1} | options
+        return ensure_server(**settled)  # type: ignore[arg-type]
+
+    return run
+
+
+def only_tree(cache: Path) -> Path:
+    (tree,) = (cache / "trees").iterdir()
+    return tree
+
+
+def object_times(cache: Path) -> dict[str, int]:
+    objects = only_tree(cache).rglob("*.o")
+    return {path.name: path.stat().st_mtime_ns for path in objects}
+
+
+def test_stock_and_patched_share_objects_and_going_back_is_exact(
+    build: Build, cache: Path
+) -> None:
+    stock = build(patched=False)
+    before = object_times(cache)
+    patched = build()
+    after = object_times(cache)
+    assert (output_of(stock), output_of(patched)) == ("stock", "patched")
+    assert after["calm.cpp.o"] == before["calm.cpp.o"]
+    assert after["main.cpp.o"] > before["main.cpp.o"]
+    shutil.rmtree(stock.parent)
+    assert output_of(build(patched=False)) == "stock"
+    assert output_of(patched) == "patched"
+
+
+def test_a_finished_server_is_returned_without_building(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = build()
+
+    def refuse(*arguments: object) -> Path:
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(build_module, "_build", refuse)
+    assert build() == first
+    with pytest.raises(AssertionError, match="built again"):
+        build(patched=False)
+
+
+def test_the_stamp_tells_what_the_server_is_made_of(build: Build, llama: Path) -> None:
+    stamp = json.loads(build().with_name("stamp.json").read_text())
+    assert stamp["variant"] == "patched"
+    assert stamp["patches"] == ["0001-name.patch"]
+    assert stamp["source"] == str(llama)
+    assert "-DGGML_NATIVE=ON" in stamp["flags"]
+
+
+def test_every_ingredient_makes_another_server(
+    build: Build, llama: Path, patches: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [build()]
+    write_header(patches, "renamed")
+    paths.append(build())
+    (llama / "src/calm.cpp").write_text("int calm() { return 2 - 2; }\n")
+    paths.append(build())
+    monkeypatch.setenv("CXXFLAGS", "-DSOMETHING")
+    paths.append(build())
+    assert len(set(paths)) == 4
+    assert [output_of(path) for path in paths] == ["patched", "renamed", "renamed", "renamed"]
+
+
+def test_a_series_that_does_not_apply_changes_nothing(
+    build: Build, cache: Path, patches: Path
+) -> None:
+    build(patched=False)
+    (patches / "0002-late.patch").write_text(
+        "diff --git a/src/calm.cpp b/src/calm.cpp\n--- a/src/calm.cpp\n+++ b/src/calm.cpp\n"
+        "@@ -1 +1 @@\n-int storm();\n+int wind();\n"
+    )
+    tree = only_tree(cache) / "src"
+    before = (tree / "tools/server/main.cpp").stat().st_mtime_ns
+    with pytest.raises(BuildError, match="0002-late.patch neither applies"):
+        build()
+    assert (tree / "tools/server/main.cpp").stat().st_mtime_ns == before
+    assert not (tree / "tools/server/server-name.h").exists()
+    assert sorted(path.name for path in tree.parent.iterdir()) == ["build", "build.log", "src"]
+
+
+def test_a_compile_error_is_shown_with_the_log_and_fixing_it_is_enough(
+    build: Build, llama: Path
+) -> None:
+    calm = llama / "src/calm.cpp"
+    good = calm.read_text()
+    calm.write_text("int calm() { return storm; }\n")
+    with pytest.raises(BuildError) as caught:
+        build()
+    message = str(caught.value)
+    assert "compiling llama-server failed" in message and "storm" in message
+    log = Path(message.split("The full log: ")[1].splitlines()[0])
+    assert "storm" in log.read_text()
+    assert message.count("\n  | ") <= 30
+    calm.write_text(good)
+    assert output_of(build()) == "patched"
+
+
+def test_a_cmake_error_says_that_configuring_failed(build: Build, llama: Path) -> None:
+    (llama / "CMakeLists.txt").write_text('message(FATAL_ERROR "no such luck")\n')
+    with pytest.raises(BuildError, match="(?s)configuring llama-server failed.*no such luck"):
+        build()
+
+
+@pytest.fixture
+def make_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without ninja, which would notice a spoilt object by itself."""
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "ninja" else real(name))
+
+
+def spoil(cache: Path) -> None:
+    """What a killed compiler leaves: half an object that is newer than its source."""
+    (half,) = only_tree(cache).rglob("calm.cpp.o")
+    half.write_bytes(half.read_bytes()[:100])
+
+
+@pytest.mark.usefixtures("make_only")
+def test_a_killed_build_whose_remains_do_not_link_is_started_over(
+    build: Build, cache: Path, patches: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build()
+    spoil(cache)
+    write_header(patches, "next")
+    (only_tree(cache) / "building").touch()
+    assert output_of(build()) == "next"
+    assert "starting it over" in capsys.readouterr().err
+    assert not (only_tree(cache) / "building").exists()
+
+
+@pytest.mark.usefixtures("make_only")
+def test_without_a_kill_a_failure_is_final(build: Build, cache: Path, patches: Path) -> None:
+    build()
+    spoil(cache)
+    write_header(patches, "next")
+    with pytest.raises(BuildError, match="compiling"):
+        build()
+
+
+def test_a_server_that_does_not_start_is_not_kept(
+    build: Build, llama: Path, cache: Path
+) -> None:
+    (llama / "src/calm.cpp").write_text("int calm() { return 3; }\n")
+    with pytest.raises(BuildError, match=r"does not start \(exit status 3\)"):
+        build()
+    assert not (cache / "bin").exists()
+
+
+def test_a_directory_that_is_no_checkout_is_refused(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="is not a llama.cpp checkout"):
+        build(source=tmp_path)
+
+
+def test_two_builders_at_once_build_once(llama: Path, patches: Path, cache: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from evoke_proxy.server_build import ensure_server\n"
+        "source, patches, cache = map(Path, sys.argv[1:])\n"
+        "print(ensure_server(source=source, patches=patches, cache=cache))"
+    )
+    command = [sys.executable, "-c", code, str(llama), str(patches), str(cache)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outcomes = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert outcomes[0][0] == outcomes[1][0] != ""
+    assert sum("building llama-server" in stderr for _, stderr in outcomes) == 1
+    assert output_of(Path(outcomes[0][0].strip())) == "patched"

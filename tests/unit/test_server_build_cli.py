@@ -1,0 +1,152 @@
+"""The command line of `build-server`: what goes to which stream, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from server_build_project import output_of, write_llama
+
+from evoke_proxy.server_build.cache import cache_dir, finished_server
+
+COMMAND = [sys.executable, "-m", "evoke_proxy.server_build"]
+NAP = f"sleep 300.{os.getpid()}"  # no other process of this machine calls itself that
+SLOW = f"add_custom_target(slow COMMAND {NAP})\nadd_dependencies(llama-server slow)\n"
+
+
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EVOKE_CACHE", str(tmp_path / "cache"))
+    return write_llama(tmp_path / "llama")
+
+
+def command(llama: Path, *options: str) -> list[str]:
+    return [*COMMAND, "--stock", "--source", str(llama), *options]
+
+
+def run(llama: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(llama, *options), capture_output=True, text=True, timeout=120)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.05)
+
+
+def running(command_line: str) -> bool:
+    """Whether any process of this machine has exactly this command line."""
+    wanted = command_line.replace(" ", "\0").encode() + b"\0"
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == wanted:
+                return True
+        except OSError:
+            continue  # it ended meanwhile
+    return False
+
+
+def test_print_path_prints_only_the_path(llama: Path) -> None:
+    first = run(llama, "--print-path", "--jobs", "1")
+    assert first.returncode == 0, first.stderr
+    path = Path(first.stdout.removesuffix("\n"))
+    assert output_of(path) == "stock"
+    assert "building llama-server (stock, 1 jobs): 100 %" in first.stderr
+    again = run(llama, "--print-path")
+    assert (again.stdout, again.stderr) == (first.stdout, "")
+
+
+def test_without_print_path_a_person_is_told(llama: Path) -> None:
+    done = run(llama)
+    assert done.stdout.startswith("llama-server (stock): /")
+
+
+def test_a_failure_goes_to_stderr_with_status_one(llama: Path) -> None:
+    (llama / "src/calm.cpp").write_text("not C++\n")
+    done = run(llama, "--print-path")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "build-server: compiling llama-server failed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_tools_name_their_packages(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    environment = os.environ | {"PATH": str(tmp_path / "empty")}
+    done = subprocess.run(
+        command(llama), capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 1
+    assert "sudo apt-get install -y cmake git make gcc g++" in done.stderr
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "many"])
+def test_jobs_must_be_a_positive_number(llama: Path, jobs: str) -> None:
+    assert run(llama, "--jobs", jobs).returncode == 2
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_build_leaves_nobody_running_and_resumes(
+    llama: Path, tmp_path: Path, stop: signal.Signals
+) -> None:
+    lists = llama / "CMakeLists.txt"
+    quick = lists.read_text()
+    lists.write_text(quick + SLOW)
+    process = subprocess.Popen(
+        command(llama), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: running(NAP))
+    process.send_signal(stop)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "running it again resumes" in stderr
+    assert not running(NAP)
+    lists.write_text(quick)
+    done = run(llama, "--print-path")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_builder_does_not_block_the_next(llama: Path, tmp_path: Path) -> None:
+    lists = llama / "CMakeLists.txt"
+    quick = lists.read_text()
+    lists.write_text(quick + SLOW.replace(NAP, "sleep 5"))
+    process = subprocess.Popen(
+        command(llama), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    trees = tmp_path / "cache" / "trees"
+    wait_for(lambda: list(trees.glob("*/building")))
+    process.kill()
+    process.wait()
+    lists.write_text(quick)
+    done = run(llama, "--print-path")
+    assert done.returncode == 0, done.stderr
+    assert output_of(Path(done.stdout.strip())) == "stock"
+
+
+def test_cache_directory_follows_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("EVOKE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_dir() == tmp_path / "home/.cache/evoke-proxy"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg/evoke-proxy"
+    monkeypatch.setenv("EVOKE_CACHE", str(tmp_path / "mine"))
+    assert cache_dir() == tmp_path / "mine"
+
+
+def test_an_unfinished_entry_of_the_cache_is_no_server(tmp_path: Path) -> None:
+    entry = tmp_path / "bin" / "key"
+    entry.mkdir(parents=True)
+    (entry / "llama-server").write_text("half a copy")
+    (entry / "llama-server").chmod(0o755)
+    assert finished_server(tmp_path, "key") is None
+    (entry / "stamp.json").write_text("{}")
+    assert finished_server(tmp_path, "key") == entry / "llama-server"

@@ -1,0 +1,87 @@
+"""What a person sees of a long build."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from evoke_proxy.server_build.progress import Progress, percent_of
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("line", "percent"),
+    [
+        ("[3/40] Building CXX object src/a.o", 7),
+        ("[40/40] Linking CXX executable bin/llama-server", 100),
+        ("[  7%] Building C object ggml/a.o", 7),
+        ("[100%] Built target llama-server", 100),
+        ("[0/1] Re-running CMake...", 0),
+        ("[0/0] nothing", 0),
+        ("warning: 50% of this", None),
+        (" [3/40] indented compiler output", None),
+        ("[x%]", None),
+        ("", None),
+    ],
+)
+def test_percent_of(line: str, percent: int | None) -> None:
+    assert percent_of(line) == percent
+
+
+def test_a_log_file_gets_a_line_every_ten_percent() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream, clock)
+    progress.begin("building")
+    for done in range(0, 101):
+        clock.now += 1
+        progress.see(f"[{done:3d}%] Building")
+    progress.end()
+    lines = stream.getvalue().splitlines()
+    assert [line.split(": ")[1].split(" %")[0] for line in lines] == [
+        str(percent) for percent in range(0, 101, 10)
+    ]
+    assert lines[0] == "building: 0 % 0:00"
+    assert lines[-1] == "building: 100 % 1:41"
+
+
+def test_a_terminal_gets_one_line_rewritten() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = Progress(stream, clock)
+    progress.begin("building")
+    clock.now += 75
+    progress.see("[1/2] Building")
+    progress.end()
+    text = stream.getvalue()
+    assert text.count("\n") == 1 and text.endswith("\n")
+    assert text.split("\r")[-1] == f"building [{'#' * 12}{'.' * 12}]  50 % 1:15\033[K\n"
+
+
+def test_a_terminal_line_keeps_its_clock_moving_between_percents() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = Progress(stream, clock)
+    progress.begin("building")
+    for _ in range(2):
+        clock.now += 10
+        progress.see("[1/300] Building")
+    assert [part[-7:-3] for part in stream.getvalue().split("\r")[1:]] == ["0:00", "0:10", "0:20"]
+
+
+def test_a_message_does_not_land_on_the_rewritten_line() -> None:
+    stream = Terminal()
+    progress = Progress(stream, Clock())
+    progress.begin("building")
+    progress.say("starting over")
+    progress.see("[1/2] after the end, ignored")
+    assert stream.getvalue().endswith("\033[K\nstarting over\n")

@@ -1,0 +1,172 @@
+"""The patch series: what counts as one, and that it applies strictly or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from server_build_project import write_header, write_llama, write_patches
+
+from evoke_proxy.server_build.errors import BuildError
+from evoke_proxy.server_build.pin import read_pin
+from evoke_proxy.server_build.series import (
+    STOCK,
+    apply_patch,
+    make_overlay,
+    patches_dir,
+    read_series,
+)
+
+GIT = shutil.which("git") or "git"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "llama")
+
+
+@pytest.fixture
+def patches(tmp_path: Path) -> Path:
+    return write_patches(tmp_path / "patches")
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
+
+
+def test_overlay_holds_the_patched_file_and_our_own(
+    llama: Path, patches: Path, scratch: Path
+) -> None:
+    overlay = make_overlay(read_series(patches), llama, scratch, GIT)
+    assert overlay.files == {"tools/server/main.cpp", "tools/server/server-name.h"}
+    assert overlay.removed == frozenset()
+    assert "name = server_name();" in (scratch / "tools/server/main.cpp").read_text()
+    assert "server_name" not in (llama / "tools/server/main.cpp").read_text()
+
+
+def test_applies_inside_a_foreign_repository(tmp_path: Path, llama: Path, patches: Path) -> None:
+    """There `git apply` left to itself skips every file and reports success."""
+    outer = tmp_path / "outer"
+    inner = outer / "cache" / "scratch"
+    inner.mkdir(parents=True)
+    subprocess.run([GIT, "init", "-q", outer], check=True)
+    make_overlay(read_series(patches), llama, inner, GIT)
+    assert "server_name()" in (inner / "tools/server/main.cpp").read_text()
+
+
+def test_git_variables_of_a_hook_do_not_reach_git_apply(
+    tmp_path: Path, llama: Path, patches: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run([GIT, "init", "-q", tmp_path / "outer"], check=True)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "outer" / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(tmp_path))
+    make_overlay(read_series(patches), llama, scratch, GIT)
+    assert "server_name()" in (scratch / "tools/server/main.cpp").read_text()
+
+
+def test_changed_context_is_refused_even_where_one_line_of_it_would_do(
+    llama: Path, patches: Path, scratch: Path
+) -> None:
+    main = llama / "tools/server/main.cpp"
+    main.write_text(main.read_text().replace("return status;", "return 0 + status;"))
+    loose = subprocess.run([GIT, "apply", "-C1", "--check", patches / "0001-name.patch"], cwd=llama)
+    assert loose.returncode == 0
+    with pytest.raises(BuildError, match="0001-name.patch neither applies"):
+        make_overlay(read_series(patches), llama, scratch, GIT)
+
+
+def test_a_patch_that_is_there_already_is_left_alone(llama: Path, patches: Path) -> None:
+    shutil.copy(patches / "src/server-name.h", llama / "tools/server")
+    patch = patches / "0001-name.patch"
+    assert apply_patch(patch, llama, GIT) is True
+    once = (llama / "tools/server/main.cpp").read_text()
+    assert apply_patch(patch, llama, GIT) is False
+    assert (llama / "tools/server/main.cpp").read_text() == once
+
+
+def test_a_patch_may_delete_a_file(llama: Path, patches: Path, scratch: Path) -> None:
+    (patches / "0002-drop.patch").write_text(
+        "diff --git a/src/calm.cpp b/src/calm.cpp\ndeleted file mode 100644\n"
+        "--- a/src/calm.cpp\n+++ /dev/null\n@@ -1 +0,0 @@\n-int calm() { return 0; }\n"
+    )
+    overlay = make_overlay(read_series(patches), llama, scratch, GIT)
+    assert overlay.removed == {"src/calm.cpp"}
+    assert "src/calm.cpp" not in overlay.files
+
+
+def test_garbage_is_not_a_patch(llama: Path, patches: Path, scratch: Path) -> None:
+    (patches / "0002-broken.patch").write_text("hello\n")
+    with pytest.raises(BuildError, match="0002-broken.patch"):
+        make_overlay(read_series(patches), llama, scratch, GIT)
+
+
+def test_patches_are_taken_in_number_order(patches: Path) -> None:
+    (patches / "0010-late.patch").write_text("x")
+    (patches / "0002-early.patch").write_text("x")
+    (patches / "notes.patch").write_text("not numbered, not ours")
+    names = [path.name for path in read_series(patches).patches]
+    assert names == ["0001-name.patch", "0002-early.patch", "0010-late.patch"]
+
+
+def test_sources_go_where_their_first_word_says(patches: Path) -> None:
+    (patches / "src/llama-rows.cpp").write_text("")
+    (patches / "src/notes.md").write_text("")
+    homes = dict((path.name, home) for path, home in read_series(patches).sources)
+    assert homes == {
+        "llama-rows.cpp": "src/llama-rows.cpp",
+        "server-name.h": "tools/server/server-name.h",
+    }
+
+
+def test_a_source_of_unknown_home_is_refused(patches: Path) -> None:
+    (patches / "src/other.cpp").write_text("")
+    with pytest.raises(BuildError, match=r"other.cpp.*llama-\* or server-\*"):
+        read_series(patches)
+
+
+def test_an_empty_directory_is_no_series(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="no NNNN"):
+        read_series(tmp_path)
+
+
+def test_digest_follows_patches_and_sources(patches: Path) -> None:
+    before = read_series(patches).digest
+    assert read_series(patches).digest == before != STOCK.digest
+    write_header(patches, "other")
+    changed = read_series(patches).digest
+    (patches / "0001-name.patch").rename(patches / "0001-renamed.patch")
+    assert len({before, changed, read_series(patches).digest}) == 3
+
+
+def test_this_checkout_has_its_patches_and_a_complete_pin() -> None:
+    pin = read_pin(patches_dir())
+    assert pin.requirement == "llama-cpp-python==0.3.36"
+    assert pin.file_name == "llama_cpp_python-0.3.36.tar.gz"
+    assert len(pin.sha256) == 64 and pin.size == 76_589_250
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [("size = 1", "size"), ("commit = abc123", "commit"), ("tree =", "tree")],
+)
+def test_an_incomplete_pin_names_what_is_wrong(patches: Path, spoil: str, named: str) -> None:
+    path = patches / "LLAMA_CPP_VERSION"
+    path.write_text(path.read_text().replace(spoil, "# gone"))
+    with pytest.raises(BuildError, match=rf"wrong or missing entries: .*{named}"):
+        read_pin(patches)
+
+
+def test_a_size_that_is_no_number_is_refused(patches: Path) -> None:
+    path = patches / "LLAMA_CPP_VERSION"
+    path.write_text(path.read_text().replace("size = 1", "size = big"))
+    with pytest.raises(BuildError, match="size"):
+        read_pin(patches)
+
+
+def test_a_missing_pin_is_a_build_error(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="pin of llama.cpp"):
+        read_pin(tmp_path)

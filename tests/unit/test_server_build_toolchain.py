@@ -1,0 +1,144 @@
+"""What a machine builds with: flags that fit it, and messages that say what it lacks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from evoke_proxy.server_build.errors import BuildError
+from evoke_proxy.server_build.toolchain import (
+    compiler_accepts,
+    cpu_identity,
+    find_toolchain,
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CUDACXX", "CUDAARCHS", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+
+
+def write_tool(directory: Path, name: str, body: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with stand-ins for all tools: the compiler refuses AMX flags, as on ARM."""
+    directory = tmp_path / "tools"
+    for name in ("cmake", "git", "make", "gcc"):
+        write_tool(directory, name, "exit 0")
+    refuse = 'case "$*" in *amx*) exit 1;; *--version*) echo "g++ 99.1";; esac'
+    write_tool(directory, "g++", refuse)
+    monkeypatch.setenv("PATH", str(directory))
+    return directory
+
+
+def test_nothing_that_downloads_or_is_not_needed_is_switched_on() -> None:
+    flags = find_toolchain(cuda=False).flags
+    assert "-DLLAMA_USE_PREBUILT_UI=OFF" in flags
+    assert "-DLLAMA_BUILD_TESTS=OFF" in flags
+    assert not any("CUDA" in flag for flag in flags)
+
+
+def test_a_compiler_is_asked_not_guessed() -> None:
+    compiler = shutil.which("g++") or "c++"
+    assert compiler_accepts(compiler, ("-O2",))
+    assert not compiler_accepts(compiler, ("-mno-such-thing-exists",))
+
+
+def test_amx_is_off_only_where_the_compiler_knows_it(bare_path: Path) -> None:
+    assert not any("-mno-amx" in flag for flag in find_toolchain(cuda=False).flags)
+    write_tool(bare_path, "g++", 'echo "g++ 99.1"')
+    flags = find_toolchain(cuda=False).flags
+    wanted = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    assert f"-DCMAKE_C_FLAGS={wanted}" in flags and f"-DCMAKE_CXX_FLAGS={wanted}" in flags
+
+
+def test_flags_of_the_user_are_kept(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXXFLAGS", "-g  -O1")
+    flags = find_toolchain(cuda=False).flags
+    assert "-DCMAKE_CXX_FLAGS=-g -O1" in flags
+    assert not any(flag.startswith("-DCMAKE_C_FLAGS") for flag in flags)
+
+
+def test_ninja_is_preferred_and_make_is_enough(bare_path: Path) -> None:
+    assert find_toolchain(cuda=False).generator == "Unix Makefiles"
+    write_tool(bare_path, "ninja", "exit 0")
+    assert find_toolchain(cuda=False).generator == "Ninja"
+    (bare_path / "make").unlink()
+    assert find_toolchain(cuda=False).generator == "Ninja"
+
+
+@pytest.mark.parametrize(
+    ("tool", "package"), [("cmake", "cmake"), ("git", "git"), ("make", "make"), ("g++", "g++")]
+)
+def test_a_missing_tool_names_its_package(bare_path: Path, tool: str, package: str) -> None:
+    (bare_path / tool).unlink()
+    with pytest.raises(BuildError) as caught:
+        find_toolchain(cuda=False)
+    assert str(caught.value).endswith(f"sudo apt-get install -y {package}")
+
+
+def test_the_named_compiler_wins(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = write_tool(bare_path, "clang++", 'echo "clang 42"')
+    monkeypatch.setenv("CXX", str(own))
+    tools = find_toolchain(cuda=False)
+    assert f"-DCMAKE_CXX_COMPILER={own}" in tools.flags
+    assert tools.compiler == "clang 42"
+
+
+def test_cuda_without_nvcc_says_so(bare_path: Path) -> None:
+    with pytest.raises(BuildError, match="--cuda needs nvcc"):
+        find_toolchain(cuda=True)
+
+
+def test_cuda_without_a_gpu_asks_for_an_architecture(
+    bare_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = write_tool(bare_path, "nvcc", 'echo "Build cuda_13.0"')
+    with pytest.raises(BuildError, match="CUDAARCHS=90"):
+        find_toolchain(cuda=True)
+    monkeypatch.setenv("CUDAARCHS", "80;90")
+    tools = find_toolchain(cuda=True)
+    assert "-DCMAKE_CUDA_ARCHITECTURES=80;90" in tools.flags
+    assert f"-DCMAKE_CUDA_COMPILER={nvcc}" in tools.flags and "-DGGML_CUDA=ON" in tools.flags
+    assert tools.compiler == "g++ 99.1; Build cuda_13.0"
+
+
+def test_cuda_builds_for_the_gpus_that_are_there(bare_path: Path) -> None:
+    write_tool(bare_path, "nvcc", 'echo "Build cuda_13.0"')
+    write_tool(bare_path, "nvidia-smi", "printf '9.0\\n12.0\\n9.0\\n'")
+    assert "-DCMAKE_CUDA_ARCHITECTURES=120;90" in find_toolchain(cuda=True).flags
+
+
+def test_a_driver_without_a_gpu_counts_as_none(bare_path: Path) -> None:
+    write_tool(bare_path, "nvcc", "exit 0")
+    write_tool(bare_path, "nvidia-smi", 'echo "No devices were found"; exit 6')
+    with pytest.raises(BuildError, match="no GPU"):
+        find_toolchain(cuda=True)
+
+
+def test_cpu_identity_is_the_instruction_set_in_any_order(tmp_path: Path) -> None:
+    first, second, other = (tmp_path / name for name in ("first", "second", "other"))
+    first.write_text("model name : A\ncpu MHz : 1000\nflags : fpu sse2 avx\nflags : ignored\n")
+    second.write_text("model name : B\ncpu MHz : 2000\nflags : avx fpu sse2\n")
+    other.write_text("flags : fpu sse2 avx avx512f\n")
+    assert cpu_identity(first) == cpu_identity(second) != cpu_identity(other)
+    assert cpu_identity(first).endswith(" avx fpu sse2")
+
+
+def test_cpu_identity_on_arm_and_without_cpuinfo(tmp_path: Path) -> None:
+    arm = tmp_path / "arm"
+    arm.write_text("Features : fp asimd dotprod\n")
+    assert cpu_identity(arm).endswith(" asimd dotprod fp")
+    assert cpu_identity(tmp_path / "missing") == os.uname().machine
