@@ -13,7 +13,7 @@ test: build
 	@$(BIN)/python tests/run.py $(TESTS)
 
 check: venv
-	$(BIN)/ruff check evoke_proxy tests
+	$(BIN)/ruff check .
 	$(BIN)/mypy --strict evoke_proxy
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
 

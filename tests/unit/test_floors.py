@@ -193,5 +193,5 @@ def test_the_purity_rule_catches(source: str, found: set[str]) -> None:
 
 
 def test_functions_are_measured_from_def_to_last_line() -> None:
-    source = "@mark\ndef f():\n    def g():\n        pass\n    return g\nclass C:\n  async def h(): 1"
+    source = "@mark\ndef f():\n    def g():\n        pass\n    return g\nclass C:\n  def h(): 1"
     assert dict(functions(source)) == {"f": 4, "g": 2, "h": 1}
