@@ -1,0 +1,149 @@
+"""Command line: serve, check-config, demo, build-server. Exit codes: 0 done, 1 failed, 2 misuse."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evoke_proxy import __version__
+from evoke_proxy.config import LOG_LEVELS, POLICIES, Config, load
+from evoke_proxy.errors import ConfigError
+
+_EXAMPLES = """examples:
+  evoke-proxy serve --upstream http://127.0.0.1:8080
+  evoke-proxy demo
+  evoke-proxy build-server --print-path
+  evoke-proxy check-config --config evoke.yaml
+Each command explains itself: evoke-proxy COMMAND --help"""
+
+_SERVE_EXAMPLES = """examples:
+  evoke-proxy serve
+      listen on 127.0.0.1:8090, forward to a llama-server on 127.0.0.1:8080
+  evoke-proxy serve --listen 0.0.0.0:8090 --upstream http://gpu-box:8080 --budget 8192
+      keep at most 8192 tokens of each session in the KV cache
+  EVOKE_UPSTREAM_URL=http://gpu-box:8080 evoke-proxy serve --config evoke.yaml
+      every key of the file has an environment variable; options win over both"""
+
+_CHECK_EXAMPLES = """examples:
+  evoke-proxy check-config --config evoke.yaml
+      prints what it would run with; exit code 2 and the key at fault when the file is wrong"""
+
+_BUILD_EXAMPLES = """examples:
+  evoke-proxy build-server
+      the patched server from the pinned source, kept in a cache
+  $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096
+      run it"""
+
+_COMMANDS = {
+    "serve": ("forward clients to a llama-server, under a token budget", _SERVE_EXAMPLES),
+    "check-config": ("read the configuration, say what is wrong with it", _CHECK_EXAMPLES),
+    "demo": ("the planted-fact session on the bundled model", ""),
+    "build-server": ("build llama-server with our patches", _BUILD_EXAMPLES),
+}
+# Imported only when chosen: serving must not need what building and the demo need.
+_ELSEWHERE = {"demo": "evoke_proxy.demo.cli", "build-server": "evoke_proxy.server_build.cli"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in given if not word.startswith("-")), None)
+    arguments = _parser(chosen).parse_args(given)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print(f"evoke-proxy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command in _ELSEWHERE:
+        code: int = importlib.import_module(_ELSEWHERE[arguments.command]).run(arguments)
+        return code
+    config = load(arguments.config, os.environ, _overrides(arguments))
+    if arguments.command == "check-config":
+        print(_described(config))
+        return 0
+    return _serve(config)
+
+
+def _serve(config: Config) -> int:
+    # Imported here: check-config answers without loading a web server.
+    from evoke_proxy.web.serve import serve
+
+    form = "%(asctime)s %(levelname)s %(name)s %(message)s"
+    logging.basicConfig(level=config.log.level.upper(), format=form)
+    try:
+        asyncio.run(serve(config))
+    except OSError as error:
+        print(f"evoke-proxy: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = _Parser(prog="evoke-proxy", description=__doc__, epilog=_EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"evoke-proxy {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (summary, examples) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, epilog=examples)
+        if name == chosen and name in _ELSEWHERE:
+            importlib.import_module(_ELSEWHERE[name]).add_arguments(command)
+        elif name not in _ELSEWHERE:
+            _add_config_arguments(command)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose examples keep their line breaks."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**options)
+
+
+def _add_config_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", type=Path, metavar="FILE", help="settings, YAML")
+    command.add_argument(
+        "--listen", action="append", metavar="HOST:PORT", help="address to serve on, repeatable"
+    )
+    command.add_argument("--upstream", metavar="URL", help="where llama-server is")
+    command.add_argument(
+        "--budget", type=int, metavar="N", help="tokens a session may keep resident"
+    )
+    command.add_argument("--policy", choices=POLICIES, help="how blocks are chosen")
+    command.add_argument("--log-level", choices=LOG_LEVELS, help="how much to log")
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
+    return {
+        "listen": arguments.listen,
+        "upstream.url": arguments.upstream,
+        "policy.budget": arguments.budget,
+        "policy.name": arguments.policy,
+        "log.level": arguments.log_level,
+    }
+
+
+def _described(config: Config) -> str:
+    budget = f"{config.policy.budget} tokens" if config.policy.budget else "none (never evicts)"
+    return (
+        f"listen    {', '.join(config.listen)}\n"
+        f"upstream  {config.upstream.url}\n"
+        f"policy    {config.policy.name}\n"
+        f"budget    {budget}\n"
+        "the configuration is valid"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Thin input and output: llama-server over HTTP, Prometheus. They never import each other."""

@@ -1,0 +1,84 @@
+"""Every number the proxy exports, in a registry of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from evoke_proxy import __version__
+
+# Local prefill of a long history takes minutes, a block plan takes microseconds.
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_PLAN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 10, 60, 600)
+BOOK_KINDS = ("decoded", "recovered", "resident_before", "omitted")
+
+
+class Metrics:
+    """Counters, gauges and histograms; no label ever holds a session, a user or a raw path."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._register_load()
+        self._register_books()
+        self._register_faults()
+
+    def _register_load(self) -> None:
+        self.requests = self._counter(
+            "evoke_requests", "Answers given, by path and status.", "endpoint", "code"
+        )
+        self.plan_seconds = self._histogram(
+            "evoke_plan_seconds", "Rendering, deciding and running a plan.", _PLAN_BUCKETS
+        )
+        self.ttft_seconds = self._histogram(
+            "evoke_ttft_seconds", "Chat request in to first answer byte out.", _TTFT_BUCKETS
+        )
+        self._gauge("evoke_build_info", "Always 1.", "version").labels(version=__version__).set(1)
+
+    def _register_books(self) -> None:
+        self.tokens = self._counter(
+            "evoke_tokens", "Prompt tokens, by how they were there for the answer.", "kind"
+        )
+        for kind in BOOK_KINDS:
+            self.tokens.labels(kind=kind)
+        self.evicted = self._counter("evoke_blocks_evicted", "Blocks taken out of the KV cache.")
+        self.recovered = self._counter("evoke_blocks_recovered", "Blocks put back undecoded.")
+        self.resident = self._gauge(
+            "evoke_resident_tokens", "Tokens resident in managed slots after their last reply."
+        )
+        self.sessions = self._gauge("evoke_sessions", "Conversations the proxy keeps books of.")
+
+    def _register_faults(self) -> None:
+        self.bypass = self._counter(
+            "evoke_bypass", "Chat requests forwarded without a budget.", "reason"
+        )
+        self.degraded = self._counter(
+            "evoke_degraded", "Requests forwarded plainly after a fault of ours.", "stage"
+        )
+        self.plan_failures = self._counter(
+            "evoke_plan_failures", "Block plans llama-server refused.", "reason"
+        )
+        self.breaches = self._counter(
+            "evoke_budget_breach", "Replies whose resident peak went over the budget."
+        )
+        self.upstream_errors = self._counter(
+            "evoke_upstream_errors", "Failures of llama-server.", "kind"
+        )
+
+    def count_books(self, books: Mapping[str, int]) -> None:
+        """Add the four books of one reply; missing kinds count as zero."""
+        for kind in BOOK_KINDS:
+            self.tokens.labels(kind=kind).inc(books.get(kind, 0))
+
+    def exposition(self) -> bytes:
+        """The registry in Prometheus text format."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, labels, registry=self.registry)
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(name, about, labels, registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, about, buckets=buckets, registry=self.registry)

@@ -1,0 +1,243 @@
+"""llama-server over HTTP: opens requests, relays bodies, asks our block calls.
+
+The only place where errors of aiohttp become errors of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp.client_proto import ResponseHandler
+from multidict import CIMultiDict
+from yarl import URL
+
+from evoke_proxy.config import UpstreamConfig
+from evoke_proxy.errors import (
+    UpstreamProtocolError,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+
+# Anything aiohttp would add by itself is a header the client did not send.
+_NEVER_ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
+_LINE_BYTES = 64 * 1024
+_PIECE_BYTES = 256 * 1024
+# Below llama-server's own 5 s, so that a request is not written into a connection being closed.
+_KEEPALIVE_S = 2.0
+_NEEDED = frozenset(("blocks", "adopt", "plan", "render", "stream"))
+_AUTHENTICATION = ("Authorization", "X-Api-Key")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What `GET /props` says about the server; `reason` says why it is not `patched`."""
+
+    patched: bool
+    reason: str
+    n_slots: int = 1
+    sleeping: bool = False
+    build: str = ""
+
+
+# Before the first answer, and after the server went away.
+UNKNOWN_SERVER = ServerInfo(patched=False, reason="llama-server has not answered yet")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer whose head has arrived; the body is read with `chunks`."""
+
+    status: int
+    reason: str
+    headers: CIMultiDict[str]
+    _response: aiohttp.ClientResponse
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives, undecoded. Raises UpstreamError when it breaks off."""
+        while True:
+            with _mapped(str(self._response.url.origin())):
+                chunk = await self._response.content.readany()
+            if not chunk:
+                return
+            yield chunk
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+
+class _ResponseHandler(ResponseHandler):
+    """Cuts off what follows the head of a 204.
+
+    llama-server's router ends some of them like a chunked body, which aiohttp takes for nonsense.
+    """
+
+    _head_expected = False
+
+    def set_response_params(self, **options: Any) -> None:
+        self._head_expected = True
+        super().set_response_params(**options)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_expected and data.startswith(b"HTTP/1.1 204 "):
+            head, end, _ = data.partition(b"\r\n\r\n")
+            data = head + end
+            self.force_close()
+        self._head_expected = False
+        super().data_received(data)
+
+
+class Upstream:
+    """One llama-server; use as an async context manager."""
+
+    def __init__(self, config: UpstreamConfig) -> None:
+        self._config = config
+        self.url = config.url.rstrip("/")
+        self._client: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Upstream:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        # There is no public place for it; a test on a 204 tells when this one moves.
+        factory: Any = partial(_ResponseHandler, asyncio.get_running_loop())
+        connector._factory = factory
+        self._client = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=_NEVER_ADDED,
+            max_line_size=_LINE_BYTES,
+            max_field_size=_LINE_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterable[bytes] | None = None,
+    ) -> AsyncIterator[Reply]:
+        """Send a request, give its answer; leaving early closes the connection, which cancels it.
+
+        `target` is the raw path with query. Waits for the head without limit: prefill is slow.
+        """
+        assert self._client is not None, "used outside its context"
+        url = URL(self.url + target, encoded=True)
+        sent = CIMultiDict(headers)
+        if isinstance(body, bytes):
+            sent["Content-Length"], body = str(len(body)), _pieces(body)
+        with _mapped(self.url):
+            response = await self._client.request(
+                method, url, headers=sent, data=body, allow_redirects=False
+            )
+        try:
+            yield Reply(response.status, response.reason or "", _decoded(response), response)
+        finally:
+            response.close()
+
+    async def call(
+        self, method: str, target: str, body: object = None, client: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """One short JSON call of our own, with the client's credentials when none are configured.
+
+        Raises UpstreamRejected on a status >= 400 with the parsed error, UpstreamTimeout after
+        `call_timeout_s`, UpstreamProtocolError when the answer is not a JSON object.
+        """
+        data = None if body is None else orjson.dumps(body)
+        with _mapped(self.url):
+            async with asyncio.timeout(self._config.call_timeout_s):
+                async with self.open(method, target, self.own_headers(client), data) as reply:
+                    return _checked(target, reply.status, await reply.read())
+
+    async def info(self) -> ServerInfo:
+        """What the server is and can do. Raises UpstreamError when it does not say."""
+        return _described(await self.call("GET", "/props"))
+
+    def own_headers(self, client: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Headers of a call of ours, with the configured key or else the client's credentials."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self._config.api_key:
+            return headers | {"Authorization": f"Bearer {self._config.api_key}"}
+        given = client or {}
+        return headers | {name: given[name] for name in _AUTHENTICATION if name in given}
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    """A body in parts: written in one go, a large one would hold up every other stream."""
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]
+
+
+def _described(props: Mapping[str, Any]) -> ServerInfo:
+    evoke = props.get("evoke")
+    features = evoke.get("features") if isinstance(evoke, dict) else None
+    patched = isinstance(features, list) and _NEEDED.issubset(features)
+    if not isinstance(evoke, dict):
+        reason = "it is not patched, or runs without --evoke-ram"
+    else:
+        reason = str(evoke.get("unsupported") or f"it lacks {_NEEDED.difference(features or ())}")
+    return ServerInfo(
+        patched=patched,
+        reason="" if patched else reason,
+        n_slots=int(props.get("total_slots") or 1),
+        sleeping=bool(props.get("is_sleeping")),
+        build=str(props.get("build_info") or ""),
+    )
+
+
+def _decoded(response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    pairs = response.raw_headers
+    return CIMultiDict(
+        (name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in pairs
+    )
+
+
+def _checked(target: str, status: int, raw: bytes) -> dict[str, Any]:
+    try:
+        answer = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        if status >= 400:
+            raise UpstreamRejected(status, raw) from error
+        raise UpstreamProtocolError(f"llama-server answered {target} with no JSON") from error
+    if status >= 400:
+        raise UpstreamRejected(status, raw)
+    if not isinstance(answer, dict):
+        raise UpstreamProtocolError(f"llama-server answered {target} with no JSON object")
+    return answer
+
+
+@contextmanager
+def _mapped(url: str) -> Iterator[None]:
+    try:
+        yield
+    except (TimeoutError, aiohttp.ServerTimeoutError) as error:
+        raise UpstreamTimeout(
+            f"llama-server at {url} did not answer in time: see its log, or raise the timeout"
+        ) from error
+    except aiohttp.ClientConnectorError as error:
+        raise UpstreamUnavailable(
+            f"llama-server at {url} cannot be reached ({error.strerror or error.os_error});"
+            " start it, or point --upstream at the right address"
+        ) from error
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise UpstreamUnavailable(
+            f"llama-server at {url} closed the connection; it may have crashed: see its log"
+        ) from error
+    except aiohttp.ClientPayloadError as error:
+        raise UpstreamUnavailable(f"llama-server at {url} broke off in its answer") from error
+    except (aiohttp.ClientError, ValueError) as error:
+        raise UpstreamProtocolError(f"llama-server at {url}: {error}") from error

@@ -1,0 +1,73 @@
+"""Our own paths: health, readiness, sessions, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+
+from evoke_proxy.engine import Engine
+from evoke_proxy.errors import EvokeError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def routes(engine: Engine) -> list[web.RouteDef]:
+    """The paths that are ours; every other path belongs to llama-server."""
+
+    async def ready(_: web.Request) -> web.StreamResponse:
+        return await _ready(engine)
+
+    async def sessions(_: web.Request) -> web.StreamResponse:
+        return _json({"sessions": engine.sessions_summary()})
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        body = await _upstream_exposition(engine) + engine.metrics.exposition()
+        return web.Response(body=body, headers={"Content-Type": _EXPOSITION})
+
+    async def unknown(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPNotFound(text=f"{request.path} is not a path of evoke-proxy")
+
+    return [
+        web.get("/evoke/health", _health),
+        web.get("/evoke/ready", ready),
+        web.get("/evoke/sessions", sessions),
+        web.get("/metrics", metrics, allow_head=False),
+        web.route("*", "/evoke/{path:.*}", unknown),
+    ]
+
+
+async def _health(_: web.Request) -> web.StreamResponse:
+    return _json({"status": "ok"})
+
+
+async def _ready(engine: Engine) -> web.StreamResponse:
+    checks = await engine.checks()
+    failed = [name for name, check in checks.items() if not check["ok"]]
+    answer = {
+        "status": "not_ready" if failed else "ready",
+        "failed": failed,
+        "mode": "budgeted" if engine.server.patched else "pass-through",
+        "checks": checks,
+    }
+    return _json(answer, 503 if failed else 200)
+
+
+async def _upstream_exposition(engine: Engine) -> bytes:
+    """llama-server's own metrics, empty when it has none, is down, or sleeps (never wake it)."""
+    try:
+        if (await engine.upstream.info()).sleeping:
+            return b"# llama-server sleeps: its metrics are left out\n"
+        headers = engine.upstream.own_headers()
+        async with engine.upstream.open("GET", "/metrics", headers) as reply:
+            body = await reply.read() if reply.status == 200 else b""
+    except EvokeError as error:
+        return f"# llama-server has no metrics now: {error}\n".encode()
+    return body if not body or body.endswith(b"\n") else body + b"\n"
+
+
+def _json(answer: object, status: int = 200) -> web.Response:
+    body = orjson.dumps(answer)
+    return web.Response(status=status, body=body, content_type="application/json")

@@ -1,0 +1,102 @@
+"""The aiohttp application: which request goes where, one place for errors, one line per request."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from evoke_proxy.engine import Engine
+from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
+from evoke_proxy.web import admin, dialects, relay
+from evoke_proxy.web.chat import DECISION, answer_chat
+
+_log = logging.getLogger("evoke_proxy.request")
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# What nginx calls a client that closed its connection before the answer.
+_CLIENT_GONE = 499
+
+
+def create_app(engine: Engine) -> web.Application:
+    """The proxy in front of `engine`, which the caller has entered and will close."""
+    middlewares = [_accounted(engine), _translated(engine)]
+    limit = engine.config.limits.body_bytes
+    app = web.Application(middlewares=middlewares, client_max_size=limit)
+    app.add_routes(admin.routes(engine))
+    # [\s\S], because a dot does not match an encoded newline.
+    app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))
+    app.on_response_prepare.append(relay.drop_filled_in)
+    return app
+
+
+def _dispatch(engine: Engine) -> _Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        chat_path = dialects.CHAT_PATHS.get(request.path)
+        if chat_path is not None and request.method == "POST":
+            return await answer_chat(request, engine, chat_path)
+        return await relay.passthrough(request, engine.upstream)
+
+    return handle
+
+
+def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """The one place where our errors become answers."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except EvokeError as error:
+            if isinstance(error, UpstreamError):
+                engine.upstream_failed(error)
+            return dialects.error_response(request.path, error)
+        except web.HTTPRequestEntityTooLarge:
+            return dialects.error_response(request.path, _too_large(engine))
+        except web.HTTPException as error:
+            refused = RequestError(error.text or error.reason, "not_found", error.status)
+            return dialects.error_response(request.path, refused)
+        except ConnectionResetError:
+            raise
+        except Exception:
+            _log.exception("unexpected failure in %s %s", request.method, request.path)
+            failure = EvokeError("evoke-proxy failed; see its log")
+            return dialects.error_response(request.path, failure)
+
+    return middleware
+
+
+def _too_large(engine: Engine) -> EvokeError:
+    limit = engine.config.limits.body_bytes
+    message = f"the request body is larger than limits.body_bytes ({limit} bytes)"
+    return RequestError(message, "request_too_large", 413)
+
+
+def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
+    @web.middleware
+    async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        began, status = time.monotonic(), _CLIENT_GONE
+        DECISION.set("decision=relay")
+        try:
+            response = await handler(request)
+            status = response.status
+            if isinstance(response, relay.Relayed) and response.broken is not None:
+                engine.upstream_failed(response.broken)
+            return response
+        finally:
+            label = dialects.endpoint_label(request.path)
+            engine.metrics.requests.labels(endpoint=label, code=str(status)).inc()
+            _log_summary(request, label, status, time.monotonic() - began)
+
+    return middleware
+
+
+def _log_summary(request: web.Request, label: str, status: int, seconds: float) -> None:
+    """One line, never any text of the prompt."""
+    request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex[:12]
+    quiet = label in ("/metrics", "/health") or label.startswith("/evoke/")
+    level = logging.DEBUG if quiet else logging.INFO
+    what = f"{request.method} {label} {status} {DECISION.get()} ms={seconds * 1000:.0f}"
+    _log.log(level, "id=%s %s", request_id[:64], what)

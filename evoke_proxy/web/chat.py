@@ -1,0 +1,30 @@
+"""One chat request: the engine prepares its bytes, the relay carries them and the answer."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from aiohttp import web
+
+from evoke_proxy.engine import Engine
+from evoke_proxy.web import relay
+from evoke_proxy.web.dialects import ChatPath
+
+# What the engine did with the request of the current task, for its log line.
+DECISION = ContextVar("DECISION", default="decision=relay")
+# The body may grow or shrink by the spliced fields.
+_REPLACED = frozenset(("content-length",))
+
+
+async def answer_chat(request: web.Request, engine: Engine, path: ChatPath) -> web.StreamResponse:
+    """Forward a chat request with what the engine added, relay the answer as it comes."""
+    body = await request.read()
+    headers = relay.request_headers(request, _REPLACED)
+    dialect = path.dialect if path.budgeted else None
+    async with engine.turn(dialect, body, request.headers) as turn:
+        target = relay.raw_target(request)
+        try:
+            async with engine.upstream.open("POST", target, headers, turn.body) as reply:
+                return await relay.send(request, reply, turn.observe, turn.headers)
+        finally:
+            DECISION.set(turn.summary())

@@ -1,0 +1,58 @@
+"""Runs the application on its addresses until SIGTERM, then lets the streams finish."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from aiohttp import web
+
+from evoke_proxy.config import Config, parse_listen
+from evoke_proxy.engine import Engine
+from evoke_proxy.web.app import create_app
+
+# llama-server takes long request lines and headers; aiohttp's 8 KiB would refuse some of them.
+_LINE_BYTES = 64 * 1024
+
+
+def make_runner(engine: Engine) -> web.AppRunner:
+    """A runner that cancels a handler when its client goes away and never touches bodies."""
+    return web.AppRunner(
+        create_app(engine),
+        handler_cancellation=True,
+        auto_decompress=False,
+        access_log=None,
+        shutdown_timeout=engine.config.limits.drain_timeout_s,
+        max_line_size=_LINE_BYTES,
+        max_field_size=_LINE_BYTES,
+    )
+
+
+async def serve(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT; then refuse new connections and wait for answers under way.
+
+    Raises OSError when an address cannot be bound.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    async with Engine(config) as engine:
+        runner = make_runner(engine)
+        await runner.setup()
+        try:
+            await _listen(runner, config)
+            await stop.wait()
+            engine.draining = True
+        finally:
+            await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, config: Config) -> None:
+    for address in config.listen:
+        host, port = parse_listen(address)
+        await web.TCPSite(runner, host, port).start()
+    for host, port, *_ in runner.addresses:
+        shown = f"[{host}]" if ":" in host else host
+        print(f"evoke-proxy listens on http://{shown}:{port}", file=sys.stderr, flush=True)

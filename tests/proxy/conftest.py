@@ -1,0 +1,22 @@
+"""Fixtures of the proxy tests: one stock llama-server, and a proxy in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from running import RunningProxy, llama_server, proxy, server_binary
+
+
+@pytest.fixture(scope="session")
+def stock_port() -> Iterator[int]:
+    """The port of a stock llama-server with metrics and slots."""
+    with llama_server(server_binary(patched=False), "-np", "1", "--metrics") as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def stock_proxy(stock_port: int) -> Iterator[RunningProxy]:
+    """A proxy with default settings in front of the stock server."""
+    with proxy(stock_port) as running:
+        yield running

@@ -1,0 +1,174 @@
+"""Real processes and servers for the proxy tests: a llama-server, a proxy in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+
+from evoke_proxy.config import Config, load
+from evoke_proxy.engine import Engine
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+from evoke_proxy.web.serve import make_runner
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer as one client saw it."""
+
+    status: int
+    reason: str
+    headers: Mapping[str, str]
+    body: bytes
+    chunks: tuple[bytes, ...] = field(default=())
+
+
+def ask(
+    port: int,
+    method: str,
+    target: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """One request on a connection of its own; no header is added but Host and framing."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.putrequest(method, target, skip_accept_encoding=True)
+        for name, value in (headers or {}).items():
+            connection.putheader(name, value)
+        if body is not None:
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        chunks = tuple(iter(lambda: response.read1(65536), b""))
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, response.reason, named, b"".join(chunks), chunks)
+    finally:
+        connection.close()
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def llama_server(binary: str, *options: str) -> Iterator[int]:
+    """A llama-server with the bundled model on a free port; ends with the block."""
+    port = free_port()
+    command = [
+        binary,
+        "-m",
+        str(bundled_model()),
+        "--port",
+        str(port),
+        "-t",
+        "1",
+        "-c",
+        "8192",
+        *options,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _await_health(process, port)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def _await_health(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            pytest.fail(f"llama-server ended with code {process.returncode} at start")
+        try:
+            if ask(port, "GET", "/health").status == 200:
+                return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    pytest.fail("llama-server did not become healthy in 60 s")
+
+
+class ThreadedLoop:
+    """An event loop in a thread, for servers that sync tests talk to over sockets."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def __enter__(self) -> ThreadedLoop:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=20)
+        self.loop.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningProxy:
+    """A proxy and the objects behind it."""
+
+    port: int
+    engine: Engine
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample; 0 when it was never touched."""
+        return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@contextmanager
+def proxy(upstream_port: int, **overrides: object) -> Iterator[RunningProxy]:
+    """The real proxy in front of a port; keyword `policy__budget=...` sets `policy.budget`."""
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    config = load(None, {}, {"upstream.url": f"http://127.0.0.1:{upstream_port}"} | dotted)
+    with ThreadedLoop() as thread:
+        started: asyncio.Future[RunningProxy] = asyncio.Future(loop=thread.loop)
+        stop = asyncio.Event()
+        ended = asyncio.run_coroutine_threadsafe(_serve(config, started, stop), thread.loop)
+        try:
+            yield asyncio.run_coroutine_threadsafe(_first(started), thread.loop).result(30)
+        finally:
+            thread.loop.call_soon_threadsafe(stop.set)
+            ended.result(60)
+
+
+async def _first(started: asyncio.Future[RunningProxy]) -> RunningProxy:
+    return await started
+
+
+async def _serve(
+    config: Config, started: asyncio.Future[RunningProxy], stop: asyncio.Event
+) -> None:
+    async with Engine(config) as engine:
+        runner = make_runner(engine)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            started.set_result(RunningProxy(runner.addresses[0][1], engine))
+            await stop.wait()
+        finally:
+            await runner.cleanup()
+
+
+def server_binary(*, patched: bool) -> str:
+    """The server to test: what the environment names, else what `make build` has built."""
+    named = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
+    return named or str(ensure_server(patched=patched, progress=False))

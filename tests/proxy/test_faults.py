@@ -1,0 +1,270 @@
+"""A server that misbehaves, or answers oddly but legally, and what the client then sees."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import socket
+import time
+
+import pytest
+from fake_upstream import Exchange, chunked, fake_upstream, whole
+from running import ask, free_port, proxy
+
+JSON = {"Content-Type": "application/json"}
+CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
+
+
+async def _echo(exchange: Exchange) -> None:
+    await exchange.say(whole(exchange.head + exchange.body))
+
+
+def test_refused_connection_is_503_and_says_what_to_do() -> None:
+    with proxy(free_port()) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
+        assert answer.status == 503
+        error = json.loads(answer.body)["error"]
+        assert error["code"] == "upstream_unavailable"
+        assert error["type"] == "unavailable_error"
+        assert error["param"] is None
+        assert "start it, or point --upstream" in error["message"]
+        assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") >= 1
+        counted = {"endpoint": "/v1/chat/completions", "code": "503"}
+        assert running.metric("evoke_requests_total", **counted) == 1
+
+
+def test_anthropic_path_gets_anthropic_errors() -> None:
+    with proxy(free_port()) as running:
+        answer = ask(running.port, "POST", "/v1/messages", CHAT, JSON)
+    assert answer.status == 503
+    body = json.loads(answer.body)
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "overloaded_error"
+    assert set(body["error"]) == {"type", "message"}
+
+
+@pytest.mark.parametrize(
+    ("spoken", "status", "code"),
+    [
+        (b"", 503, "upstream_unavailable"),
+        (b"HTTP/1.1 200", 503, "upstream_unavailable"),
+        (b"this is not HTTP\r\n\r\n", 502, "upstream_protocol"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", 502, "upstream_protocol"),
+    ],
+)
+def test_connection_closed_or_nonsense(spoken: bytes, status: int, code: str) -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(spoken)
+        exchange.writer.close()
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (status, code)
+
+
+def test_answer_that_breaks_off_does_not_end_cleanly() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(STREAM_HEAD, chunked(b"data: 1\n\n"), pause_s=0.05)
+        exchange.writer.close()
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        with pytest.raises(http.client.IncompleteRead) as broken:
+            _read_all(running.port)
+        assert broken.value.partial in (b"", b"data: 1\n\n")
+        assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 1
+
+
+def _read_all(port: int) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/chat/completions", CHAT, JSON)
+    try:
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def test_errors_of_the_server_pass_unchanged() -> None:
+    body = b'{"error":{"code":418,"message":"short and stout","type":"odd"}}'
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(whole(body, b"application/json; charset=utf-8", b"418 I'm a teapot"))
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
+    assert (answer.status, answer.reason, answer.body) == (418, "I'm a teapot", body)
+    assert answer.headers["content-type"] == "application/json; charset=utf-8"
+
+
+def test_no_content_with_a_chunked_body_does_not_poison_the_connection() -> None:
+    async def behave(exchange: Exchange) -> None:
+        if b"/first" in exchange.head:
+            await exchange.say(
+                b"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            )
+        else:
+            await exchange.say(whole(b"second"))
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+        connection.request("DELETE", "/first")
+        first = connection.getresponse()
+        assert (first.status, first.read()) == (204, b"")
+        connection.request("GET", "/second")
+        assert connection.getresponse().read() == b"second"
+        connection.close()
+
+
+def test_head_and_not_modified_keep_their_headers() -> None:
+    async def behave(exchange: Exchange) -> None:
+        status = b"304 Not Modified" if b"GET" in exchange.head else b"200 OK"
+        await exchange.say(b"HTTP/1.1 " + status + b"\r\nETag: x\r\nContent-Length: 7\r\n\r\n")
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        for method, status in (("HEAD", 200), ("GET", 304)):
+            answer = ask(running.port, method, "/thing")
+            assert (answer.status, answer.headers["etag"], answer.body) == (status, "x", b"")
+            assert "content-type" not in answer.headers
+
+
+def test_answer_until_close_and_repeated_headers_pass() -> None:
+    async def behave(exchange: Exchange) -> None:
+        cookies = b"Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
+        await exchange.say(b"HTTP/1.1 200 OK\r\n" + cookies + b"\r\n", b"until ", b"close")
+        exchange.writer.close()
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+        connection.request("GET", "/odd")
+        answer = connection.getresponse()
+        assert answer.read() == b"until close"
+        assert answer.headers.get_all("Set-Cookie") == ["a=1", "b=2"]
+        assert answer.headers.get_all("Server") is None
+        connection.close()
+
+
+def test_content_encoding_is_not_touched() -> None:
+    packed = gzip.compress(b"text " * 100)
+
+    async def behave(exchange: Exchange) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+        await exchange.say(head % len(packed) + packed)
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "GET", "/", None, {"Accept-Encoding": "gzip"})
+    assert answer.body == packed
+    assert answer.headers["content-encoding"] == "gzip"
+
+
+def test_compressed_request_body_is_not_touched() -> None:
+    packed = gzip.compress(b'{"content":"x"}')
+    with fake_upstream(_echo) as fake, proxy(fake.port) as running:
+        ask(running.port, "POST", "/tokenize", packed, JSON | {"Content-Encoding": "gzip"})
+        ask(running.port, "POST", "/v1/chat/completions", packed, {"Content-Encoding": "gzip"})
+        assert [seen.body for seen in fake.requests] == [packed, packed]
+
+
+def test_request_line_and_headers_arrive_as_sent() -> None:
+    target = "/A%2fb//c;d/../e?x=%20+&y=%C3%A4&z"
+    with fake_upstream(_echo) as fake, proxy(fake.port) as running:
+        ask(
+            running.port,
+            "GET",
+            target,
+            None,
+            {"X-One": "a, b", "Connection": "X-Hop", "X-Hop": "1"},
+        )
+        head = fake.requests[0].head.decode()
+    assert head.startswith(f"GET {target} HTTP/1.1\r\n")
+    names = [line.split(":")[0].lower() for line in head.split("\r\n")[1:] if line]
+    assert sorted(names) == ["host", "x-one"]
+
+
+def test_stream_is_relayed_as_it_arrives() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(STREAM_HEAD)
+        for number in range(4):
+            await exchange.say(chunked(b": odd comment %d\n\n" % number), pause_s=0.2)
+        await exchange.say(b"0\r\n\r\n")
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+        began = time.monotonic()
+        connection.request("POST", "/v1/chat/completions", CHAT, JSON)
+        answer = connection.getresponse()
+        assert answer.read1() == b": odd comment 0\n\n"
+        assert time.monotonic() - began < 0.5
+        assert answer.read() == b"".join(b": odd comment %d\n\n" % n for n in range(1, 4))
+        connection.close()
+
+
+def test_client_that_leaves_closes_the_upstream_request() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(STREAM_HEAD, *[chunked(b"data: x\n\n")] * 200, pause_s=0.05)
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port)
+        connection.request("POST", "/v1/chat/completions", CHAT, JSON)
+        assert connection.getresponse().read1(5)
+        assert connection.sock is None or connection.sock.shutdown(socket.SHUT_RDWR) is None
+        connection.close()
+        deadline = time.monotonic() + 5
+        while not fake.lost and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert fake.lost == 1
+
+
+def test_body_over_the_limit_is_413_in_the_clients_dialect() -> None:
+    with fake_upstream(_echo) as fake, proxy(fake.port, limits__body_bytes=1000) as running:
+        body = b'{"x":"' + b"x" * 1000 + b'"}'
+        openai = ask(running.port, "POST", "/v1/chat/completions", body, JSON)
+        anthropic = ask(running.port, "POST", "/v1/messages", body, JSON)
+        assert (openai.status, anthropic.status) == (413, 413)
+        assert json.loads(openai.body)["error"]["code"] == "request_too_large"
+        assert json.loads(anthropic.body)["error"]["type"] == "request_too_large"
+        assert fake.requests == []
+        assert ask(running.port, "POST", "/tokenize", body, JSON).status == 200
+
+
+def test_our_fields_never_reach_the_server() -> None:
+    body = (
+        b'{ "evoke_policy":"discard", "messages":[{"role":"user","content":"evoke_x",'
+        b'"evoke_keep":"pin","evoke_name":"n"}],"temperature":1.0e-1,'
+        b' "evoke" : false , "big":12345678901234567890}'
+    )
+    with fake_upstream(_echo) as fake, proxy(fake.port) as running:
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            ask(running.port, "POST", path, body, JSON)
+        for seen in fake.requests:
+            assert b"evoke_policy" not in seen.body
+            assert b"evoke_keep" not in seen.body
+            assert json.loads(seen.body) == {
+                "messages": [{"role": "user", "content": "evoke_x"}],
+                "temperature": 0.1,
+                "big": 12345678901234567890,
+            }
+            assert b"1.0e-1" in seen.body
+
+
+def test_unknown_path_of_ours_is_404_and_health_answers() -> None:
+    with proxy(free_port()) as running:
+        assert ask(running.port, "GET", "/evoke/nothing").status == 404
+        assert json.loads(ask(running.port, "GET", "/evoke/health").body) == {"status": "ok"}
+
+
+def test_ready_names_the_failed_check() -> None:
+    with proxy(free_port()) as running:
+        answer = ask(running.port, "GET", "/evoke/ready")
+    said = json.loads(answer.body)
+    assert (answer.status, said["failed"]) == (503, ["upstream"])
+    assert "cannot be reached" in said["checks"]["upstream"]["detail"]
+
+
+def test_metrics_are_ours_alone_when_the_server_is_away() -> None:
+    with proxy(free_port()) as running:
+        answer = ask(running.port, "GET", "/metrics")
+    assert answer.status == 200
+    assert b"evoke_build_info" in answer.body

@@ -1,0 +1,116 @@
+"""The command itself: what it prints, how it ends, what it does when told to stop."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from fake_upstream import Exchange, chunked, fake_upstream
+from running import ask, free_port
+
+CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "evoke_proxy", *arguments]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def _serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A proxy process and the port it says it listens on."""
+    command = _command("serve", "--listen", "127.0.0.1:0", *arguments)
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stderr=said, text=True)
+        try:
+            yield process, _first_port(process, said)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _first_port(process: subprocess.Popen[str], said: IO[str]) -> int:
+    while process.poll() is None:
+        said.seek(0)
+        found = re.search(r"listens on http://[^ ]*:(\d+)\n", said.read())
+        if found:
+            return int(found[1])
+        time.sleep(0.05)
+    raise AssertionError("the proxy ended before it listened")
+
+
+async def _slow_stream(exchange: Exchange) -> None:
+    await exchange.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await exchange.say(*[chunked(b"x")] * 10, b"0\r\n\r\n", pause_s=0.1)
+
+
+def test_sigterm_lets_an_answer_finish_and_exits_0() -> None:
+    with (
+        fake_upstream(_slow_stream) as fake,
+        _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/chat/completions", CHAT)
+        answer = connection.getresponse()
+        assert answer.read(1) == b"x"
+        process.send_signal(signal.SIGTERM)
+        assert answer.read() == b"x" * 9
+        assert process.wait(timeout=10) == 0
+        connection.close()
+
+
+def test_sigterm_ends_an_idle_proxy_whose_upstream_is_away() -> None:
+    with _serving("--upstream", f"http://127.0.0.1:{free_port()}") as (process, port):
+        assert ask(port, "GET", "/evoke/health").status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+
+
+def test_several_addresses() -> None:
+    second = free_port()
+    with _serving("--listen", f"127.0.0.1:{second}") as (_, port):
+        assert ask(port, "GET", "/evoke/health").status == 200
+        assert ask(second, "GET", "/evoke/health").status == 200
+
+
+def test_address_in_use_is_exit_1() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ended = _run("serve", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert ended.returncode == 1
+    assert "address already in use" in ended.stderr
+
+
+def test_wrong_settings_are_exit_2() -> None:
+    ended = _run("check-config", "--budget", "-3")
+    assert ended.returncode == 2
+    assert ended.stderr == "evoke-proxy: policy.budget: must be more than 0, not -3\n"
+    assert _run("serve", "--nonsense").returncode == 2
+    assert _run().returncode == 2
+
+
+def test_check_config_says_what_would_run() -> None:
+    ended = _run("check-config", "--upstream", "http://gpu:1", "--budget", "4096")
+    assert ended.returncode == 0
+    assert "http://gpu:1" in ended.stdout
+    assert "4096 tokens" in ended.stdout
+
+
+def test_every_help_has_examples() -> None:
+    for command in ([], ["serve"], ["check-config"], ["demo"], ["build-server"]):
+        ended = _run(*command, "--help")
+        assert ended.returncode == 0
+        assert "examples:" in ended.stdout.lower(), command
