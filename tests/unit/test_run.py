@@ -30,7 +30,7 @@ BROKEN = "import nothing_of_this_name\n"
         (GOOD + SETUP, "1 passed, 1 failed", 1),
         (BROKEN, "0 passed, 1 failed", 2),
         ("", "0 passed, 1 failed", 5),
-        ("raise SystemExit(0)\n", "0 passed, 1 failed", 2),
+        ("raise SystemExit(0)\n", "0 passed, 1 failed", 3),
     ],
 )
 def test_closing_line(tmp_path: Path, source: str, line: str, code: int) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from server_build_project import write_header, write_llama, write_patches
 
+from evoke_proxy.server_build import series
 from evoke_proxy.server_build.errors import BuildError
 from evoke_proxy.server_build.pin import read_pin
 from evoke_proxy.server_build.series import (
@@ -170,3 +172,23 @@ def test_a_size_that_is_no_number_is_refused(patches: Path) -> None:
 def test_a_missing_pin_is_a_build_error(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="pin of llama.cpp"):
         read_pin(tmp_path)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_patches_are_found_in_a_checkout_and_in_an_installed_wheel(
+    tmp_path: Path, installed: bool
+) -> None:
+    package = tmp_path / "evoke_proxy"
+    ours = Path(series.__file__).parent
+    shutil.copytree(ours, package / "server_build", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "__init__.py").write_text("")
+    (tmp_path / "patches").mkdir()  # in site-packages this may be anybody's
+    if installed:
+        (package / "_patches").mkdir()
+    code = "from evoke_proxy.server_build import patches_dir; print(patches_dir())"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    expected = package / "_patches" if installed else tmp_path / "patches"
+    assert done.stdout.strip() == str(expected)
