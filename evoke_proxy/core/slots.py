@@ -1,0 +1,152 @@
+"""Which session holds which slot of llama-server, and who waits.
+
+Pure bookkeeping: every call returns what is to be done. A slot is *held* by the session whose
+tokens are in it, and *busy* while a request of that session runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The slot is the session's until released; `victim` held it before, None if nobody else."""
+
+    slot: int
+    victim: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No slot now: `release` or `cancel` of this ticket comes later."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The queue is full; `queued` requests wait already."""
+
+    queued: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    ticket: int
+    session: str
+
+
+@dataclass(slots=True)
+class _Slot:
+    holder: str | None = None
+    busy: bool = False
+    used: float = 0.0
+
+
+class SlotPool:
+    """The slots of one server and the queue for them, fair between tenants. Times are seconds."""
+
+    def __init__(self, n_slots: int, max_queue: int) -> None:
+        self._slots = [_Slot() for _ in range(n_slots)]
+        self._max_queue = max_queue
+        self._queues: dict[str, deque[_Waiter]] = {}
+        self._next_ticket = 0
+
+    def __repr__(self) -> str:
+        slots = " ".join(f"{s.holder or '-'}{'*' if s.busy else ''}" for s in self._slots)
+        return f"<SlotPool [{slots}] queued={self.queued}>"
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def queued(self) -> int:
+        """How many requests wait."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    def holder(self, slot: int) -> str | None:
+        """The session whose tokens are in the slot."""
+        return self._slots[slot].holder
+
+    def slot_of(self, session: str) -> int | None:
+        """The slot a session holds, busy or not."""
+        return next((i for i, s in enumerate(self._slots) if s.holder == session), None)
+
+    def request(self, session: str, tenant: str, now: float) -> Grant | Wait | Refuse:
+        """A slot for one request of a session, or a place in the queue, or neither.
+
+        Nobody overtakes a waiter of the same tenant.
+        """
+        if not self._queues.get(tenant):
+            grant = self._grant(session, now)
+            if grant is not None:
+                return grant
+        if self.queued >= self._max_queue:
+            return Refuse(self.queued)
+        self._next_ticket += 1
+        waiter = _Waiter(self._next_ticket, session)
+        self._queues.setdefault(tenant, deque()).append(waiter)
+        return Wait(waiter.ticket)
+
+    def release(self, slot: int, now: float) -> list[tuple[int, Grant]]:
+        """The request on this slot is over; the tickets that get a slot because of it."""
+        self._slots[slot].busy = False
+        self._slots[slot].used = now
+        return list(self._serve(now))
+
+    def cancel(self, ticket: int, now: float) -> list[tuple[int, Grant]]:
+        """A waiter has left; the tickets that may go because it no longer stands in front."""
+        for queue in self._queues.values():
+            for waiter in [waiter for waiter in queue if waiter.ticket == ticket]:
+                queue.remove(waiter)
+        return list(self._serve(now))
+
+    def forget(self, session: str) -> None:
+        """The session is gone: a slot it holds is nobody's."""
+        for slot in self._slots:
+            if slot.holder == session:
+                slot.holder = None
+
+    def forget_all(self) -> None:
+        """llama-server restarted: no slot holds anything. Requests that run keep their slot."""
+        for slot in self._slots:
+            slot.holder = None
+
+    def _serve(self, now: float) -> Iterator[tuple[int, Grant]]:
+        """Round robin: a tenant that was served goes to the end of the line."""
+        served = True
+        while served:
+            served = False
+            for tenant in list(self._queues):
+                waiter = self._queues[tenant][0] if self._queues[tenant] else None
+                grant = self._grant(waiter.session, now) if waiter else None
+                if waiter and grant:
+                    self._queues[tenant].popleft()
+                    self._queues[tenant] = self._queues.pop(tenant)
+                    yield waiter.ticket, grant
+                    served = True
+                    break
+        self._queues = {tenant: queue for tenant, queue in self._queues.items() if queue}
+
+    def _grant(self, session: str, now: float) -> Grant | None:
+        """Its own slot, else an empty one, else the one idle for longest; None if it must wait.
+
+        A session whose slot is busy waits for that slot: its tokens are in it.
+        """
+        own = self.slot_of(session)
+        if own is not None:
+            return self._take(own, session, now) if not self._slots[own].busy else None
+        idle = [i for i, slot in enumerate(self._slots) if not slot.busy]
+        if not idle:
+            return None
+        best = min(idle, key=lambda i: (self._slots[i].holder is not None, self._slots[i].used, i))
+        return self._take(best, session, now)
+
+    def _take(self, index: int, session: str, now: float) -> Grant:
+        slot = self._slots[index]
+        victim = slot.holder if slot.holder != session else None
+        slot.holder, slot.busy, slot.used = session, True, now
+        return Grant(index, victim)

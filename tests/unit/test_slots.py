@@ -1,0 +1,103 @@
+"""Slots: who gets which, who waits, in what order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.slots import Grant, Refuse, SlotPool, Wait
+
+
+def test_a_session_gets_its_own_slot_back() -> None:
+    pool = SlotPool(2, 4)
+    assert pool.request("a", "", 0) == Grant(0)
+    assert pool.request("b", "", 1) == Grant(1)
+    assert pool.release(0, 2) == [] and pool.release(1, 3) == []
+    assert pool.request("b", "", 4) == Grant(1)
+    assert repr(pool) == "<SlotPool [a b*] queued=0>"
+
+
+def test_the_slot_idle_for_longest_is_taken_and_its_holder_named() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    pool.request("b", "", 1)
+    pool.release(1, 2)
+    pool.release(0, 3)
+    assert pool.request("c", "", 4) == Grant(1, victim="b")
+    assert pool.slot_of("b") is None and pool.slot_of("c") == 1
+
+
+def test_a_second_request_of_a_session_waits_for_its_slot() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    assert pool.request("a", "", 1) == Wait(1)
+    assert pool.release(0, 2) == [(1, Grant(0))]
+
+
+def test_tenants_take_turns() -> None:
+    pool = SlotPool(1, 9)
+    pool.request("x", "busy", 0)
+    for name in ("x1", "x2", "x3"):
+        pool.request(name, "busy", 1)
+    assert pool.request("y1", "other", 2) == Wait(4)
+    order = []
+    for now in range(4):
+        ((ticket, grant),) = pool.release(0, now + 3)
+        assert grant.slot == 0
+        order.append(ticket)
+    assert order == [1, 4, 2, 3]
+    assert pool.release(0, 9) == []
+
+
+def test_a_full_queue_refuses_and_a_cancelled_place_is_free() -> None:
+    pool = SlotPool(1, 1)
+    pool.request("a", "", 0)
+    assert pool.request("b", "", 0) == Wait(1)
+    assert pool.request("c", "", 0) == Refuse(1)
+    assert pool.cancel(1, 1) == []
+    assert pool.request("c", "", 2) == Wait(2)
+
+
+def test_forgotten_sessions_hold_nothing() -> None:
+    pool = SlotPool(1, 1)
+    pool.request("a", "", 0)
+    pool.release(0, 1)
+    pool.forget("a")
+    assert pool.request("b", "", 2) == Grant(0, victim=None)
+
+
+@given(st.lists(st.tuples(st.sampled_from("rfc"), st.integers(0, 5)), max_size=80))
+def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
+    pool = SlotPool(2, 3)
+    running: set[int] = set()
+    waiting: set[int] = set()
+
+    def granted(served: list[tuple[int, Grant]]) -> None:
+        for ticket, grant in served:
+            assert ticket in waiting and grant.slot not in running
+            waiting.discard(ticket)
+            running.add(grant.slot)
+
+    for now, (kind, who) in enumerate(steps):
+        if kind == "r":
+            answer = pool.request(f"s{who}", f"t{who % 2}", now)
+            if isinstance(answer, Grant):
+                assert answer.slot not in running
+                running.add(answer.slot)
+            elif isinstance(answer, Wait):
+                waiting.add(answer.ticket)
+            else:
+                assert len(waiting) == 3
+        elif kind == "f" and running:
+            slot = sorted(running)[who % len(running)]
+            running.discard(slot)
+            granted(pool.release(slot, now))
+        elif kind == "c" and waiting:
+            ticket = sorted(waiting)[who % len(waiting)]
+            waiting.discard(ticket)
+            granted(pool.cancel(ticket, now))
+        assert pool.queued == len(waiting)
+    while running:
+        slot = running.pop()
+        granted(pool.release(slot, 1000))
+    assert not waiting
