@@ -1,0 +1,1 @@
+"""Measurements: one module a table, run as `python -m bench.<name>` from the checkout."""

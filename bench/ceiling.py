@@ -1,0 +1,144 @@
+"""How often the bundled model recalls the demo's fact when nothing is ever evicted.
+
+The demo's sessions are run turn by turn against a plain llama-server, without the proxy. Each last
+question is asked twice: with the whole history, and with the turn that planted the fact left out,
+where the value must never come. The first share is the ceiling every other arm is measured by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.judge import recalled
+from evoke_proxy.demo.processes import free_port, server_command, serving
+from evoke_proxy.demo.runner import MAX_TOKENS
+from evoke_proxy.demo.script import draw
+from evoke_proxy.models import bundled_model
+
+_EXAMPLES = """examples:
+  python -m bench.ceiling --server build/bin/llama-server
+  python -m bench.ceiling --server build/bin/llama-server --seeds 200 --first 1000
+"""
+Messages = Sequence[Mapping[str, str]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON; 0 when the ceiling is at least --least."""
+    args = _parser().parse_args(argv)
+    rows = measure(args.server, range(args.first, args.first + args.seeds), args.threads)
+    summary = summarise(rows)
+    report = {
+        "command": shlex.join(["python", "-m", "bench.ceiling", *(argv or sys.argv[1:])]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "summary": summary,
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    _print(rows, summary)
+    return 0 if summary["ceiling"] >= args.least and not summary["without_fact"] else 1
+
+
+def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, Any]]:
+    """Run the sessions of the seeds one after the other and return a row for each."""
+    port = free_port()
+    command = server_command(server, bundled_model(), port, blocks=False)
+    command[command.index("-t") + 1] = str(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "llama-server.log"):
+            return [_row(port, seed) for seed in seeds]
+
+
+def _row(port: int, seed: int) -> dict[str, Any]:
+    script = draw(seed)
+    messages = [{"role": "system", "content": script.system}]
+    answers: list[str] = []
+    for turn in script.turns:
+        messages.append({"role": "user", "content": turn})
+        answer, tokens = _ask(port, messages)
+        answers.append(answer)
+        messages.append({"role": "assistant", "content": answer})
+    # The system message stays; the planting turn and its answer go.
+    without, _ = _ask(port, [messages[0], *messages[3:-1]])
+    value = script.fact.value
+    return {
+        "seed": seed,
+        "fact": script.fact.statement,
+        "tokens": tokens,
+        "turns": len(script.turns),
+        "answer": answers[-1],
+        "recalled": recalled(answers[-1], value),
+        "repeated_early": any(value in answer for answer in answers[:-1]),
+        "answer_without_fact": without,
+        "value_without_fact": value in without,
+    }
+
+
+def _ask(port: int, messages: Messages) -> tuple[str, int]:
+    body = {"messages": list(messages), "temperature": 0, "max_tokens": MAX_TOKENS}
+    reply = chat(port, body, {})
+    return reply.text, int(reply.timings["prompt_n"]) + int(reply.timings["cache_n"])
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the share recalled with its Wilson 95 % interval, and the lengths of the sessions."""
+    right, total = sum(row["recalled"] for row in rows), len(rows)
+    low, high = wilson(right, total)
+    return {
+        "sessions": total,
+        "recalled": right,
+        "ceiling": right / total,
+        "interval_95": [round(low, 4), round(high, 4)],
+        "repeated_early": sum(row["repeated_early"] for row in rows),
+        "without_fact": sum(row["value_without_fact"] for row in rows),
+        "tokens_min": min(row["tokens"] for row in rows),
+        "tokens_max": max(row["tokens"] for row in rows),
+    }
+
+
+def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """Return the Wilson score interval of a share."""
+    share, spread = right / total, z * z / total
+    centre = share + spread / 2
+    half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return (centre - half) / (1 + spread), (centre + half) / (1 + spread)
+
+
+def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    print(f"{'seed':>6} {'tokens':>6} {'recalled':>8}  fact -> answer | answer without the fact")
+    for row in rows:
+        word = "yes" if row["recalled"] else "NO"
+        said = f"{row['fact']} -> {row['answer']} | {row['answer_without_fact']}"
+        print(f"{row['seed']:>6} {row['tokens']:>6} {word:>8}  {said}")
+    print(json.dumps(summary))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ceiling",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--server", type=Path, required=True, help="a stock llama-server binary")
+    parser.add_argument("--seeds", type=int, default=100, help="how many sessions (100)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
+    parser.add_argument("--least", type=float, default=0.96, help="the ceiling wanted (0.96)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench/ceiling.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

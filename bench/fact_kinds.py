@@ -1,0 +1,114 @@
+"""Which kinds of facts the bundled model recalls at the demo's length, nothing evicted.
+
+The demo's session with another fact in its first turn, for each kind of the generator's first
+wording; the assistant's answers in between are fixed, so a session is one request. This is why the
+demo plants facts about the user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.ceiling import wilson
+from bench.model import vocab
+from bench.model.facts_v1 import draw as draw_fact
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.judge import recalled
+from evoke_proxy.demo.processes import free_port, server_command, serving
+from evoke_proxy.demo.runner import MAX_TOKENS
+from evoke_proxy.demo.script import draw
+from evoke_proxy.models import bundled_model
+
+KINDS = {
+    "my": "about the user",
+    "poss": "about another person",
+    "for": "about a place",
+    "event": "where a meeting is",
+    "tool": "a field of a record",
+}
+_EXAMPLES = """examples:
+  python -m bench.fact_kinds --server build/bin/llama-server
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON."""
+    args = _parser().parse_args(argv)
+    rows = measure(args.server, range(args.first, args.first + args.seeds), args.threads)
+    summary = {kind: _share([row for row in rows if row["kind"] == kind]) for kind in KINDS}
+    report = {
+        "command": shlex.join(["python", "-m", "bench.fact_kinds", *(argv or sys.argv[1:])]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "summary": summary,
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for kind, share in summary.items():
+        print(f"{KINDS[kind]:<24}{share}")
+    return 0
+
+
+def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, Any]]:
+    """Ask for one fact of every kind in the session of every seed; a row for each."""
+    port = free_port()
+    command = server_command(server, bundled_model(), port, blocks=False)
+    command[command.index("-t") + 1] = str(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "llama-server.log"):
+            return [_row(port, seed, kind) for seed in seeds for kind in KINDS]
+
+
+def _row(port: int, seed: int, kind: str) -> dict[str, Any]:
+    script = draw(seed)
+    fact = draw_fact(random.Random(f"{seed}-{kind}"), kind)
+    while len(fact.value) < 4:
+        fact = draw_fact(random.Random(fact.told), kind)
+    messages = [{"role": "system", "content": script.system}]
+    for said in (fact.told, *script.turns[1:-1]):
+        answer = dict(vocab.SMALL_TALK).get(said, "I see.")
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
+    messages[2]["content"] = "Got it."
+    asked = f"What is {fact.key}?" if kind in ("my", "poss") else fact.questions[0]
+    messages.append({"role": "user", "content": asked})
+    reply = chat(port, {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}, {})
+    right = recalled(reply.text, fact.value)
+    row = {"seed": seed, "kind": kind, "fact": fact.told, "answer": reply.text}
+    return {**row, "recalled": right}
+
+
+def _share(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    right = sum(row["recalled"] for row in rows)
+    low, high = wilson(right, len(rows))
+    unknown = sum(row["answer"] == vocab.UNKNOWN for row in rows)
+    interval = [round(low, 3), round(high, 3)]
+    return {"n": len(rows), "recalled": right, "unknown": unknown, "interval_95": interval}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fact_kinds",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--server", type=Path, required=True, help="a stock llama-server binary")
+    parser.add_argument("--seeds", type=int, default=40, help="sessions a kind (40)")
+    parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench/fact_kinds.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How the bundled recall model is made: corpus, tokenizer, training, export, evaluation."""

@@ -1,0 +1,135 @@
+"""Compares an exported model with llama-server: tokens, template, logprobs, greedy answers."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import string
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.model.chat import Encoder
+from bench.model.checkpoint import load
+from bench.model.corpus_v1 import raw_text
+from bench.model.heldout import case_v1
+from bench.model.network import Model
+from bench.model.rows import encoder
+from evoke_proxy.demo.processes import free_port, server_command, serving
+
+_EXAMPLES = """examples:
+  python -m bench.model.check_export build/bin/llama-server evoke_proxy/models/tiny-recall-f16.gguf
+"""
+_FOREIGN = "éàüßñçøλЖ漢字日本語한국어🙂🚀—“”‘’…€½²\u00a0\u200b\tаб"
+_AWKWARD = (
+    "I'll,DON'T,we've,x=1,  ,\n\n,\r\n,\t,12345,a_b,foo(bar),<|im_start|>,<|im_end|>,"
+    "<|endoftext|>,naïve,don't,'S,...,--,#"
+).split(",")
+_SCENARIOS = ("single", "multi5", "needle", "tool", "unknown")
+
+
+def texts(rng: random.Random, count: int) -> Iterator[str]:
+    """Yield chats, printable noise, foreign letters and strings that are awkward to cut."""
+    letters = string.ascii_letters + "  \n\n..,,''0123456789" + _FOREIGN
+    for index in range(count):
+        size = rng.randrange(1, 200)
+        if index % 4 == 0:
+            yield raw_text(rng, rng.randrange(100, 1500))
+        elif index % 4 == 1:
+            yield "".join(rng.choice(string.printable) for _ in range(size))
+        elif index % 4 == 2:
+            yield "".join(rng.choice(letters) for _ in range(size))
+        else:
+            yield " ".join(rng.choice(_AWKWARD) for _ in range(size % 60 + 1))
+
+
+def check_tokens(port: int, encode: Encoder, count: int) -> int:
+    """Return how many texts the server cuts differently."""
+    different = 0
+    for said in texts(random.Random(99), count):
+        body = {"content": said, "add_special": True, "parse_special": True}
+        different += post(port, "/tokenize", body)["tokens"] != encode(said).ids
+    return different
+
+
+@dataclass(slots=True)
+class Agreement:
+    """How far the server and PyTorch agree."""
+
+    prompts: int = 0
+    template_differs: int = 0
+    same_answer: int = 0
+    entries: int = 0
+    largest: float = 0.0  # difference of a logprob above -8
+
+    def compare(self, port: int, model: Model, case: Mapping[str, Any]) -> None:
+        """Take in one chat: its prompt's tokens and 24 greedy tokens behind it."""
+        (probe,) = case["probes"]
+        prompt = case["ids"][: probe["answer"][0]]
+        messages = {"messages": case["messages"][: probe["message"]]}
+        rendered = post(port, "/apply-template", messages)["prompt"]
+        cut = {"content": rendered, "add_special": True, "parse_special": True}
+        self.template_differs += post(port, "/tokenize", cut)["tokens"] != prompt
+        body = {"prompt": prompt, "n_predict": 24, "temperature": 0, "n_probs": 5}
+        reply = post(port, "/completion", {**body, "return_tokens": True, "cache_prompt": False})
+        ids = prompt + reply["tokens"]
+        logits, _ = model.extend(ids, list(range(len(ids))))
+        logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : len(ids) - 1]
+        self.prompts += 1
+        self.same_answer += logprobs.argmax(-1).tolist() == reply["tokens"]
+        for ours, theirs in zip(logprobs, reply["completion_probabilities"], strict=False):
+            for entry in theirs["top_logprobs"][:5]:
+                if entry["logprob"] > -8:
+                    self.entries += 1
+                    off = abs(entry["logprob"] - float(ours[entry["id"]]))
+                    self.largest = max(self.largest, off)
+
+
+def post(port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the server's JSON answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer: dict[str, Any] = json.load(connection.getresponse())
+        return answer
+    finally:
+        connection.close()
+
+
+def main() -> None:
+    """Check one exported model."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.model.check_export",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("server", type=Path, help="a llama-server binary")
+    parser.add_argument("model", type=Path, help="the .gguf file")
+    parser.add_argument("--checkpoint", type=Path, help="compare with this .pt (default: the file)")
+    parser.add_argument("--texts", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=5, help="chats a scenario and length (5)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    port, (_, encode) = free_port(), encoder()
+    model, rng, agreement = load(args.checkpoint or args.model), random.Random(4242), Agreement()
+    command = server_command(args.server, args.model, port, blocks=False)
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "server.log"):
+            print(f"texts {args.texts}, cut differently: {check_tokens(port, encode, args.texts)}")
+            for length in (64, 256, 512, 1024):
+                for scenario in _SCENARIOS:
+                    for _ in range(args.prompts):
+                        case = case_v1(rng, length, encode, scenario)
+                        agreement.compare(port, model, case)
+    print(agreement)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Training rows: chats with random position gaps, with spans dropped, packed into batches.
+
+Gaps spread a short row over the whole context, so a model trained on 256 tokens recalls over
+thousands. Dropped spans are what eviction does to a cache: the facts asked for stay, much of the
+rest is missing, its positions kept (as after eviction) or closed up.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.model.chat import Chat, Encoder, Question, Span
+from bench.model.corpus import chat as draw_chat
+
+PAD, START_ID = 3, 1
+MAX_POSITION = 8192
+TRAIN_UNKNOWN = 0.2
+TOKENIZER = Path(__file__).with_name("tokenizer.json")
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+# Phase -> (row length, rows, share of the steps)
+PHASES: Sequence[Sequence[tuple[int, int, float]]] = (
+    ((256, 16, 0.35), (512, 8, 0.35), (1024, 4, 0.30)),
+    ((256, 16, 0.1), (512, 8, 0.3), (1024, 4, 0.35), (2048, 2, 0.25)),
+    ((512, 8, 0.15), (1024, 4, 0.25), (2048, 2, 0.3), (4096, 1, 0.3)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows x length arrays, and one line a question: row, answer, value, known, distance, tag."""
+
+    ids: Ints
+    targets: Ints
+    weights: npt.NDArray[np.float32]
+    positions: Ints
+    questions: Ints
+
+
+def encoder(path: Path = TOKENIZER) -> tuple[Any, Encoder]:
+    """Return the tokenizer and its encode function; needs the `tokenizers` package."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    return tokenizer, tokenizer.encode
+
+
+def sparsify(rng: random.Random, chat: Chat, length: int) -> tuple[Chat, Ints]:
+    """Drop what no question needs until `length` tokens are left; also return their positions."""
+    count = len(chat.ids)
+    keep, dropped = _needed(rng, chat), np.zeros(count, bool)
+    excess = count - length
+    if rng.random() < 0.5:
+        excess = _drop_messages(rng, chat, keep, dropped, excess)
+    for _ in range(400):
+        if excess <= 0:
+            break
+        start = rng.randrange(count)
+        size = min(excess, rng.choice((4, 8, 16, 64, 256, 1024)))
+        segment = np.zeros(count, bool)
+        segment[start : start + size] = True
+        chosen = np.nonzero(segment & ~keep & ~dropped)[0][:excess]
+        dropped[chosen] = True
+        excess -= len(chosen)
+    kept = np.nonzero(~dropped)[0][:length]
+    return _select(chat, kept), kept
+
+
+def _needed(rng: random.Random, chat: Chat) -> Mask:
+    keep = np.zeros(len(chat.ids), bool)
+    keep[: rng.choice((1, 4, 16, 32))] = True
+    for question in chat.questions:
+        if question.fact:
+            before = rng.choice((0, 0, 2, 5, 10))
+            start, end = question.fact
+            keep[max(0, start - before) : end + rng.choice((0, 1, 3))] = True
+        keep[max(0, question.answer[0] - 25) : question.answer[1] + 2] = True
+    return keep
+
+
+def _drop_messages(rng: random.Random, chat: Chat, keep: Mask, dropped: Mask, excess: int) -> int:
+    starts = [index for index, token in enumerate(chat.ids) if token == START_ID]
+    messages = list(zip(starts, [*starts[1:], len(chat.ids)], strict=True))
+    rng.shuffle(messages)
+    for start, end in messages:
+        if excess <= 0:
+            break
+        if start and not keep[start:end].any():
+            dropped[start:end] = True
+            excess -= end - start
+    return excess
+
+
+def _select(chat: Chat, kept: Ints) -> Chat:
+    place = -np.ones(len(chat.ids) + 1, int)
+    place[kept] = np.arange(len(kept))
+    moved = (_move(question, place) for question in chat.questions)
+    ids, weights = [chat.ids[i] for i in kept], [chat.weights[i] for i in kept]
+    return Chat(ids, weights, [question for question in moved if question], chat.mode)
+
+
+def _move(question: Question, place: Ints) -> Question | None:
+    answer = _moved(question.answer, place)
+    if answer is None or answer[1] - answer[0] != question.answer[1] - question.answer[0]:
+        return None
+    if not question.known:
+        return replace(question, answer=answer)
+    value, fact = _moved(question.value_span, place), _moved(question.fact, place)
+    if value is None or fact is None:
+        return None
+    return replace(question, answer=answer, value_span=value, fact=fact)
+
+
+def _moved(span: Span | None, place: Ints) -> Span | None:
+    if span is None:
+        return None
+    places = place[span[0] : span[1]]
+    return (int(places[0]), int(places[-1]) + 1) if (places >= 0).all() else None
+
+
+def row(
+    rng: random.Random,
+    length: int,
+    encode: Encoder,
+    augment: bool = True,
+    mode: str | None = None,
+    unknown: float = 0.25,
+) -> tuple[Chat, Ints]:
+    """Return a chat and its positions: 20 % with dropped spans, 45 % with gaps, else as it is."""
+    shape = rng.random()
+    if augment and length >= 256 and shape < 0.2:
+        longer = int(length * rng.choice((1.3, 1.6, 2.0, 3.0)))
+        chat, positions = sparsify(rng, draw_chat(rng, longer, encode, mode, unknown), length)
+        if rng.random() < 0.33:
+            positions = np.arange(len(chat.ids))
+    else:
+        chat = draw_chat(rng, length, encode, mode, unknown)
+        positions = np.arange(len(chat.ids))
+        if augment and shape < 0.65 and len(chat.ids) > 8:
+            positions = positions + _gaps(rng, chat, between_messages=shape < 0.62)
+    return chat, np.minimum(positions, MAX_POSITION - 1)
+
+
+def _gaps(rng: random.Random, chat: Chat, between_messages: bool) -> Ints:
+    count = len(chat.ids)
+    cuts_wanted, total = (
+        rng.choice((1, 2, 4, 8, 16, 64)),
+        rng.random() ** 2 * (MAX_POSITION - count),
+    )
+    borders = [i for i in range(1, count) if chat.ids[i] == START_ID] or [1]
+    wanted = range(min(cuts_wanted, len(borders)))
+    if between_messages:
+        cuts = sorted(rng.choice(borders) for _ in wanted)
+    else:
+        cuts = sorted(rng.randrange(1, count) for _ in wanted)
+    shares = [rng.random() for _ in cuts]
+    gaps = np.zeros(count, int)
+    for cut, share in zip(cuts, shares, strict=True):
+        gaps[cut] += int(share / sum(shares) * total)
+    return np.cumsum(gaps)
+
+
+def batch(
+    rng: random.Random,
+    length: int,
+    rows: int,
+    encode: Encoder,
+    augment: bool = True,
+    unknown: float = 0.25,
+) -> Batch:
+    """Return that many rows; the token at place t + 1 is the target of place t."""
+    ids = np.full((rows, length), PAD, np.int64)
+    weights, positions = np.zeros((rows, length), np.float32), np.zeros((rows, length), np.int64)
+    lines: list[tuple[int, ...]] = []
+    for index in range(rows):
+        chat, places = row(rng, length, encode, augment, unknown=unknown)
+        count = len(chat.ids)
+        ids[index, :count], weights[index, :count] = chat.ids, chat.weights
+        positions[index, :count] = places
+        positions[index, count:] = places[-1] if count else 0
+        lines += [_line(index, question) for question in chat.questions]
+    targets, shifted = np.full((rows, length), PAD, np.int64), np.zeros_like(weights)
+    targets[:, :-1], shifted[:, :-1] = ids[:, 1:], weights[:, 1:]
+    return Batch(ids, targets, shifted, positions, np.array(lines, np.int64).reshape(-1, 8))
+
+
+def _line(index: int, question: Question) -> tuple[int, ...]:
+    start, end = question.answer
+    value = question.value_span if question.known and question.value_span else question.answer
+    distance = start - question.fact[0] if question.known and question.fact else 0
+    return index, start, end, *value, int(question.known), distance, question.tag
+
+
+def worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> None:
+    """Fill the queue with (phase, length, rows, batch) for ever; `phase[0]` says which phase.
+
+    The sequence of lengths is the same for every worker and rank; `scale` multiplies the rows.
+    """
+    os.nice(3)
+    _, encode = encoder()
+    rng, current = random.Random(seed), -1
+    while True:
+        if phase[0] != current:
+            current = phase[0]
+            lengths = random.Random(77 + current)
+        shapes = PHASES[current]
+        length, rows, _ = lengths.choices(shapes, [share for _, _, share in shapes])[0]
+        made = batch(rng, length, rows * scale, encode, unknown=TRAIN_UNKNOWN)
+        queue.put((current, length, rows * scale, made))
+
+
+def start_worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> multiprocessing.Process:
+    """Start a process that runs `worker`; it ends with this one."""
+    process = multiprocessing.Process(target=worker, args=(seed, queue, phase, scale), daemon=True)
+    process.start()
+    return process

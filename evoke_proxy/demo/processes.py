@@ -1,0 +1,116 @@
+"""The server and the proxy of one arm: started on free loopback ports, always stopped again."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from evoke_proxy.demo.client import DemoError
+
+CONTEXT = 8192
+RAM_MIB = 256
+START_S = 60.0
+STOP_S = 10.0
+_POLL_S = 0.05
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_command(binary: Path, model: Path, port: int, *, blocks: bool) -> list[str]:
+    """Return the command line of llama-server; `blocks` switches our block calls on."""
+    threads = str(min(2, os.cpu_count() or 1))
+    command = [str(binary), "-m", str(model), "-np", "1", "-c", str(CONTEXT), "-t", threads]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    return [*command, "--evoke-ram", str(RAM_MIB)] if blocks else command
+
+
+def proxy_command(port: int, upstream: int) -> list[str]:
+    """Return the command line of the proxy in front of the server on port `upstream`."""
+    where = ["--upstream", f"http://127.0.0.1:{upstream}", "--listen", f"127.0.0.1:{port}"]
+    return [sys.executable, "-m", "evoke_proxy", "serve", *where]
+
+
+@contextmanager
+def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
+    """Run the command until the block is left, its output in `log`; yields the port.
+
+    Entered once GET /health answers 200. Raises DemoError when the process ends before that or
+    START_S seconds pass. The process is gone when the block is left, however it is left.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=plain_environment(),
+        )
+        try:
+            _await_health(process, command[0], port, log)
+            yield port
+        finally:
+            _stop(process)
+
+
+@contextmanager
+def stack(binary: Path, model: Path, logs: Path, name: str) -> Iterator[int]:
+    """Run the patched server and the proxy in front of it; yields the proxy's port."""
+    upstream, front = free_port(), free_port()
+    server = server_command(binary, model, upstream, blocks=True)
+    with serving(server, upstream, logs / f"{name}-llama-server.log"):
+        with serving(proxy_command(front, upstream), front, logs / f"{name}-proxy.log"):
+            yield front
+
+
+def plain_environment() -> dict[str, str]:
+    """Return this process's environment without what would configure the server or the proxy."""
+    prefixes = ("EVOKE_", "LLAMA_ARG_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def healthy(port: int) -> bool:
+    """Return whether GET /health on 127.0.0.1 answers 200 right now."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _await_health(process: subprocess.Popen[bytes], name: str, port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not healthy(port):
+        if process.poll() is not None:
+            raise DemoError(f"{name} ended with {process.returncode}, see {log}:\n{_tail(log)}")
+        if time.monotonic() > deadline:
+            raise DemoError(f"{name} was not ready in {START_S:.0f} s, see {log}")
+        time.sleep(_POLL_S)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _tail(log: Path, lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,172 @@
+"""The demo's client and its processes, against small local stand-ins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evoke_proxy.demo import processes
+from evoke_proxy.demo.client import DemoError, chat, content, events
+from evoke_proxy.demo.processes import (
+    free_port,
+    healthy,
+    plain_environment,
+    proxy_command,
+    server_command,
+    serving,
+)
+from evoke_proxy.models import bundled_model
+
+STREAM = (
+    b": keep-alive\n\n"
+    b'data: {"choices":[{"delta":{"role":"assistant","content":null}}]}\n\n'
+    b'data: {"choices":[{"delta":{"content":"Your PIN "}}]}\n\n'
+    b'data: {"choices":[{"delta":{"content":"is 1."}}]}\n\n'
+    b'data: {"choices":[{"delta":{},"finish_reason":"stop"}],"timings":{"prompt_n":7}}\n\n'
+    b"data: [DONE]\n\n"
+)
+HEALTH = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+print("serving", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class Upstream(BaseHTTPRequestHandler):
+    status, answer = 200, STREAM
+    seen: list[dict[str, Any]] = []
+
+    def do_POST(self) -> None:
+        self.seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(self.status)
+        self.send_header("X-Evoke-Evicted", "blocks=3;tokens=180")
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, *_: object) -> None:
+        """Stay quiet."""
+
+
+@pytest.fixture
+def upstream() -> Iterator[tuple[int, type[Upstream]]]:
+    handler = type("Fresh", (Upstream,), {"seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server.server_port, handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[Upstream]]) -> None:
+    port, handler = upstream
+    reply = chat(port, {"messages": []}, {"X-Evoke-Session": "a"})
+    assert reply.text == "Your PIN is 1." and reply.timings == {"prompt_n": 7}
+    assert reply.headers["x-evoke-evicted"] == "blocks=3;tokens=180"
+    assert reply.ttft_ms > 0
+    assert handler.seen == [{"messages": [], "stream": True}]
+
+
+def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[Upstream]]) -> None:
+    port, handler = upstream
+    handler.status, handler.answer = 503, b'{"error":"no free cells"}'
+    with pytest.raises(DemoError, match="503.*no free cells"):
+        chat(port, {}, {})
+
+
+def test_an_error_inside_the_stream_is_not_an_answer(upstream: tuple[int, type[Upstream]]) -> None:
+    port, handler = upstream
+    handler.answer = b'data: {"error":{"message":"out of memory"}}\n\n'
+    with pytest.raises(DemoError, match="broke off.*out of memory"):
+        chat(port, {}, {})
+
+
+def test_no_server_is_said_as_such() -> None:
+    with pytest.raises(DemoError, match="failed"):
+        chat(free_port(), {}, {})
+
+
+def test_comments_and_the_end_mark_are_no_events() -> None:
+    assert len(list(events(iter(STREAM.splitlines(keepends=True))))) == 4
+    assert content({"choices": []}) == "" == content({"usage": {}})
+
+
+def test_a_process_is_reachable_inside_the_block_and_gone_behind_it(tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "logs" / "server.log"
+    with serving([sys.executable, "-c", HEALTH, str(port)], port, log) as reached:
+        assert reached == port and healthy(port)
+    assert not healthy(port)
+    assert "serving" in log.read_text()
+
+
+def test_a_process_is_gone_when_the_block_fails(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises(KeyError):
+        with serving([sys.executable, "-c", HEALTH, str(port)], port, tmp_path / "a.log"):
+            raise KeyError
+    assert not healthy(port)
+
+
+def test_a_process_that_ends_early_is_quoted(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
+    with pytest.raises(DemoError, match=r"ended with 3(.|\n)*no such model"):
+        with serving(command, free_port(), tmp_path / "a.log"):
+            pass
+
+
+def test_a_process_that_never_answers_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "START_S", 0.3)
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remember(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*given, **named))
+        return started[-1]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", remember)
+    with pytest.raises(DemoError, match="was not ready in"):
+        with serving(
+            [sys.executable, "-c", "import time; time.sleep(60)"], free_port(), tmp_path / "a.log"
+        ):
+            pass
+    assert started[0].returncode is not None
+
+
+def test_only_the_patched_server_gets_our_flag() -> None:
+    binary, model = Path("llama-server"), Path("m.gguf")
+    assert "--evoke-ram" in server_command(binary, model, 1, blocks=True)
+    assert "--evoke-ram" not in server_command(binary, model, 1, blocks=False)
+    assert "--cache-ram" not in server_command(binary, model, 1, blocks=True)
+
+
+def test_the_proxy_is_this_package() -> None:
+    command = proxy_command(8090, 8080)
+    assert command[:4] == [sys.executable, "-m", "evoke_proxy", "serve"]
+    assert "http://127.0.0.1:8080" in command and "127.0.0.1:8090" in command
+
+
+def test_the_users_settings_do_not_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVOKE_UPSTREAM_URL", "http://elsewhere")
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
+    monkeypatch.setenv("KEPT", "1")
+    kept = plain_environment()
+    assert "EVOKE_UPSTREAM_URL" not in kept and "LLAMA_ARG_CTX_SIZE" not in kept
+    assert kept["KEPT"] == "1"
+
+
+def test_the_bundled_model_is_a_gguf_file() -> None:
+    assert bundled_model().read_bytes()[:4] == b"GGUF"

@@ -1,0 +1,266 @@
+"""Running the demo without a server: requests, books, redraws, table, report, exit status."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evoke_proxy.demo import cli, report, runner, table
+from evoke_proxy.demo.records import Reply, read_count, read_turn
+from evoke_proxy.demo.runner import ARMS, Audience, run_arm, run_session
+from evoke_proxy.demo.script import Script, draw
+from evoke_proxy.server_build import BuildError
+
+BOOKS = {
+    "n_prompt": 2300,
+    "resident_before": 250,
+    "recovered": 50,
+    "decoded": 160,
+    "omitted": 1840,
+    "n_resident": 480,
+    "n_resident_peak": 512,
+    "auto_evicted": [[0, 64, "a"], [64, 100, "b"]],
+}
+HEADERS = {"x-evoke-evicted": "blocks=3;tokens=180", "x-evoke-recovered": "blocks=1;tokens=50"}
+
+
+class Model:
+    """Answers like the bundled model; arms in `forgetful` lose the fact."""
+
+    def __init__(self, forgetful: tuple[str, ...] = ("discard", "truncate")) -> None:
+        self.forgetful = forgetful
+        self.bodies: list[dict[str, Any]] = []
+        self.sessions: list[str] = []
+
+    def chat(self, port: int, body: dict[str, Any], headers: Mapping[str, str]) -> Reply:
+        self.bodies.append(body)
+        self.sessions.append(headers["X-Evoke-Session"])
+        script = draw(int(headers["X-Evoke-Session"].rpartition("-")[2]))
+        said = "I see."
+        if body["messages"][-1]["content"] == script.fact.question:
+            lost = body["evoke_policy"] in self.forgetful
+            said = "I don't know." if lost else f"It is {script.fact.value}."
+        return Reply(said, {"evoke": BOOKS}, HEADERS, 2.5)
+
+
+@contextmanager
+def nowhere(seed: int, arm: str) -> Iterator[int]:
+    yield 1
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    made = Model()
+    monkeypatch.setattr(runner, "chat", lambda *given: made.chat(*given))
+    return made
+
+
+def test_the_books_of_a_turn_are_the_engines() -> None:
+    turn = read_turn(4, Reply("Yes.", {"evoke": BOOKS, "prompt_n": 9}, HEADERS, 2.5))
+    assert (turn.prompt, turn.decoded, turn.recovered) == (2300, 160, 50)
+    assert (turn.resident_before, turn.omitted) == (250, 1840)
+    assert (turn.resident_peak, turn.resident_end) == (512, 480)
+    assert turn.evicted == 180 + 100 and turn.evictions == 3 + 2 and turn.recoveries == 1
+    assert turn.from_engine
+
+
+def test_stock_timings_are_read_but_not_taken_for_the_engines_books() -> None:
+    timings = {"prompt_n": 100, "cache_n": 30, "predicted_n": 5}
+    turn = read_turn(1, Reply("Yes.", timings, {}, 2.5))
+    assert (turn.prompt, turn.decoded, turn.resident_before) == (130, 100, 30)
+    assert turn.resident_end == turn.resident_peak == 134
+    assert not turn.from_engine
+
+
+@pytest.mark.parametrize(
+    ("header", "blocks", "tokens"),
+    [
+        ("blocks=3;tokens=180", 3, 180),
+        (" tokens=180 ; blocks=3", 3, 180),
+        ("blocks=3", 3, 0),
+        ("", 0, 0),
+        ("blocks=many;tokens=-1;other=5", 0, 0),
+    ],
+)
+def test_a_plan_header_is_read_leniently(header: str, blocks: int, tokens: int) -> None:
+    assert read_count(header) == {"blocks": blocks, "tokens": tokens}
+
+
+def test_every_turn_resends_the_history_with_the_real_answers(model: Model) -> None:
+    script = draw(3)
+    run = run_arm(script, "evoke", 1, Audience())
+    assert [len(body["messages"]) for body in model.bodies] == [
+        2 * number for number in range(1, len(script.turns) + 1)
+    ]
+    history = model.bodies[-1]["messages"]
+    assert history[0] == {"role": "system", "content": script.system}
+    assert [message["content"] for message in history[1::2]] == list(script.turns)
+    assert {message["content"] for message in history[2::2]} == {"I see."}
+    assert run.recalled and run.peak_resident == 512
+    assert run.evictions == 5 * len(script.turns) and run.recoveries == len(script.turns)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_policy_and_budget_travel_with_every_request(model: Model, arm: str) -> None:
+    run_arm(draw(3), arm, 1, Audience())
+    for body in model.bodies:
+        assert body["evoke_policy"] == arm and body["temperature"] == 0
+        assert body.get("evoke_budget") == (None if arm == "no_eviction" else runner.BUDGET)
+    assert set(model.sessions) == {f"{arm}-3"}
+
+
+def test_all_arms_run_in_order_on_one_session(model: Model) -> None:
+    script, runs = run_session(5, ARMS, nowhere, Audience())
+    assert script.seed == 5 and tuple(runs) == ARMS
+    assert [run.recalled for run in runs.values()] == [True, False, True, False]
+
+
+class Redraws(Audience):
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def redraw(self, seed: int, reason: str) -> None:
+        self.seeds.append(seed)
+
+
+def test_a_model_that_misses_with_everything_resident_is_asked_three_times(model: Model) -> None:
+    model.forgetful = ARMS
+    seen = Redraws()
+    script, runs = run_session(5, ARMS, nowhere, seen)
+    assert seen.seeds == [5, 6, 7] and script.seed == 7
+    assert tuple(runs) == ("evoke", "discard", "no_eviction")
+
+
+def test_a_loss_of_evoke_alone_is_not_drawn_again(model: Model) -> None:
+    model.forgetful = ("evoke", "discard", "truncate")
+    seen = Redraws()
+    _, runs = run_session(5, ARMS, nowhere, seen)
+    assert seen.seeds == [] and not runs["evoke"].recalled
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(out: io.StringIO, model: Model) -> str:
+    watching = table.Table(out)
+    script, runs = run_session(5, ARMS, nowhere, watching)
+    watching.verdict(list(runs.values()), ["evoke: turn 3: peak"], 2300)
+    return out.getvalue()
+
+
+def test_without_a_terminal_the_table_is_plain_lines(model: Model) -> None:
+    text = shown(io.StringIO(), model)
+    assert "\x1b" not in text and "\r" not in text
+    lines = text.splitlines()
+    assert sum(line == table.header() for line in lines) == len(ARMS)
+    cells = "1 2300 160 50 250 1840 512 480 280 2.5 ms"
+    assert sum(line.split() == cells.split() for line in lines) == len(ARMS)
+    assert "FAILED  evoke: turn 3: peak" in lines and "PASSED" not in text
+
+
+def test_on_a_terminal_a_waiting_line_is_written_over(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = shown(Terminal(), model)
+    assert "...\x1b[0m\r\x1b[2K" in text and "\x1b[32m" in text
+
+
+def test_colour_can_be_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = shown(Terminal(), model)
+    assert "\x1b[32m" not in text and "\r\x1b[2K" in text
+
+
+def test_books_nobody_sent_are_dashes() -> None:
+    turn = read_turn(1, Reply("Yes.", {"prompt_n": 100, "cache_n": 30}, {}, 2.5))
+    assert table.row(turn).split() == "1 130 100 - 30 - 130 130 - 2.5 ms".split()
+
+
+def test_the_report_has_the_promised_fields(model: Model) -> None:
+    script, runs = run_session(5, ARMS, nowhere, Audience())
+    made = json.loads(json.dumps(report.build(script, runs, [])))
+    assert {"seed", "budget", "logical_tokens", "arms"} <= set(made)
+    assert made["seed"] == 5 and made["logical_tokens"] == 2300
+    assert list(made["arms"]) == list(ARMS)
+    arm = {"recalled", "answer", "expected", "peak_resident", "evictions", "recoveries"}
+    assert arm | {"wall_s", "turns"} <= set(made["arms"]["evoke"])
+    turn = {"prompt", "decoded", "recovered", "resident_before", "omitted"}
+    turn |= {"resident_peak", "resident_end", "evicted", "ttft_ms"}
+    assert turn <= set(made["arms"]["evoke"]["turns"][0])
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *given: str) -> int:
+    monkeypatch.setattr(cli, "ensure_server", lambda **_: Path("llama-server"))
+    monkeypatch.setattr(cli, "stack", lambda *_: nowhere(0, ""))
+    return cli.run(parsed(*given))
+
+
+def test_the_exit_status_is_0_only_when_every_arm_did_its_part(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = ("--seed", "5", "--out", str(tmp_path))
+    assert run_cli(monkeypatch, *out) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["passed"] is True
+    assert run_cli(monkeypatch, *out, "--arms", "evoke,no_eviction") == 1
+    model.forgetful = ("evoke", "discard", "truncate")
+    assert run_cli(monkeypatch, *out) == 1
+
+
+def test_old_logs_go_unless_they_are_to_be_kept(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old = tmp_path / "4-evoke-proxy.log"
+    old.write_text("x")
+    run_cli(monkeypatch, "--seed", "5", "--out", str(tmp_path), "--keep-logs")
+    assert old.exists()
+    run_cli(monkeypatch, "--seed", "5", "--out", str(tmp_path))
+    assert not old.exists()
+
+
+def test_sessions_are_fresh_unless_a_seed_is_given(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seeds = set()
+    for _ in range(2):
+        run_cli(monkeypatch, "--out", str(tmp_path))
+        seeds.add(json.loads((tmp_path / "report.json").read_text())["seed"])
+    assert len(seeds) == 2
+
+
+def test_a_demo_that_cannot_run_says_so_and_leaves_no_old_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: object) -> Path:
+        raise BuildError("cmake is missing")
+
+    (tmp_path / "report.json").write_text("{}")
+    monkeypatch.setattr(cli, "ensure_server", refuse)
+    assert cli.run(parsed("--out", str(tmp_path))) == 2
+    assert "could not run: cmake is missing" in capsys.readouterr().out
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_an_unknown_arm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--arms", "evoke,oracle")
+    assert "unknown arm: oracle" in capsys.readouterr().err
+
+
+def test_the_scripts_of_a_redraw_are_those_of_the_next_seeds() -> None:
+    assert isinstance(draw(6), Script) and draw(6).seed == 6
