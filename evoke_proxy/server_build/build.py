@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .cache import cache_dir, finished_server, locked, store_server
+from .cache import cache_dir, finished_server, locked, store_server, sweep
 from .cmake import BuildTree, build_server
 from .errors import BuildError
 from .fetch import pristine_source
@@ -106,17 +106,20 @@ def _cores() -> int:
 
 def _build(order: Order, cache: Path, jobs: int, progress: Progress) -> Path:
     def waiting(holder: str) -> None:
-        progress.say(f"another build is running (process {holder}): waiting for it")
+        progress.say(f"another build is running (started by process {holder}): waiting for it")
 
     with locked(cache, waiting):
         found = finished_server(cache, order.key)
         if found is not None:
             return found
+        sweep(cache)
         begun = time.monotonic()
         source = order.source or pristine_source(order.pin, cache, progress.say)
         tree = BuildTree(cache / "trees" / order.tree_key)
+        if not tree.build.exists():
+            progress.say("compiling llama.cpp takes about five minutes on two cores, once")
         prepare(order, source, tree)
-        progress.begin(f"building llama-server ({order.variant}, {jobs} jobs)")
+        progress.begin(f"building llama-server ({order.variant}, -j{jobs})")
         built = build_server(tree, order.tools, jobs, progress)
         _check_starts(built, order)
         return store_server(cache, order.key, built, _stamp(order, time.monotonic() - begun))

@@ -32,11 +32,13 @@ def cache_dir() -> Path:
 def locked(cache: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
     """Holds the cache for one builder; calls `on_wait` once with the holder's pid if it is busy.
 
-    The lock dies with its process, so a killed builder never blocks the next one.
+    Compilers inherit the lock: after a builder was killed the next one waits for what it left
+    running, which may still write into the tree, and for nothing else.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "a+", encoding="utf-8") as file:
         _acquire(file.fileno(), lambda: on_wait(_holder(cache)))
+        os.set_inheritable(file.fileno(), True)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -57,6 +59,13 @@ def _acquire(descriptor: int, on_wait: Callable[[], None]) -> None:
 
 def _holder(cache: Path) -> str:
     return (cache / "lock").read_text(encoding="utf-8").strip() or "unknown"
+
+
+def sweep(cache: Path) -> None:
+    """Removes the drafts of killed builders; only for the holder of the lock."""
+    for pattern in ("*/.new-*", "trees/*/.overlay-*"):
+        for draft in cache.glob(pattern):
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def finished_server(cache: Path, key: str) -> Path | None:

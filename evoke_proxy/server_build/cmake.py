@@ -88,6 +88,7 @@ def _run(
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, stdin=subprocess.DEVNULL, process_group=0,
+        close_fds=False,  # hands down the lock of the cache, and nothing else is inheritable
     )  # fmt: skip
     assert child.stdout is not None
     try:
@@ -128,6 +129,8 @@ def _advice(tail: Sequence[str]) -> str:
     said = "\n".join(tail)
     if "No space left" in said:
         return "The disk is full: free about 1 GB, or set EVOKE_CACHE to a directory elsewhere."
+    if "CUDA::cublas" in said or "CUDA Toolkit not found" in said:
+        return "The CUDA toolkit is incomplete: install the whole of it, cuBLAS headers included."
     if "Killed" in said or "out of memory" in said.lower():
         return "The compiler ran out of memory: run the command again with --jobs 1."
     return "Running the command again resumes it; delete the log's directory to start from nothing."

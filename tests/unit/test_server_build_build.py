@@ -178,6 +178,15 @@ def test_without_a_kill_a_failure_is_final(build: Build, cache: Path, patches: P
         build()
 
 
+def test_drafts_of_killed_builders_are_swept_away(build: Build, cache: Path) -> None:
+    build(patched=False)
+    left = [cache / "bin/.new-x", cache / "downloads/.new-y", only_tree(cache) / ".overlay-z"]
+    for draft in left:
+        (draft / "inner").mkdir(parents=True)
+    build()
+    assert [draft for draft in left if draft.exists()] == []
+
+
 def test_a_server_that_does_not_start_is_not_kept(
     build: Build, llama: Path, cache: Path
 ) -> None:
