@@ -1,0 +1,131 @@
+"""What llama-server says about a request and its slots: tokens, messages, residency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evoke_proxy.core.blocks import Role, Span, merged
+from evoke_proxy.errors import UpstreamProtocolError
+
+Tokens = npt.NDArray[np.int32]
+
+_ROLES = {"developer": Role.SYSTEM, "function": Role.TOOL}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSpan:
+    """Where one message lies in the prompt; `index` counts the messages llama-server sees."""
+
+    index: int
+    role: Role
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot now: the rows of `resident` are in it, its first `n_common` tokens are the prompt's.
+
+    Counts are tokens; `n_free` is how many more rows the cache can hold.
+    """
+
+    id: int
+    epoch: int
+    n_tokens: int
+    n_common: int
+    resident: tuple[Span, ...]
+    n_free: int
+    busy: bool = False
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any]) -> SlotView:
+        """From an element of `slots`, or from `GET /slots/{id}/blocks`, where nothing is common.
+
+        Raises UpstreamProtocolError when it is of another shape.
+        """
+        try:
+            return cls(
+                id=int(answer["id"]),
+                epoch=int(answer["epoch"]),
+                n_tokens=int(answer["n_tokens"]),
+                n_common=int(answer.get("n_common", 0)),
+                resident=merged(Span(int(a), int(b)) for a, b in answer["resident"]),
+                n_free=int(answer["n_free"]),
+                busy=bool(answer.get("is_processing", False)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
+
+    def n_past(self, n_prompt: int) -> int:
+        """How many positions of a prompt of `n_prompt` tokens will not be decoded.
+
+        The server's rule: the last token is always decoded, and only a resident row can be the
+        one that decoding goes on from.
+        """
+        limit = min(self.n_common, n_prompt - 1)
+        ends = [min(limit, span.end) for span in self.resident if span.start < limit]
+        return max(ends, default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """A request as the tokens llama-server would decode; its answer begins at `generation`."""
+
+    tokens: Tokens
+    generation: int
+    spans: tuple[MessageSpan, ...]
+    slots: tuple[SlotView, ...] = ()
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any]) -> Rendered:
+        """From the answer of `POST /evoke/render`; UpstreamProtocolError on another shape."""
+        try:
+            tokens = np.asarray(answer["tokens"], dtype=np.int32)
+            generation = int(answer.get("generation", len(tokens)))
+            spans = _message_spans(answer.get("spans") or (), generation)
+            slots = answer.get("slots") or ()
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UpstreamProtocolError(f"a rendering is not as agreed: {error!r}") from error
+        if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
+            raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
+        return cls(tokens, generation, spans, tuple(SlotView.parse(slot) for slot in slots))
+
+    def slot(self, id: int) -> SlotView | None:
+        """The slot of this number; None when the server has none."""
+        return next((slot for slot in self.slots if slot.id == id), None)
+
+
+def role_named(name: str) -> Role:
+    """The role a template's name stands for; USER for an unknown one."""
+    if name in _ROLES:
+        return _ROLES[name]
+    return Role(name) if name in set(Role) else Role.USER
+
+
+def common_prefix(one: Tokens, other: Tokens) -> int:
+    """How many tokens two prompts share at their beginning."""
+    n = min(len(one), len(other))
+    differs = one[:n] != other[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def _message_spans(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
+    spans = tuple(
+        MessageSpan(
+            int(item["index"]),
+            role_named(str(item["role"])),
+            Span(int(item["p0"]), int(item["p1"])),
+        )
+        for item in answer
+    )
+    edges = [0, *(item.span.end for item in spans)]
+    if any(item.span.start != edge for item, edge in zip(spans, edges, strict=False)):
+        raise ValueError("spans leave gaps or overlap")
+    if spans and edges[-1] != generation:
+        raise ValueError("spans do not end at the generation prompt")
+    return spans

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.blocks import Role, Span
+from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView, common_prefix, role_named
+from evoke_proxy.errors import UpstreamProtocolError
+
+SLOT: dict[str, Any] = {
+    "id": 1,
+    "epoch": 7,
+    "n_tokens": 90,
+    "n_common": 80,
+    "resident": [[70, 90], [0, 64]],
+    "n_resident": 84,
+    "n_free": 900,
+    "is_processing": True,
+    "reserved": True,
+}
+ANSWER: dict[str, Any] = {
+    "tokens": [5, 6, 7, 8],
+    "generation": 3,
+    "spans": [
+        {"index": 0, "role": "developer", "p0": 0, "p1": 1},
+        {"index": 2, "role": "user", "p0": 1, "p1": 3},
+    ],
+    "slots": [SLOT],
+}
+
+
+def test_a_rendering_is_read_from_the_servers_answer() -> None:
+    rendered = Rendered.parse(ANSWER)
+    assert rendered.tokens.tolist() == [5, 6, 7, 8]
+    assert rendered.tokens.dtype == np.int32
+    assert rendered.generation == 3
+    assert rendered.spans == (
+        MessageSpan(0, Role.SYSTEM, Span(0, 1)),
+        MessageSpan(2, Role.USER, Span(1, 3)),
+    )
+    slot = rendered.slot(1)
+    assert slot == SlotView(1, 7, 90, 80, (Span(0, 64), Span(70, 90)), 900, busy=True)
+    assert rendered.slot(2) is None
+
+
+def test_a_rendering_without_messages_is_one_prompt() -> None:
+    rendered = Rendered.parse({"tokens": [1, 2]})
+    assert (rendered.generation, rendered.spans, rendered.slots) == (2, (), ())
+
+
+def test_a_slots_own_answer_has_nothing_in_common() -> None:
+    own = {key: value for key, value in SLOT.items() if key != "n_common"}
+    assert SlotView.parse(own).n_common == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": "abc"},
+        {"tokens": [[1], [2]]},
+        {"tokens": [2**40]},
+        {"generation": 9},
+        {"generation": -1},
+        {"spans": [{"index": 0}]},
+        {"spans": [{"index": 0, "role": "user", "p0": 1, "p1": 3}]},
+        {"spans": [{"index": 0, "role": "user", "p0": 0, "p1": 2}]},
+        {"slots": [{"id": 1}]},
+        {"slots": [SLOT | {"resident": [[4, 1]]}]},
+        {"slots": [SLOT | {"resident": [4]}]},
+    ],
+)
+def test_another_shape_is_a_protocol_error(change: dict[str, Any]) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        Rendered.parse(ANSWER | change)
+
+
+def test_a_missing_token_list_is_a_protocol_error() -> None:
+    with pytest.raises(UpstreamProtocolError):
+        Rendered.parse({})
+
+
+def server_n_past(n_prompt: int, n_common: int, rows: set[int]) -> int:
+    """The rule, word by word: the common tokens, one less for a known prompt, down to a row."""
+    n_past = n_common - 1 if n_common == n_prompt else n_common
+    while n_past > 0 and n_past - 1 not in rows:
+        n_past -= 1
+    return n_past
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.sets(st.integers(0, 35)))
+def test_n_past_is_the_servers_rule(n_prompt: int, n_common: int, rows: set[int]) -> None:
+    resident = [[row, row + 1] for row in sorted(rows)]
+    n_common = min(n_common, n_prompt)
+    slot = SlotView.parse(SLOT | {"resident": resident, "n_common": n_common})
+    assert slot.n_past(n_prompt) == server_n_past(n_prompt, n_common, rows)
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
+def test_common_prefix_counts_equal_tokens_at_the_beginning(a: list[int], b: list[int]) -> None:
+    expected = 0
+    while expected < min(len(a), len(b)) and a[expected] == b[expected]:
+        expected += 1
+    one, other = np.array(a, dtype=np.int32), np.array(b, dtype=np.int32)
+    assert common_prefix(one, other) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("user", Role.USER),
+        ("developer", Role.SYSTEM),
+        ("function", Role.TOOL),
+        ("ipython", Role.USER),
+        ("", Role.USER),
+    ],
+)
+def test_roles_are_mapped_to_the_four_we_know(name: str, role: Role) -> None:
+    assert role_named(name) is role
