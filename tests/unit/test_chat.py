@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.blocks import Role
+from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, Tags, parse_chat
+from evoke_proxy.errors import RequestError
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat("chat", HELLO | fields)
+
+
+def query(*messages: tuple[str, str]) -> str:
+    body = {"messages": [{"role": role, "content": text} for role, text in messages]}
+    return parse_chat("chat", body).query
+
+
+def test_a_plain_request_has_the_defaults() -> None:
+    request = chat()
+    assert request == ChatRequest(
+        "chat", request.messages, None, False, 1, False, cache_prompt=True, tags=Tags()
+    )
+    assert [message.role for message in request.messages] == [Role.USER]
+    assert request.bypass == ""
+
+
+def test_every_dialect_is_read_by_its_own_rules() -> None:
+    assert parse_chat("responses", {"input": "hi", "max_output_tokens": 9}).max_tokens == 9
+    assert parse_chat("messages", HELLO).max_tokens == 4096
+    assert parse_chat("completions", {"prompt": "hi", "n_predict": 9}).max_tokens == 9
+    with pytest.raises(KeyError):
+        parse_chat("smoke signals", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"max_tokens": 9}, 9),
+        ({"max_completion_tokens": 8, "max_tokens": 9}, 8),
+        ({"n_predict": 7, "max_completion_tokens": 8, "max_tokens": 9}, 7),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": "9"}, None),
+        ({"max_tokens": True}, None),
+        ({"max_tokens": 0}, 0),
+    ],
+)
+def test_the_answers_limit_follows_the_servers_precedence(
+    fields: dict[str, Any], limit: int | None
+) -> None:
+    assert chat(**fields).max_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"evoke": False}, "disabled"),
+        ({"n": 2}, "several_answers"),
+        ({"n_cmpl": 2}, "several_answers"),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, "media"),
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"n": 1, "cache_prompt": True, "evoke": True}, ""),
+        ({"n": None}, ""),
+    ],
+)
+def test_what_the_budget_cannot_manage_is_named(fields: dict[str, Any], reason: str) -> None:
+    assert chat(**fields).bypass == reason
+
+
+def test_several_prompts_are_several_answers() -> None:
+    assert parse_chat("completions", {"prompt": ["a", "b"]}).n == 2
+    assert parse_chat("completions", {"prompt": [1, 2, 3]}).n == 1
+    assert parse_chat("completions", {"prompt": ["a"]}).n == 1
+
+
+def test_the_query_is_what_was_said_since_the_last_answer() -> None:
+    assert query(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d")) == "c\nd"
+    assert query(("user", "a"), ("assistant", "b"), ("tool", "c"), ("system", "no")) == "c"
+    assert query(("system", "s"), ("user", "a")) == "a"
+    assert query(("user", "a"), ("assistant", "the client begins the ans")) == "a"
+    assert query(("assistant", "b")) == ""
+    assert query() == ""
+
+
+def test_tags_are_read() -> None:
+    tags = chat(
+        evoke=True,
+        evoke_budget=512,
+        evoke_policy="discard",
+        evoke_recovery="breadcrumb",
+        evoke_priority=2,
+        evoke_pinned=True,
+        evoke_task_boundary=True,
+        evoke_session="a/b:1",
+    ).tags
+    assert tags == Tags(True, 512, "discard", "breadcrumb", 2.0, True, True, "a/b:1", given=True)
+
+
+@pytest.mark.parametrize("field", TOP_LEVEL_FIELDS)
+def test_a_null_tag_is_no_tag_or_an_error_but_never_a_value(field: str) -> None:
+    try:
+        tags = chat(**{field: None}).tags
+    except RequestError as error:
+        assert error.code == f"{field}_invalid"
+    else:
+        assert tags == Tags(given=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("evoke", {"epoch": 3}),
+        ("evoke", "no"),
+        ("evoke_budget", 0),
+        ("evoke_budget", -5),
+        ("evoke_budget", 5.5),
+        ("evoke_budget", True),
+        ("evoke_budget", "512"),
+        ("evoke_policy", "lru"),
+        ("evoke_policy", ["evoke"]),
+        ("evoke_recovery", "magic"),
+        ("evoke_priority", "high"),
+        ("evoke_priority", float("nan")),
+        ("evoke_priority", -1),
+        ("evoke_priority", 1e9),
+        ("evoke_priority", True),
+        ("evoke_pinned", 1),
+        ("evoke_task_boundary", "yes"),
+        ("evoke_session", ""),
+        ("evoke_session", "a b"),
+        ("evoke_session", "x" * 257),
+        ("evoke_session", 7),
+    ],
+)
+def test_a_wrong_tag_is_a_request_error_with_its_own_code(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        chat(**{field: value})
+    assert (caught.value.status, caught.value.code) == (400, f"{field}_invalid")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("evoke_keep", "pinned"),
+        ("evoke_keep", 1),
+        ("evoke_keep", ""),
+        ("evoke_name", ""),
+        ("evoke_name", "a\nb"),
+        ("evoke_name", "x" * 101),
+        ("evoke_name", 3),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_a_wrong_mark_is_a_request_error(field: str, value: Any, dialect: str) -> None:
+    item = {"role": "user", "content": "hi", field: value}
+    key = "input" if dialect == "responses" else "messages"
+    with pytest.raises(RequestError, match=field) as caught:
+        parse_chat(dialect, {key: [item]})
+    assert caught.value.code == f"{field}_invalid"
+
+
+@pytest.mark.parametrize("field", MESSAGE_FIELDS)
+def test_a_mark_on_a_message_counts_as_a_tag(field: str) -> None:
+    item = {"role": "user", "content": "hi", field: "pin"}
+    assert parse_chat("chat", {"messages": [item]}).tags.given
+    assert not chat().tags.given
+
+
+@pytest.mark.parametrize("messages", [None, 3, ["text"], [None], [{"role": 3, "content": {}}]])
+def test_what_the_server_will_refuse_is_not_refused_here(messages: Any) -> None:
+    assert isinstance(parse_chat("chat", {"messages": messages}), ChatRequest)

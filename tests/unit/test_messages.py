@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pytest
+
+from evoke_proxy.core.blocks import Role
+from evoke_proxy.core.messages import (
+    Message,
+    ToolCall,
+    from_anthropic,
+    from_chat,
+    from_completion,
+    from_responses,
+    has_media,
+)
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path":"a"}'}}
+
+
+def test_chat_messages_are_taken_one_for_one() -> None:
+    found = from_chat(
+        {
+            "messages": [
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "no type"}]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL, "odd"]},
+                {"role": "tool", "content": "b", "tool_call_id": "c1", "name": "read"},
+                "odd",
+                {"role": "user", "content": 3, "evoke_keep": "pin", "evoke_name": "notes"},
+            ]
+        }
+    )
+    assert found == [
+        Message(Role.SYSTEM, "be brief"),
+        Message(Role.USER, "a"),
+        Message(Role.ASSISTANT, tool_calls=(ToolCall("c1", "read", '{"path":"a"}'),)),
+        Message(Role.TOOL, "b", name="read", tool_call_id="c1"),
+        Message(Role.USER),
+        Message(Role.USER, keep="pin", block_name="notes"),
+    ]
+
+
+@pytest.mark.parametrize("messages", [None, "text", {}, 3])
+def test_a_body_without_a_message_list_has_no_messages(messages: object) -> None:
+    assert from_chat({"messages": messages}) == []
+    assert from_anthropic({"messages": messages}) == []
+
+
+def test_arguments_given_as_an_object_become_text() -> None:
+    call = {"function": {"name": "read", "arguments": {"path": "ä"}}}
+    [message] = from_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert message.tool_calls == (ToolCall("", "read", '{"path": "ä"}'),)
+
+
+def test_what_a_message_shows_includes_its_calls() -> None:
+    call = ToolCall("c", "read", "{}")
+    assert Message(Role.ASSISTANT, "ok", tool_calls=(call, call)).shown == "ok\nread {}\nread {}"
+    assert Message(Role.ASSISTANT, tool_calls=(call,)).shown == "read {}"
+
+
+def test_a_raw_prompt_is_one_message() -> None:
+    assert from_completion({"prompt": "once"}) == [Message(Role.USER, "once")]
+    assert from_completion({"prompt": [1, 2]}) == [Message(Role.USER, "")]
+
+
+def test_responses_join_what_the_assistant_does_in_a_row() -> None:
+    found = from_responses(
+        {
+            "instructions": "be brief",
+            "input": [
+                {"role": "user", "content": "hi", "evoke_keep": "prefer"},
+                {"type": "reasoning", "summary": [], "content": [{"text": "hm"}]},
+                {
+                    "type": "message",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "let me see"}],
+                },
+                {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
+                {"type": "function_call", "call_id": "c2", "name": "list", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "one"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c2",
+                    "output": [{"type": "input_text", "text": "two"}],
+                },
+                {"role": "user", "content": [{"type": "input_text", "text": "and?"}]},
+            ],
+        }
+    )
+    assert found == [
+        Message(Role.SYSTEM, "be brief"),
+        Message(Role.USER, "hi", keep="prefer"),
+        Message(
+            Role.ASSISTANT,
+            "let me see",
+            tool_calls=(ToolCall("c1", "read", "{}"), ToolCall("c2", "list", "{}")),
+        ),
+        Message(Role.TOOL, "one", tool_call_id="c1"),
+        Message(Role.TOOL, "two", tool_call_id="c2"),
+        Message(Role.USER, "and?"),
+    ]
+
+
+def test_a_responses_input_may_be_a_text() -> None:
+    assert from_responses({"input": "hi"}) == [Message(Role.USER, "hi")]
+
+
+def test_a_joined_message_keeps_the_marks_of_either_part() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "n", "arguments": ""}
+    marked = {"role": "assistant", "content": "b", "evoke_keep": "pin", "evoke_name": "plan"}
+    for items in ([item, marked], [marked, item]):
+        [message] = from_responses({"input": items})
+        assert (message.keep, message.block_name, message.text) == ("pin", "plan", "b")
+
+
+def test_anthropic_tool_results_are_messages_of_their_own() -> None:
+    found = from_anthropic(
+        {
+            "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm"},
+                        {"type": "text", "text": "let me see"},
+                        {"type": "tool_use", "id": "c1", "name": "read", "input": {"path": "a"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "evoke_keep": "pin",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c1", "content": "one"},
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c2",
+                            "content": [
+                                {"type": "text", "text": "t"},
+                                {"type": "text", "text": "wo"},
+                            ],
+                        },
+                        {"type": "text", "text": "and?"},
+                    ],
+                },
+            ],
+        }
+    )
+    assert found == [
+        Message(Role.SYSTEM, "be brief"),
+        Message(Role.USER, "hi"),
+        Message(
+            Role.ASSISTANT, "let me see", tool_calls=(ToolCall("c1", "read", '{"path": "a"}'),)
+        ),
+        Message(Role.USER, "and?", keep="pin"),
+        Message(Role.TOOL, "one", tool_call_id="c1", keep="pin"),
+        Message(Role.TOOL, "two", tool_call_id="c2", keep="pin"),
+    ]
+
+
+def test_anthropic_messages_that_render_to_nothing_do_not_count() -> None:
+    def count(message: dict[str, object]) -> int:
+        return len(from_anthropic({"messages": [message]}))
+
+    assert count({"role": "assistant"}) == 0
+    assert count({"role": "user"}) == 1
+    assert count({"role": "assistant", "content": []}) == 0
+    assert count({"role": "assistant", "content": [{"type": "thinking", "thinking": ""}]}) == 0
+    assert count({"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}) == 1
+    assert count({"role": "user", "content": [{"type": "tool_result"}]}) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        {"messages": [{"content": [{"type": "input_audio"}]}]},
+        {"messages": [{"content": [{"type": "image"}]}]},
+        {"messages": [{"content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+        {"input": [{"content": [{"type": "input_image"}]}]},
+        {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
+    ],
+)
+def test_media_is_found_wherever_a_dialect_puts_it(body: dict[str, object]) -> None:
+    assert has_media(body)
+
+
+def test_text_is_no_media() -> None:
+    assert not has_media({"messages": [{"content": "image"}, {"content": [{"type": "text"}]}]})
+    assert not has_media({"input": "image"})
