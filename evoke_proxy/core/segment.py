@@ -1,0 +1,140 @@
+"""Cuts a rendered prompt into blocks: along messages, and small enough to be moved one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from evoke_proxy.core.blocks import Role, Span
+from evoke_proxy.core.messages import Message, ToolCall
+from evoke_proxy.core.rendered import MessageSpan
+
+_PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
+_TEXT_OVERLAP = 40  # characters: where tokens fall in the text is only known roughly
+_MAX_NAME = 100
+_NUMBERED = re.compile(r"(?s)(.*)#(\d+)(?:\.\d+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A block before it has a label; the fields are those of `Block`."""
+
+    key: str
+    span: Span
+    role: Role
+    message: int
+    text: str
+    identity: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    base: str
+    identity: tuple[str, ...]
+
+
+def cut(
+    n_tokens: int,
+    spans: Sequence[MessageSpan],
+    messages: Sequence[Message],
+    generation: int,
+    block_tokens: int = 64,
+    cuts: Iterable[int] = (),
+    start: int = 0,
+    keys: Iterable[str] = (),
+) -> list[Draft]:
+    """Blocks of at most `block_tokens` tokens that cover [start, generation) without gaps.
+
+    None crosses the end of a message or a position of `cuts`. `keys` are those taken by blocks
+    before `start`: numbering goes on after them. Without spans the whole prompt is one message.
+    A block's text is its share of the message's text by length, with some overlap at both ends.
+    """
+    end = min(generation, n_tokens)
+    given = spans or (MessageSpan(0, Role.USER, Span(0, end)),)
+    names = _names(messages)
+    numbers = _last_numbers(keys)
+    drafts: list[Draft] = []
+    for item in given:
+        message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
+        name = names.get(item.index) or _Name(f"{item.role}:{item.index}", ())
+        for span in _pieces(item.span.clipped(end), start, cuts, block_tokens):
+            number = numbers[name.base]
+            numbers[name.base] += 1
+            text = _share(message.shown, item.span, span)
+            key = f"{name.base}#{number}"
+            drafts.append(Draft(key, span, item.role, item.index, text, name.identity))
+    return drafts
+
+
+def _pieces(span: Span, start: int, cuts: Iterable[int], block_tokens: int) -> Iterator[Span]:
+    first = min(max(span.start, start), span.end)
+    edges = sorted({first, span.end, *(at for at in cuts if first < at < span.end)})
+    for begin, stop in zip(edges, edges[1:], strict=False):
+        for at in range(begin, stop, block_tokens):
+            yield Span(at, min(at + block_tokens, stop))
+
+
+def _share(text: str, whole: Span, part: Span) -> str:
+    per_token = len(text) / max(1, len(whole))
+    begin = int((part.start - whole.start) * per_token) - _TEXT_OVERLAP
+    end = int((part.end - whole.start) * per_token) + 1 + _TEXT_OVERLAP
+    return text[max(0, begin) : end]
+
+
+def _last_numbers(keys: Iterable[str]) -> Counter[str]:
+    numbers: Counter[str] = Counter()
+    for key in keys:
+        match = _NUMBERED.fullmatch(key)
+        if match:
+            numbers[match[1]] = max(numbers[match[1]], int(match[2]) + 1)
+    return numbers
+
+
+def _names(messages: Sequence[Message]) -> dict[int, _Name]:
+    calls = {call.id: call for message in messages for call in message.tool_calls if call.id}
+    return {index: _name(index, message, calls) for index, message in enumerate(messages)}
+
+
+def _name(index: int, message: Message, calls: Mapping[str, ToolCall]) -> _Name:
+    call = calls.get(message.tool_call_id) if message.role is Role.TOOL else None
+    called = [call] if call is not None else list(message.tool_calls)
+    identity = [part for item in called for part in _call_identity(item)]
+    identity += [message.block_name, message.name, message.tool_call_id]
+    base = message.block_name or _base(index, message, call)
+    return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(part for part in identity if part)))
+
+
+def _base(index: int, message: Message, call: ToolCall | None) -> str:
+    if message.role is not Role.TOOL:
+        return "system" if message.role is Role.SYSTEM and index == 0 else f"{message.role}:{index}"
+    path = _path(call) if call is not None else ""
+    if path:
+        return f"file:{_basename(path)}"
+    return f"tool:{(call.name if call is not None else '') or message.name or index}"
+
+
+def _call_identity(call: ToolCall) -> Iterator[str]:
+    path = _path(call)
+    if path:
+        yield path
+        yield _basename(path)
+    yield call.name
+    yield call.id
+
+
+def _path(call: ToolCall) -> str:
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(arguments, dict):
+        return ""
+    given = (arguments.get(key) for key in _PATH_ARGUMENTS)
+    return next((value for value in given if isinstance(value, str) and value.strip()), "").strip()
+
+
+def _basename(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or path

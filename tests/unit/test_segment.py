@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.blocks import Role, Span
+from evoke_proxy.core.messages import Message, ToolCall
+from evoke_proxy.core.rendered import MessageSpan
+from evoke_proxy.core.segment import Draft, cut
+
+
+def spans_of(*lengths: int, role: Role = Role.USER) -> list[MessageSpan]:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    starts = [0, *ends][: len(ends)]
+    return [
+        MessageSpan(i, role, Span(a, b)) for i, (a, b) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), max_size=6),
+    block_tokens=st.integers(1, 80),
+    cuts=st.lists(st.integers(-5, 900), max_size=6),
+    start=st.integers(0, 300),
+    generation_tokens=st.integers(0, 9),
+)
+def test_blocks_tile_what_they_are_cut_from(
+    lengths: list[int], block_tokens: int, cuts: list[int], start: int, generation_tokens: int
+) -> None:
+    end = sum(lengths)
+    drafts = cut(end + generation_tokens, spans_of(*lengths), [], end, block_tokens, cuts, start)
+    covered = [position for draft in drafts for position in range(draft.span.start, draft.span.end)]
+    assert covered == list(range(min(start, end), end))
+    assert all(0 < len(draft.span) <= block_tokens for draft in drafts)
+    edges = {at for draft in drafts for at in (draft.span.start, draft.span.end)}
+    wanted = {*cuts, *(item.span.end for item in spans_of(*lengths))}
+    assert {at for at in wanted if start < at < end} <= edges
+    assert len({draft.key for draft in drafts}) == len(drafts)
+
+
+def test_blocks_begin_at_their_message_and_after_a_cut() -> None:
+    drafts = cut(250, spans_of(100, 140), [], 240, 64, cuts=[110])
+    assert [(draft.span.start, draft.span.end) for draft in drafts] == [
+        (0, 64), (64, 100), (100, 110), (110, 174), (174, 238), (238, 240),
+    ]  # fmt: skip
+    assert [draft.message for draft in drafts] == [0, 0, 1, 1, 1, 1]
+
+
+def test_without_spans_the_prompt_is_one_message() -> None:
+    drafts = cut(100, [], [Message(Role.USER, "x" * 1000)], 90, 64)
+    assert [(draft.key, draft.span) for draft in drafts] == [
+        ("user:0#0", Span(0, 64)),
+        ("user:0#1", Span(64, 90)),
+    ]
+
+
+def test_nothing_is_cut_from_nothing() -> None:
+    assert cut(0, [], [], 0) == []
+    assert cut(10, spans_of(10), [], 10, start=10) == []
+
+
+CALLS = (
+    ToolCall("c1", "read", json.dumps({"file_path": "/src/app/config.py", "limit": 3})),
+    ToolCall("c2", "search", json.dumps({"query": "port"})),
+    ToolCall("c3", "edit", "not json"),
+    ToolCall("c4", "read", json.dumps({"path": "C:\\src\\config.py"})),
+    ToolCall("c5", "list", json.dumps({"path": "/src/lib/"})),
+    ToolCall("c6", "run", json.dumps(["path"])),
+)
+MESSAGES = [
+    Message(Role.SYSTEM, "s"),
+    Message(Role.USER, "u"),
+    Message(Role.ASSISTANT, "a", tool_calls=CALLS),
+    Message(Role.TOOL, "t", tool_call_id="c1"),
+    Message(Role.TOOL, "t", tool_call_id="c2"),
+    Message(Role.TOOL, "t", tool_call_id="c3"),
+    Message(Role.TOOL, "t", tool_call_id="c4"),
+    Message(Role.TOOL, "t", tool_call_id="c5"),
+    Message(Role.TOOL, "t", tool_call_id="unknown"),
+    Message(Role.TOOL, "t", name="weather"),
+    Message(Role.SYSTEM, "late"),
+    Message(Role.USER, "u", block_name="notes"),
+    Message(Role.TOOL, "t", tool_call_id="c6"),
+    Message(Role.TOOL, "t", tool_call_id="c2"),
+]
+
+
+def named() -> list[Draft]:
+    spans = [
+        MessageSpan(i, message.role, Span(i * 10, i * 10 + 10))
+        for i, message in enumerate(MESSAGES)
+    ]
+    return cut(140, spans, MESSAGES, 140)
+
+
+def test_names_come_from_roles_calls_and_marks() -> None:
+    assert [draft.key for draft in named()] == [
+        "system#0", "user:1#0", "assistant:2#0", "file:config.py#0", "tool:search#0", "tool:edit#0",
+        "file:config.py#1", "file:lib#0", "tool:8#0", "tool:weather#0", "system:10#0", "notes#0",
+        "tool:run#0", "tool:search#1",
+    ]  # fmt: skip
+
+
+def test_an_identity_holds_whatever_a_text_may_call_it() -> None:
+    identities = {draft.key: draft.identity for draft in named()}
+    assert identities["file:config.py#0"] == ("/src/app/config.py", "config.py", "read", "c1")
+    assert identities["tool:search#0"] == ("search", "c2")
+    assert identities["tool:8#0"] == ("unknown",)
+    assert identities["tool:weather#0"] == ("weather",)
+    assert identities["notes#0"] == ("notes",)
+    assert set(identities["assistant:2#0"]) >= {"read", "search", "/src/lib/", "lib", "c5"}
+
+
+def test_numbering_goes_on_after_the_keys_that_are_taken() -> None:
+    keys = ["user:0#0", "user:0#1", "user:0#2.1", "file:a#b#7", "odd"]
+    drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, keys=keys)
+    assert [draft.key for draft in drafts] == ["user:0#3"]
+    named_message = [Message(Role.USER, block_name="file:a#b")]
+    [draft] = cut(10, spans_of(10), named_message, 10, keys=keys)
+    assert draft.key == "file:a#b#8"
+
+
+@given(st.integers(1, 400), st.integers(0, 3000))
+def test_every_character_is_in_some_blocks_text(n_tokens: int, n_chars: int) -> None:
+    text = "".join(chr(0x4E00 + i) for i in range(n_chars))
+    drafts = cut(n_tokens, spans_of(n_tokens), [Message(Role.USER, text)], n_tokens, 64)
+    assert all(draft.text in text for draft in drafts)
+    assert set("".join(draft.text for draft in drafts)) == set(text)
+
+
+def test_a_blocks_text_is_its_share_with_overlap() -> None:
+    text = "".join(f"{i:04d}" for i in range(250))
+    middle = cut(250, spans_of(250), [Message(Role.USER, text)], 250, 50)[2]
+    assert middle.text == text[400 - 40 : 600 + 1 + 40]
+
+
+def test_a_span_without_its_message_still_makes_blocks() -> None:
+    [draft] = cut(10, [MessageSpan(7, Role.TOOL, Span(0, 10))], [], 10)
+    assert (draft.key, draft.text, draft.identity) == ("tool:7#0", "", ())
+
+
+@pytest.mark.parametrize("path", ["", "   ", 7, None])
+def test_an_argument_that_is_no_path_names_nothing(path: object) -> None:
+    call = ToolCall("c", "read", json.dumps({"path": path, "filename": "b.txt"}))
+    messages = [Message(Role.TOOL, tool_call_id="c"), Message(Role.ASSISTANT, tool_calls=(call,))]
+    [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
+    assert draft.key == "file:b.txt#0"
+
+
+def test_a_very_long_name_is_cut() -> None:
+    messages = [Message(Role.TOOL, name="n" * 500)]
+    [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
+    assert draft.key == "tool:" + "n" * 95 + "#0"
