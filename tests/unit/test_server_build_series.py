@@ -151,6 +151,14 @@ def test_this_checkout_has_its_patches_and_a_complete_pin() -> None:
     assert len(pin.sha256) == 64 and pin.size == 76_589_250
 
 
+@pytest.mark.parametrize("patch", read_series(patches_dir()).patches, ids=lambda p: p.name)
+def test_every_patch_says_why_it_exists_and_until_when(patch: Path) -> None:
+    head = patch.read_text("utf-8").split("\ndiff --git ")[0]
+    for entry in ("Why: ", "Forwarded: ", f"Applies-to: {read_pin(patch.parent).commit}", "Drop-"):
+        assert f"\n{entry}" in head
+    assert f"| `{patch.stem}` |" in (patch.parent / "README.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [("size = 1", "size"), ("commit = abc123", "commit"), ("tree =", "tree")],
