@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <new>
 #include <typeinfo>
 
 namespace {
@@ -256,7 +255,7 @@ bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_po
     return false;
 }
 
-bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_kv_block & out) {
+bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out) {
     auto * kv = kv_block_cache(ctx);
     // a pending K-shift has moved positions but not yet rotated the keys
     if (!kv || kv->get_has_shift()) {
@@ -272,22 +271,19 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, ll
         block.cells.push_back(it->second);
         block.tok  .push_back(cells.ext_get(it->second).tok);
     }
-    if (block.pos.empty()) {
+    if (block.pos.empty() || (llama_pos) block.pos.size() != p1 - p0) {
         return false;
     }
     block.p0     = p0;
     block.p1     = p1;
     block.layout = llama_kv_block_access::layout(*kv);
     block.size   = llama_kv_block_access::row_size(*kv)*block.n_rows();
-    block.data.reset(new (std::nothrow) uint8_t[block.size]);
-    if (!block.data) {
-        return false;
-    }
+    block.data   = data;
 
     ctx->synchronize();
     const auto runs = kv_block_runs(block.cells);
     block.n_runs = (uint32_t) runs.size();
-    access.copy(runs, block.n_rows(), block.data.get(), true);
+    access.copy(runs, block.n_rows(), block.data, true);
     out = std::move(block);
     return true;
 }
@@ -315,7 +311,7 @@ int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_k
     }
 
     ctx->synchronize();
-    access.copy(kv_block_runs(target), block.n_rows(), block.data.get(), false);
+    access.copy(kv_block_runs(target), block.n_rows(), block.data, false);
 
     auto & cells = access.cells();
     for (uint32_t i = 0; i < block.n_rows(); ++i) {

@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -28,8 +27,8 @@ struct llama_kv_block {
     uint64_t layout = 0; // llama_kv_block_layout() of the cache the rows came from
     uint32_t n_runs = 0; // contiguous runs of cells copied by the save
 
-    size_t size = 0;     // bytes in data
-    std::unique_ptr<uint8_t[]> data; // K of each layer [row][k_row], then V of each layer
+    size_t    size = 0;       // bytes in data: n_rows * llama_kv_block_row_size()
+    uint8_t * data = nullptr; // the caller's: K of each layer [row][k_row], then V of each layer
 
     uint32_t n_rows() const { return (uint32_t) pos.size(); }
 };
@@ -54,8 +53,9 @@ LLAMA_API llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, lla
 // true if a row of [p0, p1) also belongs to another sequence
 LLAMA_API bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 
-// copy the rows of [p0, p1) that are resident; false (out unchanged) if there are none or memory is short
-LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, llama_kv_block & out);
+// copy the rows of [p0, p1), all of which must be resident, to `data`, which must hold
+// (p1 - p0) * llama_kv_block_row_size() bytes and stays the caller's; false (out unchanged) otherwise
+LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out);
 
 // free the cells of [p0, p1), every other position stays where it is; returns the number of rows freed
 LLAMA_API uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);

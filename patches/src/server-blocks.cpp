@@ -78,8 +78,13 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
         LOG_WRN("evoke: blocks are off: %s\n", why_not);
         return;
     }
-    this->n_slots = n_slots;
     ram_budget = (size_t) params.evoke_ram_mib*1024*1024;
+    if (arena.size() != ram_budget && !arena.reset(ram_budget)) {
+        why_not = "the host has no memory for --evoke-ram";
+        LOG_WRN("evoke: blocks are off: %s\n", why_not);
+        return;
+    }
+    this->n_slots = n_slots;
     // a later process must not accept the epochs of an earlier one; 2^53 keeps them exact in JSON
     next_epoch = std::max(next_epoch, ggml_time_us() & ((int64_t(1) << 52) - 1));
     state.assign(n_slots, {});
@@ -369,6 +374,7 @@ void server_blocks::erase(std::map<key_t, saved>::iterator it) {
     for (const auto & name : it->second.labels) {
         labels.erase({ std::get<0>(it->first), name });
     }
+    arena.give(it->second.kv.data);
     ram_used -= it->second.bytes;
     store.erase(it);
 }
@@ -397,16 +403,32 @@ bool server_blocks::make_space(size_t bytes, const std::set<key_t> & keep) {
     if (fixed + bytes > ram_budget) {
         return false;
     }
-    while (ram_used + bytes > ram_budget) {
-        auto oldest = store.end();
-        for (auto it = store.begin(); it != store.end(); ++it) {
-            if (!keep.count(it->first) && (oldest == store.end() || it->second.used < oldest->second.used)) {
-                oldest = it;
-            }
-        }
-        erase(oldest);
+    while (ram_used + bytes > ram_budget && drop_oldest(keep)) {
     }
     return true;
+}
+
+bool server_blocks::drop_oldest(const std::set<key_t> & keep) {
+    auto oldest = store.end();
+    for (auto it = store.begin(); it != store.end(); ++it) {
+        if (!keep.count(it->first) && (oldest == store.end() || it->second.used < oldest->second.used)) {
+            oldest = it;
+        }
+    }
+    if (oldest == store.end()) {
+        return false;
+    }
+    erase(oldest);
+    return true;
+}
+
+// contiguous memory, if need be at the cost of old copies; nullptr if that does not help either
+uint8_t * server_blocks::take(size_t bytes, const std::set<key_t> & keep) {
+    uint8_t * p = arena.take(bytes);
+    while (!p && drop_oldest(keep)) {
+        p = arena.take(bytes);
+    }
+    return p;
 }
 
 // save [p0, p1) under a name; rows that already have a copy are not copied again
@@ -417,8 +439,12 @@ bool server_blocks::put(const std::string & tenant, const std::string & name, in
     auto it = store.find(key);
     if (it == store.end()) {
         const size_t bytes = cost(p1 - p0);
+        uint8_t * data = make_space(bytes, keep) ? take((p1 - p0)*llama_kv_block_row_size(ctx), keep) : nullptr;
         saved block;
-        if (!make_space(bytes, keep) || !llama_kv_block_save(ctx, id, p0, p1, block.kv)) {
+        if (!data || !llama_kv_block_save(ctx, id, p0, p1, data, block.kv)) {
+            if (data) {
+                arena.give(data);
+            }
             return false;
         }
         block.tokens.assign(tokens.begin() + p0, tokens.begin() + p1);

@@ -7,6 +7,7 @@
 // Off unless --evoke-ram is given: then every hook returns what upstream would have used.
 
 #include "llama-kv-block.h"
+#include "server-blocks-arena.h"
 #include "server-task.h"
 
 #include <cstdint>
@@ -167,6 +168,7 @@ private:
     uint64_t        clock      = 0;
     int64_t         next_epoch = 0;
 
+    server_blocks_arena      arena; // ram_budget bytes
     std::vector<slot_state>  state;
     std::map<key_t, saved>   store;
     std::map<std::pair<std::string, std::string>, key_t> labels; // (tenant, name)
@@ -198,6 +200,8 @@ private:
     bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens, llama_pos p0, llama_pos p1,
                   const std::set<key_t> & keep = {});
     bool     make_space(size_t bytes, const std::set<key_t> & keep);
+    bool     drop_oldest(const std::set<key_t> & keep);
+    uint8_t * take(size_t bytes, const std::set<key_t> & keep);
     void     label(const std::string & tenant, const std::string & name, const key_t & key);
     size_t   drop(const std::string & tenant, const std::string & name);
     void     erase(std::map<key_t, saved>::iterator it);

@@ -1,0 +1,111 @@
+"""What it costs to save, evict and load a block, against decoding the same tokens again.
+
+One server, one slot, a cache that is at least half full. For each block size the four are measured
+in turn, round after round, and medians are given. Re-prefill decodes the block's tokens as the
+tail of the same prompt and asks for one token. Times are those the server reports for the copy
+(`t_ms` of the call, without HTTP) and for the prefill (`prompt_ms`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.llama import Llama, running
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.server_build import ensure_server
+
+SIZES = (20, 40, 160, 640, 1280)
+_COLUMNS = (
+    "cells", "tokens", "mb", "save_ms", "evict_ms", "load_ms", "prefill_ms",
+    "load_vs_reprefill", "save_load_vs_reprefill", "save_over_load",
+)  # fmt: skip
+
+
+def measure(server: Llama, size: int, filled: int, repeats: int, scattered: bool) -> dict[str, Any]:
+    """One row: medians over the repeats for blocks of `size` tokens."""
+    times: dict[str, list[float]] = {"save": [], "evict": [], "load": [], "prefill": []}
+    n_bytes = 0
+    for i in range(repeats):
+        prompt = [10 + (7 * j + i) % 1900 for j in range(filled + size)]
+        server.complete(prompt[:filled])
+        times["prefill"].append(server.complete(prompt)["timings"]["prompt_ms"])
+        if scattered:
+            _scatter(server, filled)
+        name = f"b{size}-{i}"
+        start = filled - size
+        saved = server.act("block-save", name=name, p0=start, p1=filled)
+        times["save"].append(saved["t_ms"])
+        n_bytes = saved["n_bytes"]
+        times["evict"].append(server.act("block-evict", p0=start, p1=filled)["t_ms"])
+        place = "contig" if scattered else "same"
+        times["load"].append(server.act("block-load", names=[name], place=place)["t_ms"])
+        server.act("block-drop", names=[name])
+        server.erase()
+    middle = {key: statistics.median(values) for key, values in times.items()}
+    return {
+        "cells": "scattered" if scattered else "contiguous",
+        "tokens": size,
+        "mb": n_bytes / 1e6,
+        **{f"{key}_ms": value for key, value in middle.items()},
+        "spread": {key: record.spread(values) for key, values in times.items()},
+        "load_vs_reprefill": middle["prefill"] / middle["load"],
+        "save_load_vs_reprefill": middle["prefill"] / (middle["save"] + middle["load"]),
+        "save_over_load": middle["save"] / middle["load"],
+    }
+
+
+def _scatter(server: Llama, filled: int) -> None:
+    """Leave only every other run of 8 cells free below the block, by evicting runs of old rows."""
+    ops = [{"op": "evict", "p0": p, "p1": p + 8} for p in range(16, filled // 2, 16)]
+    server.act("block-plan", ops=ops)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/latency.json`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.latency",
+        description=__doc__,
+        epilog="example:\n  python -m bench.latency --repeats 9 --fa off",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b-kv")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cells", type=int, default=4096, help="cells of the cache (4096)")
+    parser.add_argument("--fa", choices=("on", "off"), default="on", help="flash attention")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    server = args.server or ensure_server(patched=True)
+    model = ensure(SHAPES[args.shape])
+    options = ["-c", str(args.cells), "-np", "1", "--evoke-ram", "2048", "-fa", args.fa]
+    options += ["-t", str(args.threads), "-tb", str(args.threads)]
+    rows = []
+    with running(server, model, *options) as llama:
+        for scattered in (False, True):
+            for size in args.sizes:
+                filled = max(args.cells // 2, 2 * size)
+                rows.append(measure(llama, size, filled, args.repeats, scattered))
+                print(record.table(rows[-1:], _COLUMNS), flush=True)
+    largest = [row for row in rows if row["tokens"] == max(args.sizes)][0]
+    summary = {
+        "shape": args.shape,
+        "kv_bytes_per_token": SHAPES[args.shape].kv_bytes,
+        "load_vs_reprefill_1280": largest["load_vs_reprefill"],
+        "save_load_vs_reprefill_1280": largest["save_load_vs_reprefill"],
+        "save_over_load_1280": largest["save_over_load"],
+    }
+    print(record.table(rows, _COLUMNS))
+    print(f"written: {record.write('latency', rows, summary, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What every bench leaves behind: a table for people, and one JSON file for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def machine() -> str:
+    """The machine in words: processor, cores, system."""
+    name = platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None) -> Path:
+    """Write `out/bench/NAME.json` (or `out`) with command, machine, rows and summary."""
+    path = out or Path("out/bench") / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "command": shlex.join(["python", "-m", f"bench.{name}", *sys.argv[1:]]),
+        "machine": machine(),
+        "rows": list(rows),
+        "summary": dict(summary),
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The rows as aligned text, one column a name; floats with three significant digits."""
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(c), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
+    lines = [columns, *cells]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, minimum and maximum of repeats."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str("" if value is None else value)

@@ -1,0 +1,107 @@
+#include "server-blocks-arena.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 // Linux 5.14
+#endif
+#endif
+
+static constexpr size_t ALIGNMENT = 64;
+static constexpr size_t STEP      = size_t(16) << 20;
+
+static uint8_t * region_new(size_t size) {
+#if defined(__linux__)
+    void * p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) {
+        return nullptr;
+    }
+    madvise(p, size, MADV_HUGEPAGE);
+    return (uint8_t *) p;
+#else
+    return (uint8_t *) malloc(size);
+#endif
+}
+
+static void region_free(uint8_t * p, size_t size) {
+#if defined(__linux__)
+    munmap(p, size);
+#else
+    (void) size;
+    free(p);
+#endif
+}
+
+bool server_blocks_arena::reset(size_t size) {
+    if (toucher.joinable()) {
+        stop = true;
+        toucher.join();
+        stop = false;
+    }
+    if (base) {
+        region_free(base, total);
+    }
+    gaps.clear();
+    used.clear();
+    total = 0;
+    base  = size > 0 ? region_new(size) : nullptr;
+    if (!base) {
+        return size == 0;
+    }
+    total = size;
+    gaps[0] = size;
+#if defined(__linux__)
+    toucher = std::thread([this]() {
+        for (size_t at = 0; at < total && !stop; at += STEP) {
+            // safe beside writers: pages become present, bytes stay; an older kernel says EINVAL
+            if (madvise(base + at, std::min(STEP, total - at), MADV_POPULATE_WRITE) != 0) {
+                return;
+            }
+        }
+    });
+#endif
+    return true;
+}
+
+uint8_t * server_blocks_arena::take(size_t size) {
+    size = (std::max<size_t>(size, 1) + ALIGNMENT - 1)/ALIGNMENT*ALIGNMENT;
+    for (auto it = gaps.begin(); it != gaps.end(); ++it) {
+        if (it->second < size) {
+            continue;
+        }
+        const auto [offset, bytes] = *it;
+        gaps.erase(it);
+        if (bytes > size) {
+            gaps[offset + size] = bytes - size;
+        }
+        used[offset] = size;
+        return base + offset;
+    }
+    return nullptr;
+}
+
+void server_blocks_arena::give(uint8_t * p) {
+    const auto it = used.find(p - base);
+    if (it == used.end()) {
+        return;
+    }
+    size_t offset = it->first;
+    size_t bytes  = it->second;
+    used.erase(it);
+    auto next = gaps.lower_bound(offset);
+    if (next != gaps.end() && next->first == offset + bytes) {
+        bytes += next->second;
+        next = gaps.erase(next);
+    }
+    if (next != gaps.begin()) {
+        const auto before = std::prev(next);
+        if (before->first + before->second == offset) {
+            before->second += bytes;
+            return;
+        }
+    }
+    gaps[offset] = bytes;
+}

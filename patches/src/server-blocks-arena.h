@@ -1,0 +1,39 @@
+#pragma once
+
+// Host memory for saved blocks: one region of fixed size, its pages made present ahead of use.
+// A save into fresh pages costs many times the copy itself: each page is faulted in first.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <thread>
+
+class server_blocks_arena {
+public:
+    server_blocks_arena() = default;
+    ~server_blocks_arena() { reset(0); }
+
+    server_blocks_arena(const server_blocks_arena &) = delete;
+    server_blocks_arena & operator=(const server_blocks_arena &) = delete;
+
+    // forget everything and hold `size` bytes; false if the host will not give them
+    bool reset(size_t size);
+
+    size_t size() const { return total; }
+
+    // `size` contiguous bytes, or nullptr when no gap is large enough
+    uint8_t * take(size_t size);
+
+    void give(uint8_t * p);
+
+private:
+    uint8_t * base  = nullptr;
+    size_t    total = 0;
+
+    std::map<size_t, size_t> gaps; // offset -> bytes, never touching
+    std::map<size_t, size_t> used; // offset -> bytes
+
+    std::thread       toucher; // makes pages present, content untouched
+    std::atomic<bool> stop { false };
+};
