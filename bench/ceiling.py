@@ -25,9 +25,10 @@ from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.demo.runner import MAX_TOKENS
 from evoke_proxy.demo.script import draw
 from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
 
 _EXAMPLES = """examples:
-  python -m bench.ceiling --server build/bin/llama-server
+  python -m bench.ceiling
   python -m bench.ceiling --server build/bin/llama-server --seeds 200 --first 1000
 """
 Messages = Sequence[Mapping[str, str]]
@@ -36,7 +37,8 @@ Messages = Sequence[Mapping[str, str]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON; 0 when the ceiling is at least --least."""
     args = _parser().parse_args(argv)
-    rows = measure(args.server, range(args.first, args.first + args.seeds), args.threads)
+    server = args.server or ensure_server(patched=False)
+    rows = measure(server, range(args.first, args.first + args.seeds), args.threads)
     summary = summarise(rows)
     report = {
         "command": shlex.join(["python", "-m", "bench.ceiling", *(argv or sys.argv[1:])]),
@@ -131,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--server", type=Path, required=True, help="a stock llama-server binary")
+    parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
     parser.add_argument("--seeds", type=int, default=100, help="how many sessions (100)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")

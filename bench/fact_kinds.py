@@ -28,6 +28,7 @@ from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.demo.runner import MAX_TOKENS
 from evoke_proxy.demo.script import draw
 from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
 
 KINDS = {
     "my": "about the user",
@@ -37,14 +38,15 @@ KINDS = {
     "tool": "a field of a record",
 }
 _EXAMPLES = """examples:
-  python -m bench.fact_kinds --server build/bin/llama-server
+  python -m bench.fact_kinds
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON."""
     args = _parser().parse_args(argv)
-    rows = measure(args.server, range(args.first, args.first + args.seeds), args.threads)
+    server = args.server or ensure_server(patched=False)
+    rows = measure(server, range(args.first, args.first + args.seeds), args.threads)
     summary = {kind: _share([row for row in rows if row["kind"] == kind]) for kind in KINDS}
     report = {
         "command": shlex.join(["python", "-m", "bench.fact_kinds", *(argv or sys.argv[1:])]),
@@ -102,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--server", type=Path, required=True, help="a stock llama-server binary")
+    parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
     parser.add_argument("--seeds", type=int, default=40, help="sessions a kind (40)")
     parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
