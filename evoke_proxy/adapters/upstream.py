@@ -19,7 +19,9 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from evoke_proxy.config import UpstreamConfig
+from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.errors import (
+    PlanRefused,
     UpstreamProtocolError,
     UpstreamRejected,
     UpstreamTimeout,
@@ -152,12 +154,13 @@ class Upstream:
     async def call(
         self, method: str, target: str, body: object = None, client: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """One short JSON call of our own, with the client's credentials when none are configured.
+        """One short JSON call of our own; a body of bytes is sent as it is.
 
-        Raises UpstreamRejected on a status >= 400 with the parsed error, UpstreamTimeout after
-        `call_timeout_s`, UpstreamProtocolError when the answer is not a JSON object.
+        Carries the credentials of `client`, its headers, when none are configured. Raises
+        UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s`,
+        UpstreamProtocolError when the answer is not a JSON object.
         """
-        data = None if body is None else orjson.dumps(body)
+        data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         with _mapped(self.url):
             async with asyncio.timeout(self._config.call_timeout_s):
                 async with self.open(method, target, self.own_headers(client), data) as reply:
@@ -166,6 +169,25 @@ class Upstream:
     async def info(self) -> ServerInfo:
         """What the server is and can do. Raises UpstreamError when it does not say."""
         return _described(await self.call("GET", "/props"))
+
+    async def render(self, dialect: str, body: bytes, client: Mapping[str, str]) -> Rendered:
+        """The tokens llama-server would decode for a request, and where its slots stand."""
+        # Spliced, not parsed: the server must see the same spelling that is forwarded later.
+        question = b'{"dialect":' + orjson.dumps(dialect) + b',"body":' + body + b"}"
+        return Rendered.parse(await self.call("POST", "/evoke/render", question, client))
+
+    async def run(
+        self, slot: int, action: str, body: Mapping[str, Any], client: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """One block call on a slot. PlanRefused when it is refused: nothing changed then."""
+        try:
+            return await self.call("POST", f"/slots/{slot}?action={action}", body, client)
+        except UpstreamRejected as error:
+            raise PlanRefused.of(error) from error
+
+    async def slot(self, slot: int, tenant: str, client: Mapping[str, str]) -> dict[str, Any]:
+        """One slot now, with every saved block of a tenant, whatever slot it is from."""
+        return await self.call("GET", f"/slots/{slot}/blocks?tenant={tenant}", None, client)
 
     def own_headers(self, client: Mapping[str, str] | None = None) -> dict[str, str]:
         """Headers of a call of ours, with the configured key or else the client's credentials."""

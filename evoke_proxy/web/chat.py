@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from aiohttp import web
 
 from evoke_proxy.engine import Engine
+from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.web import relay
 from evoke_proxy.web.dialects import ChatPath
 
@@ -18,13 +19,16 @@ _REPLACED = frozenset(("content-length",))
 
 async def answer_chat(request: web.Request, engine: Engine, path: ChatPath) -> web.StreamResponse:
     """Forward a chat request with what the engine added, relay the answer as it comes."""
+    DECISION.set("decision=refused")
     body = await request.read()
     headers = relay.request_headers(request, _REPLACED)
     dialect = path.dialect if path.budgeted else None
-    async with engine.turn(dialect, body, request.headers) as turn:
-        target = relay.raw_target(request)
-        try:
-            async with engine.upstream.open("POST", target, headers, turn.body) as reply:
-                return await relay.send(request, reply, turn.observe, turn.headers)
-        finally:
-            DECISION.set(turn.summary())
+    way: Forwarding | None = None
+    try:
+        async with engine.turn(dialect, body, request.headers) as way:
+            target = relay.raw_target(request)
+            async with engine.upstream.open("POST", target, headers, way.body) as reply:
+                return await relay.send(request, reply, way.observe, way.headers)
+    finally:
+        if way is not None:
+            DECISION.set(way.summary())

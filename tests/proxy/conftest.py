@@ -20,3 +20,26 @@ def stock_proxy(stock_port: int) -> Iterator[RunningProxy]:
     """A proxy with default settings in front of the stock server."""
     with proxy(stock_port) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def patched_port() -> Iterator[int]:
+    """The port of a patched llama-server with one slot."""
+    binary = server_binary(patched=True)
+    with llama_server(binary, "-np", "1", "--evoke-ram", "64", "--metrics") as port:
+        yield port
+
+
+@pytest.fixture
+def patched_proxy(patched_port: int) -> Iterator[RunningProxy]:
+    """A proxy of its own in front of the patched server."""
+    with proxy(patched_port) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def two_slots_port() -> Iterator[int]:
+    """The port of a patched llama-server with two slots, each with cells of its own."""
+    binary = server_binary(patched=True)
+    with llama_server(binary, "-np", "2", "-no-kvu", "--evoke-ram", "64") as port:
+        yield port

@@ -30,9 +30,10 @@ class Exchange:
 
 @dataclass(slots=True)
 class FakeUpstream:
-    """Answers `GET /props` like an unpatched server and everything else as `behave` says."""
+    """Answers `GET /props` with `props` and everything else as `behave` says."""
 
     behave: Behaviour
+    props: bytes = b'{"total_slots":1}'
     port: int = 0
     requests: list[Exchange] = field(default_factory=list)
     lost: int = 0
@@ -43,7 +44,7 @@ class FakeUpstream:
             while not writer.is_closing():
                 exchange = await _read(reader, writer)
                 if exchange.head.startswith(b"GET /props "):
-                    await exchange.say(whole(b'{"total_slots":1}', b"application/json"))
+                    await exchange.say(whole(self.props, b"application/json"))
                     continue
                 self.requests.append(exchange)
                 await self.behave(exchange)
@@ -51,6 +52,12 @@ class FakeUpstream:
             self.lost += 1
         finally:
             writer.close()
+
+
+_PATCHED = (
+    b'{"total_slots":1,"evoke":{"version":1,'
+    b'"features":["blocks","adopt","plan","render","stream"],"memory":"dense"}}'
+)
 
 
 def whole(body: bytes, kind: bytes = b"text/plain", status: bytes = b"200 OK") -> bytes:
@@ -66,9 +73,9 @@ def chunked(*parts: bytes) -> bytes:
 
 
 @contextmanager
-def fake_upstream(behave: Behaviour) -> Iterator[FakeUpstream]:
+def fake_upstream(behave: Behaviour, *, patched: bool = False) -> Iterator[FakeUpstream]:
     """A fake on a free port; ends with the block."""
-    fake = FakeUpstream(behave)
+    fake = FakeUpstream(behave, _PATCHED) if patched else FakeUpstream(behave)
     with ThreadedLoop() as thread:
         starting = asyncio.start_server(fake.serve, "127.0.0.1", 0, limit=1 << 20)
         server = asyncio.run_coroutine_threadsafe(starting, thread.loop).result(10)

@@ -67,9 +67,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def llama_server(binary: str, *options: str) -> Iterator[int]:
-    """A llama-server with the bundled model on a free port; ends with the block."""
-    port = free_port()
+def llama_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
+    """A llama-server with the bundled model, on a free port unless one is given."""
+    port = port or free_port()
     command = [
         binary,
         "-m",
@@ -130,8 +130,19 @@ class RunningProxy:
     engine: Engine
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of one sample; 0 when it was never touched."""
+        """The value of one sample; 0 when it was never touched.
+
+        Waits for what follows the last byte of an answer: the client is faster than the books.
+        """
+        self.quiet()
         return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def quiet(self) -> None:
+        """Wait until no conversation is in use, 10 s at most."""
+        deadline = time.monotonic() + 10
+        while any(known.in_use for known in self.engine.conversations):
+            assert time.monotonic() < deadline, "a request is still under way"
+            time.sleep(0.01)
 
 
 @contextmanager

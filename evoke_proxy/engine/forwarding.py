@@ -1,0 +1,90 @@
+"""One chat request on its way: its bytes, what was decided about it, what its reply said."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.plan import Plan
+from evoke_proxy.core.session import Turn
+from evoke_proxy.core.sse import Observer
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.waiting import Lease
+
+
+@dataclass(slots=True)
+class Forwarding:
+    """`body` is what to forward, `headers` go into the answer, `observe` wants its bytes.
+
+    `lease`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
+    carries the marker, so that the reply will bring the engine's books. `stage` is where planning
+    stands, for counting what fails.
+    """
+
+    body: bytes
+    began: float
+    shows: bool = False
+    decision: str = "relay"
+    stage: str = "render"
+    marked: bool = False
+    headers: dict[str, str] = field(default_factory=dict)
+    lease: Lease | None = None
+    conversation: Conversation | None = None
+    turn: Turn | None = None
+    plan: Plan = Plan.EMPTY
+    observer: Observer = field(default_factory=Observer)
+    first_byte_s: float | None = None
+
+    @property
+    def budget(self) -> int | None:
+        """What the session may keep; None when it may keep everything."""
+        return self.turn.config.budget if self.turn is not None else None
+
+    @property
+    def books(self) -> Books | None:
+        """What the reply says about its prompt; None until it has said so."""
+        return Books.parse(self.observer.timings)
+
+    def observe(self, data: bytes) -> None:
+        """Take a copy of the next bytes of the answer."""
+        if self.first_byte_s is None:
+            self.first_byte_s = asyncio.get_running_loop().time() - self.began
+        self.observer.feed(data)
+
+    def announce(self, turn: Turn, plan: Plan) -> None:
+        """Put what is known before the answer into its headers, for a client that asked."""
+        if not self.shows or self.conversation is None:
+            return
+        loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
+        self.headers = {
+            "X-Evoke-Session": self.conversation.hint or self.conversation.id,
+            "X-Evoke-Policy": turn.config.name,
+            "X-Evoke-Evicted": _counted([evict.span for evict in plan.evicts]),
+            "X-Evoke-Recovered": _counted(loads),
+            "X-Evoke-Omitted": f"tokens={forecast(turn.view, plan).omitted}",
+        }
+
+    def summary(self) -> str:
+        """What was decided and what it came to, for the log; never any text."""
+        parts = [f"decision={self.decision}"]
+        if self.conversation is not None:
+            parts.append(f"session={self.conversation.id}")
+        if self.lease is not None:
+            parts.append(f"slot={self.lease.slot}")
+        books = self.books
+        if books is not None:
+            parts.append(
+                f"evicted={len(self.plan.evicts)}+{len(books.auto_evicted)}"
+                f" prompt={books.n_prompt} decoded={books.decoded} recovered={books.recovered}"
+                f" resident_before={books.resident_before} omitted={books.omitted}"
+                f" peak={books.n_resident_peak}"
+            )
+        if self.first_byte_s is not None:
+            parts.append(f"first_byte_ms={self.first_byte_s * 1000:.0f}")
+        return " ".join(parts)
+
+
+def _counted(spans: list[Span]) -> str:
+    return f"blocks={len(spans)};tokens={sum(len(span) for span in spans)}"

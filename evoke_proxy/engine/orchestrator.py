@@ -1,0 +1,289 @@
+"""The engine: a chat request comes in, what goes out holds its budget, the reply is booked.
+
+Whatever fails in here before a request is forwarded costs the budget, never the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import ServerInfo, Upstream
+from evoke_proxy.config import Config
+from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
+from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.planning import Planner
+from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.engine.watch import ServerWatch
+from evoke_proxy.errors import (
+    CapacityError,
+    EvokeError,
+    RequestError,
+    UpstreamError,
+    UpstreamProtocolError,
+    UpstreamRejected,
+    UpstreamUnavailable,
+)
+
+_log = logging.getLogger(__name__)
+
+# llama-server looks for a closed connection after a second without any result, and an answer to
+# us is a result: asking more often would keep it from noticing that its client is gone.
+_ASK_AGAIN_S = 1.5
+_ASK_TIMES = 40
+
+
+class Engine:
+    """Everything behind the web: use as an async context manager."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.upstream = Upstream(config.upstream)
+        self.draining = False
+        self._watch = ServerWatch(self.upstream, config, self._started)
+        self._slots = SlotQueue(config.limits)
+        self.conversations = Conversations(config.policy, config.limits.sessions)
+        self._planner = Planner(
+            config.policy, self.upstream, self.metrics, self._slots, self.conversations
+        )
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Engine:
+        await self.upstream.__aenter__()
+        await self._tasks.__aenter__()
+        await self._watch.look()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.__aexit__(None, None, None)
+        await self.upstream.__aexit__()
+
+    @property
+    def server(self) -> ServerInfo:
+        """What is known of llama-server now."""
+        return self._watch.server
+
+    def upstream_failed(self, error: UpstreamError) -> None:
+        """Count a failure of llama-server; after a lost connection it is asked what it is."""
+        self.metrics.upstream_errors.labels(kind=error.code).inc()
+        if isinstance(error, UpstreamUnavailable):
+            self._watch.lost()
+
+    @asynccontextmanager
+    async def turn(
+        self, dialect: str | None, body: bytes, client: Mapping[str, str]
+    ) -> AsyncIterator[Forwarding]:
+        """Prepare one chat request; what is yielded is to be forwarded and observed.
+
+        `dialect` is None for a path that is only relayed, `client` are the request's headers.
+        Raises RequestError for wrong fields of ours, SlotsBusy when no slot gets free. Anything
+        else that fails here is counted, and the request goes on without a plan.
+        """
+        way = Forwarding(body, asyncio.get_running_loop().time())
+        try:
+            await self._prepare(way, dialect, client)
+            yield way
+        finally:
+            self._conclude(way, client)
+
+    async def _prepare(
+        self, way: Forwarding, dialect: str | None, client: Mapping[str, str]
+    ) -> None:
+        request = self._read(way, dialect, client)
+        reason = await self._bypass_reason(request)
+        if reason or isinstance(request, str):
+            way.decision = f"bypass:{reason}"
+            self.metrics.bypass.labels(reason=reason).inc()
+            return
+        way.shows = request.tags.given or "X-Evoke-Session" in client
+        plain = way.body
+        try:
+            await self._planner.prepare(way, request, client, _tenant(client))
+        except (RequestError, CapacityError):
+            raise
+        except Exception as error:
+            way.body = plain
+            self._degrade(way, error)
+
+    def _read(
+        self, way: Forwarding, dialect: str | None, client: Mapping[str, str]
+    ) -> ChatRequest | str:
+        """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
+        if client.get("Content-Encoding", "identity").lower() != "identity":
+            return "content_encoding"
+        given = way.body
+        try:
+            way.body = edit_top_level(given, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS)
+        except RequestError:
+            # llama-server says what is wrong with it, as it would directly.
+            return "not_json"
+        return parse_chat(dialect, json.loads(given)) if dialect else "dialect"
+
+    async def _bypass_reason(self, request: ChatRequest | str) -> str:
+        if isinstance(request, str):
+            return request
+        await self._watch.look()
+        return _ineligible(request) if self.server.patched else "unpatched"
+
+    def _degrade(self, way: Forwarding, error: Exception) -> None:
+        """Go on without a plan: our fault, or llama-server's, must not cost the answer."""
+        way.decision, way.marked, way.headers = f"degraded:{way.stage}", False, {}
+        self.metrics.degraded.labels(stage=way.stage).inc()
+        if way.budget or self.config.policy.budget:
+            self.metrics.breaches.inc()
+        refused = isinstance(error, UpstreamRejected) and error.status in (404, 501)
+        if refused or isinstance(error, UpstreamProtocolError | UpstreamUnavailable):
+            self._watch.lost()  # it cannot do what it said it could: another server by now
+        if isinstance(error, EvokeError):
+            _log.warning("no plan, failed at %s: %s", way.stage, error)
+        else:
+            _log.exception("no plan, failed at %s", way.stage, exc_info=error)
+
+    def _conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
+        """Book the reply and give the slot back: at once, or when the engine is done with it."""
+        way.observer.close()
+        if way.first_byte_s is not None:
+            self.metrics.ttft_seconds.observe(way.first_byte_s)
+        known = way.conversation
+        if known is None:
+            return
+        if way.lease is None:
+            known.in_use -= 1
+        elif way.books is not None:
+            self._book(way, known)
+            self._part(way, known, client)
+        else:
+            self._spawn(self._settle(way, known, client), "settling a slot")
+
+    def _book(self, way: Forwarding, known: Conversation) -> None:
+        books = way.books
+        as_planned = known.session.finish(books)
+        if books is None:
+            return
+        if books.marker != "ok" or not as_planned:
+            self.metrics.plan_failures.labels(reason="books_differ").inc()
+            _log.warning("session %s: %r differs from the plan", known.id, books)
+        if books.marker != "ok":
+            known.epoch = None
+        if way.budget is not None and books.n_resident_peak > way.budget:
+            self.metrics.breaches.inc()
+        known.n_resident = books.n_resident
+        self.metrics.evicted.inc(len(books.auto_evicted))
+        self.metrics.count_books(
+            {
+                "decoded": books.decoded,
+                "recovered": books.recovered,
+                "resident_before": books.resident_before,
+                "omitted": books.omitted,
+            }
+        )
+
+    async def _settle(
+        self, way: Forwarding, known: Conversation, client: Mapping[str, str]
+    ) -> None:
+        """A reply without books: wait until the slot is idle, only then give it to the next."""
+        assert way.lease is not None
+        try:
+            await self._until_idle(way.lease.slot, known.tenant, client)
+        finally:
+            if way.turn is not None:
+                known.session.finish(None)
+            if not way.marked:
+                known.epoch = None
+            self._part(way, known, client)
+
+    async def _until_idle(self, slot: int, tenant: str, client: Mapping[str, str]) -> None:
+        wait_s = 0.05
+        for _ in range(_ASK_TIMES):
+            await asyncio.sleep(wait_s)
+            wait_s = _ASK_AGAIN_S
+            if not (await self.upstream.slot(slot, tenant, client)).get("is_processing"):
+                return
+
+    def _part(self, way: Forwarding, known: Conversation, client: Mapping[str, str]) -> None:
+        """The request is done with its slot and its session."""
+        assert way.lease is not None
+        known.in_use -= 1
+        self._slots.release(way.lease)
+        for gone in self.conversations.forget_surplus():
+            self._slots.pool.forget(gone.id)
+            if gone.labels:
+                self._spawn(self._drop(gone, client), "dropping blocks of a forgotten session")
+        self.metrics.sessions.set(len(self.conversations))
+        self.metrics.resident.set(sum(known.n_resident for known in self.conversations))
+
+    async def _drop(self, gone: Conversation, client: Mapping[str, str]) -> None:
+        names = {"names": sorted(gone.labels), "tenant": gone.tenant}
+        await self.upstream.run(0, "block-drop", names, client)
+
+    async def checks(self) -> dict[str, dict[str, Any]]:
+        """What readiness depends on: each check with `ok` and a `detail` for a person."""
+        try:
+            await self._watch.ask()
+            upstream = {"ok": True, "detail": f"{self.upstream.url} answers"}
+        except EvokeError as error:
+            upstream = {"ok": False, "detail": str(error)}
+        drain = "stopping: no new requests" if self.draining else "accepting requests"
+        return {
+            "upstream": upstream,
+            "accepting": {"ok": not self.draining, "detail": drain},
+            "budget": {"ok": True, "detail": self._watch.described()},
+        }
+
+    def sessions_summary(self) -> list[dict[str, Any]]:
+        """Every session known, the latest used first."""
+        return [
+            {
+                "id": known.id,
+                "name": known.hint,
+                "slot": self._slots.pool.slot_of(known.id),
+                "turns": known.session.turns,
+                "tokens": len(known.tokens),
+                "resident": known.n_resident,
+                "saved_blocks": len(known.labels),
+                "budget": known.budget,
+                "policy": known.policy,
+            }
+            for known in reversed(list(self.conversations))
+        ]
+
+    def _started(self, server: ServerInfo) -> None:
+        """A server has appeared: whatever was in the one before is gone."""
+        self._slots.restart(server.n_slots)
+        self.conversations.lost()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Run work that must finish even when its client is gone; its errors are logged."""
+        self._tasks.create_task(_logged(work, what))
+
+
+async def _logged(work: Coroutine[Any, Any, None], what: str) -> None:
+    try:
+        await work
+    except Exception as error:
+        _log.warning("%s failed: %s", what, error)
+
+
+def _tenant(client: Mapping[str, str]) -> str:
+    """Who asks: clients with different keys never share blocks. The key itself is kept nowhere."""
+    key = client.get("Authorization") or client.get("X-Api-Key") or ""
+    return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
+
+
+def _ineligible(request: ChatRequest) -> str:
+    if not request.tags.enabled:
+        return "disabled"
+    if request.n > 1:
+        return "n"
+    if request.has_media:
+        return "media"
+    return "" if request.cache_prompt else "cache_prompt"

@@ -1,0 +1,211 @@
+"""From a chat request to the bytes that go to llama-server: session, slot, plan, marker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.chat import ChatRequest, parse_chat, truncate_messages
+from evoke_proxy.core.identity import hint_of
+from evoke_proxy.core.plan import Plan
+from evoke_proxy.core.rendered import Rendered, SlotView
+from evoke_proxy.core.session import Turn, effective
+from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.errors import PlanRefused, UpstreamProtocolError
+
+_log = logging.getLogger(__name__)
+
+
+class Planner:
+    """Prepares one request at a time on its slot; what it changes in a Forwarding says how far."""
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        upstream: Upstream,
+        metrics: Metrics,
+        slots: SlotQueue,
+        conversations: Conversations,
+    ) -> None:
+        self._policy = policy
+        self._upstream = upstream
+        self._metrics = metrics
+        self._slots = slots
+        self._conversations = conversations
+
+    async def prepare(
+        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
+    ) -> None:
+        """Find the session, wait for its slot, run its plan, put the marker into the body.
+
+        Raises RequestError when the client asks for what no budget can hold, SlotsBusy when no slot
+        gets free, PlanRefused after the second refusal, other EvokeErrors for what llama-server
+        does. The lease is in `way` as soon as there is one and stays the caller's to release.
+        """
+        began = asyncio.get_running_loop().time()
+        rendered = await self._upstream.render(request.dialect, way.body, client)
+        way.stage = "session"
+        hint = hint_of(client, request.tags.session)
+        known = way.conversation = self._conversations.of(rendered.tokens, hint, tenant)
+        known.in_use += 1
+        way.stage = "slot"
+        waiting = asyncio.get_running_loop().time()
+        way.lease = await self._slots.acquire(known.id, tenant)
+        waited = asyncio.get_running_loop().time() - waiting
+        request, changed = self._truncated(way, request, rendered)
+        if changed or way.lease.waited:
+            way.stage = "render"
+            rendered = await self._upstream.render(request.dialect, way.body, client)
+        await self._make_room(way, rendered, client)
+        await self._plan(way, request, rendered, client)
+        self._metrics.plan_seconds.observe(asyncio.get_running_loop().time() - began - waited)
+
+    def _truncated(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered
+    ) -> tuple[ChatRequest, bool]:
+        """The request without its oldest messages, where that is the policy."""
+        config = effective(self._policy, request)
+        if config.name != "truncate" or config.budget is None:
+            return request, False
+        reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens
+        shorter = truncate_messages(
+            way.body, rendered.spans, rendered.tokens, config.budget, reserve
+        )
+        if shorter == way.body:
+            return request, False
+        way.body = shorter
+        return replace(parse_chat(request.dialect, json.loads(shorter)), tags=request.tags), True
+
+    async def _make_room(
+        self, way: Forwarding, rendered: Rendered, client: Mapping[str, str]
+    ) -> None:
+        """Save what the session before us leaves in the slot; if that fails, it decodes again."""
+        assert way.lease is not None
+        victim = self._conversations.get(way.lease.victim)
+        view = _slot(rendered, way.lease.slot)
+        # Another epoch: somebody else was there since, and what is in the slot is not the victim's.
+        if victim is None or victim.epoch != view.epoch:
+            return
+        victim.epoch, victim.n_resident = None, 0
+        plan = victim.session.save_all(view)
+        try:
+            await self._run(plan, view, victim, rendered, client)
+        except PlanRefused as refused:
+            self._metrics.plan_failures.labels(reason=refused.type).inc()
+            _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
+        else:
+            victim.session.saved_all(plan)
+
+    async def _plan(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> None:
+        try:
+            await self._attempt(way, request, rendered, client)
+        except PlanRefused as refused:
+            await self._learn(way, refused, client)
+            way.stage = "render"
+            rendered = await self._upstream.render(request.dialect, way.body, client)
+            try:
+                await self._attempt(way, request, rendered, client)
+            except PlanRefused as again:
+                await self._learn(way, again, client)
+                raise
+
+    async def _attempt(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> None:
+        """Decide, run the plan, mark the body; nothing of `way` changes unless all of it works."""
+        assert way.lease is not None and way.conversation is not None
+        way.stage = "decide"
+        view = _slot(rendered, way.lease.slot)
+        session = way.conversation.session
+        turn = session.begin(rendered, view, request)
+        plan = session.plan(turn)
+        way.stage = "plan"
+        epoch = await self._run(plan, view, way.conversation, rendered, client)
+        session.applied(turn, plan)
+        way.stage = "splice"
+        way.body = _marked(way.body, view.id, epoch)
+        self._note(way, turn, plan, epoch)
+
+    def _note(self, way: Forwarding, turn: Turn, plan: Plan, epoch: int) -> None:
+        assert way.conversation is not None
+        way.turn, way.plan, way.marked = turn, plan, True
+        way.decision = turn.config.name + ("" if plan.moves_nothing else ":moved")
+        way.conversation.epoch = epoch
+        way.conversation.budget, way.conversation.policy = turn.config.budget, turn.config.name
+        way.announce(turn, plan)
+        self._metrics.evicted.inc(len(plan.evicts))
+        self._metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
+        if turn.divergence is not None:
+            _log.info("session %s left its history at %d", way.conversation.id, turn.divergence)
+
+    async def _run(
+        self,
+        plan: Plan,
+        view: SlotView,
+        known: Conversation,
+        rendered: Rendered,
+        client: Mapping[str, str],
+    ) -> int:
+        """Have llama-server run a plan; the epoch of the slot after it."""
+        epoch, tenant = view.epoch, {"tenant": known.tenant}
+        if plan.adopt is not None:
+            tokens = rendered.tokens[: plan.adopt.n_tokens].tolist()
+            names = list(plan.adopt.labels)
+            adopt = {"tokens": tokens, "names": names, "epoch": epoch} | tenant
+            epoch = _epoch(await self._upstream.run(view.id, "block-adopt", adopt, client))
+        ops = plan.ops()
+        if ops:
+            call = {"epoch": epoch, "ops": ops} | tenant
+            epoch = _epoch(await self._upstream.run(view.id, "block-plan", call, client))
+        return epoch
+
+    async def _learn(
+        self, way: Forwarding, refused: PlanRefused, client: Mapping[str, str]
+    ) -> None:
+        """Count a refusal, and find out which of the session's copies are gone."""
+        assert way.lease is not None and way.conversation is not None
+        self._metrics.plan_failures.labels(reason=refused.type).inc()
+        _log.warning("session %s: plan refused: %s", way.conversation.id, refused)
+        slot = await self._upstream.slot(way.lease.slot, way.conversation.tenant, client)
+        there = {str(block.get("name")) for block in slot.get("blocks", ())}
+        gone = way.conversation.labels - there
+        if refused.name is not None:
+            gone |= {refused.name}
+        way.conversation.session.failed(gone)
+
+
+def _slot(rendered: Rendered, slot: int) -> SlotView:
+    view = rendered.slot(slot)
+    if view is None:
+        raise UpstreamProtocolError(f"llama-server says nothing about slot {slot}")
+    return view
+
+
+def _epoch(answer: Mapping[str, Any]) -> int:
+    epoch = answer.get("epoch")
+    if not isinstance(epoch, int):
+        raise UpstreamProtocolError("a block call was answered without an epoch")
+    return epoch
+
+
+def _marked(body: bytes, slot: int, epoch: int) -> bytes:
+    marker = {
+        "id_slot": orjson.dumps(slot),
+        "cache_prompt": b"true",
+        "evoke": orjson.dumps({"epoch": epoch}),
+    }
+    return edit_top_level(body, marker, ())

@@ -1,0 +1,96 @@
+"""Waiting for a slot: the pool decides who is next, this makes them wait and wakes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.slots import Grant, Refuse, SlotPool
+from evoke_proxy.errors import SlotsBusy
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A slot until it is released; `victim` is the session whose tokens were in it before."""
+
+    slot: int
+    victim: str | None
+    waited: bool
+    pool: SlotPool
+
+
+class SlotQueue:
+    """The slots of the server as something to wait for."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self._limits = limits
+        self._pool = SlotPool(1, limits.queue)
+        self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
+
+    @property
+    def pool(self) -> SlotPool:
+        """Who holds what now."""
+        return self._pool
+
+    def restart(self, n_slots: int) -> None:
+        """A server with so many empty slots; leases of another one go on being released to it."""
+        if n_slots == len(self._pool):
+            self._pool.forget_all()
+        else:
+            self._pool = SlotPool(n_slots, self._limits.queue)
+
+    async def acquire(self, session: str, tenant: str) -> Lease:
+        """A slot for one request of a session; SlotsBusy when the queue or the patience ends.
+
+        A caller that is cancelled while it waits leaves its place to the next.
+        """
+        pool = self._pool
+        answer = pool.request(session, tenant, self._now())
+        if isinstance(answer, Refuse):
+            raise SlotsBusy(f"{answer.queued} requests wait for a slot already; try again later")
+        if isinstance(answer, Grant):
+            return Lease(answer.slot, answer.victim, False, pool)
+        grant = await self._wait(pool, answer.ticket)
+        return Lease(grant.slot, grant.victim, True, pool)
+
+    def release(self, lease: Lease) -> None:
+        """Give a slot back and wake who is next."""
+        self._wake(lease.pool, lease.pool.release(lease.slot, self._now()))
+
+    async def _wait(self, pool: SlotPool, ticket: int) -> Grant:
+        key = (id(pool), ticket)
+        turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = turn
+        limit_s = self._limits.queue_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await turn
+        except TimeoutError as error:
+            self._abandon(pool, ticket, turn)
+            raise SlotsBusy(f"no slot became free in {limit_s:.0f} s; try again later") from error
+        except asyncio.CancelledError:
+            self._abandon(pool, ticket, turn)
+            raise
+        finally:
+            del self._waiting[key]
+
+    def _abandon(self, pool: SlotPool, ticket: int, turn: asyncio.Future[Grant]) -> None:
+        """Give back the place in the queue, or the slot that was granted in the same moment."""
+        if turn.done() and not turn.cancelled():
+            self._wake(pool, pool.release(turn.result().slot, self._now()))
+        else:
+            self._wake(pool, pool.cancel(ticket, self._now()))
+
+    def _wake(self, pool: SlotPool, granted: Iterable[tuple[int, Grant]]) -> None:
+        for ticket, grant in granted:
+            turn = self._waiting[(id(pool), ticket)]
+            if turn.done():  # cancelled, but not yet told so
+                self._wake(pool, pool.release(grant.slot, self._now()))
+            else:
+                turn.set_result(grant)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,64 @@
+"""What llama-server is and whether it is there: asked at start, and again after it went away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from evoke_proxy.adapters.upstream import UNKNOWN_SERVER, ServerInfo, Upstream
+from evoke_proxy.config import Config
+from evoke_proxy.errors import EvokeError
+
+_log = logging.getLogger(__name__)
+
+
+class ServerWatch:
+    """The last known answer of `GET /props`; `on_start` is called with each server that appears."""
+
+    def __init__(
+        self, upstream: Upstream, config: Config, on_start: Callable[[ServerInfo], None]
+    ) -> None:
+        self.server = UNKNOWN_SERVER
+        self._upstream = upstream
+        self._config = config
+        self._on_start = on_start
+        self._again_at = 0.0
+
+    async def ask(self) -> None:
+        """Ask now; raises UpstreamError when there is no answer."""
+        self._learn(await self._upstream.info())
+
+    async def look(self) -> None:
+        """Ask when nothing is known, at most once per probe interval; failures are only logged."""
+        now = asyncio.get_running_loop().time()
+        if self.server is not UNKNOWN_SERVER or now < self._again_at:
+            return
+        self._again_at = now + self._config.upstream.probe_interval_s
+        try:
+            await self.ask()
+        except EvokeError as error:
+            _log.warning("%s", error)
+
+    def lost(self) -> None:
+        """Its connection broke: what comes back may be another one."""
+        self.server = UNKNOWN_SERVER
+        self._again_at = 0.0
+
+    def described(self) -> str:
+        """One line for a person: what requests through this proxy get."""
+        url = self._upstream.url
+        if not self.server.patched:
+            return (
+                f"llama-server at {url}: {self.server.reason}. Every request passes through"
+                " unchanged, nothing is evicted; evoke-proxy build-server builds one that can"
+            )
+        budget = self._config.policy.budget
+        kept = f"sessions keep {budget} tokens" if budget else "no budget, nothing is evicted"
+        return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}"
+
+    def _learn(self, server: ServerInfo) -> None:
+        before, self.server = self.server, server
+        if before is UNKNOWN_SERVER:
+            self._on_start(server)
+            _log.log(logging.INFO if server.patched else logging.WARNING, "%s", self.described())

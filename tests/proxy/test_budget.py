@@ -1,0 +1,279 @@
+"""Budgeted sessions on a real patched llama-server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+
+import pytest
+from running import RunningProxy, ask, free_port, llama_server, proxy, server_binary
+from talking import FILLER, Said, Talk, events
+
+BUDGET = 320
+
+
+def _balances(said: Said) -> bool:
+    kinds = ("resident_before", "recovered", "decoded", "omitted")
+    return sum(said.books[kind] for kind in kinds) == said.books["n_prompt"]
+
+
+def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "long", {"evoke_budget": BUDGET})
+    turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(9)]
+    assert turns[-1].books["n_prompt"] > 4 * BUDGET
+    for said in turns:
+        assert said.books["marker"] == "ok"
+        assert said.books["n_resident_peak"] <= BUDGET
+        assert _balances(said)
+        assert said.headers["x-evoke-session"] == "long"
+        assert said.headers["x-evoke-policy"] == "evoke"
+    evicted = sum(said.blocks("x-evoke-evicted") for said in turns)
+    auto = sum(len(said.books["auto_evicted"]) for said in turns)
+    assert evicted > 5
+    assert patched_proxy.metric("evoke_blocks_evicted_total") == evicted + auto
+    decoded = sum(said.books["decoded"] for said in turns)
+    assert patched_proxy.metric("evoke_tokens_total", kind="decoded") == decoded
+    assert patched_proxy.metric("evoke_resident_tokens") == turns[-1].books["n_resident"]
+    for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
+        assert patched_proxy.metric(untouched) == 0
+    assert f"tokens={turns[-1].books['omitted']}" == turns[-1].headers["x-evoke-omitted"]
+
+
+def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "back", {"evoke_budget": BUDGET})
+    talk.say("The access code of the Meridian vault is 7741.")
+    for number in range(7):
+        talk.say(f"Turn {number}. {FILLER}")
+    said = talk.say("What is the access code of the Meridian vault?")
+    assert said.blocks("x-evoke-recovered") > 0
+    assert said.books["recovered"] > 0
+    assert said.books["n_resident_peak"] <= BUDGET
+    assert patched_proxy.metric("evoke_blocks_recovered_total") > 0
+
+
+def test_discard_never_recovers(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "gone", {"evoke_budget": BUDGET, "evoke_policy": "discard"})
+    talk.say("The access code of the Meridian vault is 7741.")
+    for number in range(7):
+        talk.say(f"Turn {number}. {FILLER}")
+    said = talk.say("What is the access code of the Meridian vault?")
+    assert said.books["recovered"] == 0
+    assert said.books["omitted"] > 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"evoke_policy": "no_eviction", "evoke_budget": BUDGET}])
+def test_nothing_is_evicted_without_a_budget(
+    patched_proxy: RunningProxy, fields: dict[str, object]
+) -> None:
+    talk = Talk(patched_proxy.port, "all", fields)
+    turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
+    assert turns[-1].books["n_prompt"] > 1.5 * BUDGET
+    assert all(said.books["omitted"] == 0 and _balances(said) for said in turns)
+
+
+def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "cut", {"evoke_policy": "truncate", "evoke_budget": BUDGET})
+    turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(6)]
+    assert all(said.books["n_prompt"] <= BUDGET for said in turns)
+    assert turns[-1].headers["x-evoke-policy"] == "truncate"
+    sessions = json.loads(ask(patched_proxy.port, "GET", "/evoke/sessions").body)["sessions"]
+    assert [(known["name"], known["turns"]) for known in sessions] == [("cut", 6)]
+
+
+def test_no_header_of_ours_unless_the_client_speaks_to_us(
+    patched_port: int, patched_proxy: RunningProxy
+) -> None:
+    talk = Talk(patched_proxy.port)
+    said = talk.say("hello")
+    assert [name for name in said.headers if name.startswith("x-evoke")] == []
+    direct = Talk(patched_port).say("hello")
+    assert direct.text == said.text
+
+
+def test_a_stream_has_the_same_text_as_a_whole_answer(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "stream")
+    talk.messages.append({"role": "user", "content": f"Hello. {FILLER}"})
+    whole = json.loads(talk.post().body)["choices"][0]["message"]["content"]
+    streamed = talk.post(stream=True).body
+    deltas = [event["choices"][0]["delta"] for event in events(streamed) if event["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == whole
+    assert streamed.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_session_is_known_by_its_tokens(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, None, {"evoke_budget": BUDGET})
+    first = talk.say(FILLER)
+    second = talk.say("And then?")
+    assert first.headers["x-evoke-session"] == second.headers["x-evoke-session"]
+    assert second.books["decoded"] < second.books["n_prompt"] / 2
+
+
+def test_a_session_comes_back_to_a_slot_that_another_one_had(patched_proxy: RunningProxy) -> None:
+    fields = {"evoke_budget": BUDGET}
+    one, other = (Talk(patched_proxy.port, name, fields) for name in ("one", "other"))
+    for number in range(4):
+        one.say(f"Number {number}. {FILLER}")
+        mine = other.say(f"Something else {number}, entirely. {FILLER}")
+    back = one.say("Go on.")
+    assert back.books["marker"] == mine.books["marker"] == "ok"
+    assert back.books["recovered"] > 0
+    assert back.books["decoded"] < 64
+    assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_a_stranger_in_between_costs_nothing_but_time(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "mixed", {"evoke_budget": BUDGET})
+    for number in range(5):
+        talk.say(f"Turn {number}. {FILLER}")
+    stranger = Talk(patched_proxy.port).say("Who are you?", evoke=False)
+    assert stranger.books == {}
+    assert patched_proxy.metric("evoke_bypass_total", reason="disabled") == 1
+    said = talk.say("Go on.")
+    assert said.books["marker"] == "ok"
+    assert said.books["n_resident_peak"] <= BUDGET
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"evoke": False}, "disabled"), ({"cache_prompt": False}, "cache_prompt"), ({"n": 2}, "n")],
+)
+def test_what_cannot_have_a_budget_bypasses_it(
+    patched_proxy: RunningProxy, fields: dict[str, object], reason: str
+) -> None:
+    talk = Talk(patched_proxy.port, "by", {"evoke_budget": BUDGET})
+    talk.messages.append({"role": "user", "content": FILLER})
+    answer = talk.post(**fields)
+    # with one slot n > 1 is an error, and llama-server's own to make
+    assert answer.status == (400 if reason == "n" else 200)
+    assert [name for name in answer.headers if name.startswith("x-evoke")] == []
+    assert patched_proxy.metric("evoke_bypass_total", reason=reason) == 1
+
+
+def test_copies_that_vanished_are_decoded_again(
+    patched_port: int, patched_proxy: RunningProxy
+) -> None:
+    talk = Talk(patched_proxy.port, "vanished", {"evoke_budget": BUDGET})
+    talk.say("The access code of the Meridian vault is 7741.")
+    for number in range(7):
+        talk.say(f"Turn {number}. {FILLER}")
+    dropped = ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
+    assert json.loads(dropped.body)["n_dropped"] > 0
+    said = talk.say("What is the access code of the Meridian vault?")
+    assert said.books["marker"] == "ok"
+    assert said.books["recovered"] == 0
+    assert patched_proxy.metric("evoke_plan_failures_total", reason="unknown_block") == 1
+    assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
+    talk.messages.append({"role": "user", "content": FILLER * 3, "evoke_keep": "pin"})
+    answer = talk.post()
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]["code"] == "evoke_pin_budget_exceeded"
+    del talk.messages[-1]
+    assert talk.say("hello").books["marker"] == "ok"
+
+
+def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
+    with proxy(patched_port, limits__queue=0) as running:
+        slow = Talk(running.port, "slow", {"max_tokens": 1500, "ignore_eos": True})
+        thread = threading.Thread(target=slow.say, args=("hello",))
+        thread.start()
+        try:
+            _await_slot(running.port)
+            refused = Talk(running.port, "other")
+            refused.messages.append({"role": "user", "content": "hello"})
+            answer = refused.post()
+        finally:
+            thread.join()
+    assert answer.status == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert json.loads(answer.body)["error"]["code"] == "slots_busy"
+
+
+def _await_slot(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while not json.loads(ask(port, "GET", "/evoke/sessions").body)["sessions"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_client_that_leaves_does_not_keep_the_slot(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "leaver", {"evoke_budget": BUDGET})
+    talk.say(FILLER)
+    talk.messages.append({"role": "user", "content": "And now very long."})
+    body = talk.body(stream=True, max_tokens=3000, ignore_eos=True)
+    connection = http.client.HTTPConnection("127.0.0.1", patched_proxy.port)
+    connection.request("POST", "/v1/chat/completions", body, {"X-Evoke-Session": "leaver"})
+    answer = connection.getresponse()
+    assert answer.read1(5)
+    answer.close()
+    connection.close()
+    began = time.monotonic()
+    said = talk.say("Short, please.")
+    assert time.monotonic() - began < 10
+    assert said.books["marker"] == "ok"
+    assert said.books["n_resident_peak"] <= BUDGET
+    assert patched_proxy.metric("evoke_requests_total", endpoint="/v1/chat/completions", code="499")
+
+
+def test_forgotten_sessions_leave_no_blocks_behind(patched_port: int) -> None:
+    ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
+    with proxy(patched_port, limits__sessions=1) as running:
+        for name in ("first", "second", "third"):
+            talk = Talk(running.port, name, {"evoke_budget": BUDGET})
+            for number in range(4):
+                talk.say(f"{name} {number}. {FILLER}")
+        sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+        assert [known["name"] for known in sessions] == ["third"]
+        running.quiet()
+        time.sleep(0.2)
+        blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
+        assert blocks
+        assert {block["name"].partition("/")[0] for block in blocks} == {sessions[0]["id"]}
+
+
+def test_two_sessions_have_a_slot_each(two_slots_port: int) -> None:
+    with proxy(two_slots_port, policy__budget=BUDGET) as running:
+        talks = [Talk(running.port, name) for name in ("left", "right")]
+        for number in range(5):
+            turns = [talk.say(f"{talk.session} {number}. {FILLER}") for talk in talks]
+        assert all(said.books["recovered"] == 0 for said in turns)
+        sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+        assert {known["slot"] for known in sessions} == {0, 1}
+        third = Talk(running.port, "third").say(FILLER)
+        assert third.books["marker"] == "ok"
+        assert talks[0].say("Go on.").books["decoded"] < 64
+
+
+def test_a_restarted_server_is_found_out() -> None:
+    binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
+    port = free_port()
+    with proxy(port) as running:
+        talk = Talk(running.port, "restart", {"evoke_budget": BUDGET})
+        with llama_server(binary, *options, port=port):
+            for number in range(5):
+                talk.say(f"Turn {number}. {FILLER}")
+        assert talk.post().status == 503
+        with llama_server(binary, *options, port=port):
+            said = talk.say("Go on.")
+            assert said.books["marker"] == "ok"
+            assert said.books["n_resident_peak"] <= BUDGET
+            assert said.books["recovered"] == 0
+
+
+def test_a_restart_nobody_noticed_costs_nothing_but_time() -> None:
+    binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
+    with llama_server(binary, *options) as port, proxy(port) as running:
+        talk = Talk(running.port, "restart", {"evoke_budget": BUDGET})
+        for number in range(5):
+            talk.say(f"Turn {number}. {FILLER}")
+        ask(port, "POST", "/slots/0?action=erase")
+        ask(port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
+        said = talk.say("Go on.")
+        assert said.books["marker"] == "ok"
+        assert said.books["n_resident_peak"] <= BUDGET
+        assert running.metric("evoke_degraded_total", stage="plan") == 0

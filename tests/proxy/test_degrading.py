@@ -1,0 +1,136 @@
+"""Whatever fails on the way to a plan, the answer comes: plainly, counted, without our fields."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_upstream import Behaviour, Exchange, fake_upstream, whole
+from running import ask, proxy
+
+JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
+BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'
+PLAIN = b'{"messages":[{"role":"user","content":"hi"}],"top_k":1.50}'
+SLOT = (
+    b'{"id":0,"epoch":7,"n_tokens":0,"n_common":0,"resident":[],"n_free":999,"is_processing":false}'
+)
+RENDERED = (
+    b'{"tokens":[1,2,3,4],"generation":3,"spans":[{"index":0,"role":"user","p0":0,"p1":3}],"slots":['
+    + SLOT
+    + b"]}"
+)
+REPLY = b'{"choices":[{"finish_reason":"stop","message":{"content":"fine"}}]}'
+ERROR = b'{"error":{"code":500,"type":"server_error","message":"no"}}'
+
+
+def _server(**answers: bytes) -> Behaviour:
+    """A patched server that answers `render`, `plan` and `blocks` with what is given."""
+    json_type = b"application/json"
+
+    async def behave(exchange: Exchange) -> None:
+        target = exchange.head.split(b" ")[1]
+        if target == b"/evoke/render":
+            answer = answers.get("render", whole(RENDERED, json_type))
+        elif b"block-plan" in target:
+            default = whole(b'{"epoch":7,"results":[]}', json_type)
+            answer = answers.get("plan", default)
+        elif target.startswith(b"/slots/0/blocks"):
+            answer = answers.get("blocks", whole(SLOT, json_type))
+        else:
+            answer = whole(REPLY, json_type)
+        await exchange.say(answer)
+        if not answer:
+            exchange.writer.close()
+
+    return behave
+
+
+def _refusal(kind: bytes, status: bytes = b"409 Conflict") -> bytes:
+    body = b'{"error":{"code":409,"type":"%s","message":"no","name":"x"}}' % kind
+    return whole(body, b"application/json", status)
+
+
+@pytest.mark.parametrize(
+    ("answers", "stage"),
+    [
+        ({"render": whole(ERROR, b"application/json", b"500 Internal Server Error")}, "render"),
+        ({"render": whole(ERROR, b"application/json", b"404 Not Found")}, "render"),
+        ({"render": whole(b"not json")}, "render"),
+        ({"render": whole(b'{"tokens":"many"}')}, "render"),
+        ({"render": b""}, "render"),
+        ({"render": whole(RENDERED.replace(b'"id":0', b'"id":1'))}, "slot"),
+        ({"plan": _refusal(b"stale_epoch")}, "plan"),
+        ({"plan": _refusal(b"no_free_cells", b"503 Service Unavailable")}, "plan"),
+        ({"plan": whole(b"[]")}, "plan"),
+        ({"plan": whole(b"{}")}, "plan"),
+        ({"plan": _refusal(b"unknown_block"), "blocks": whole(b"nonsense")}, "plan"),
+    ],
+)
+def test_a_fault_before_forwarding_is_answered_plainly(
+    answers: dict[str, bytes], stage: str
+) -> None:
+    with fake_upstream(_server(**answers), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        forwarded = [seen for seen in fake.requests if b"/v1/chat/completions" in seen.head]
+        assert [seen.body for seen in forwarded] == [PLAIN]
+        assert [name for name in answer.headers if name.startswith("x-evoke")] == []
+        assert running.metric("evoke_degraded_total", stage=stage) == 1
+        if b"409" in answers.get("plan", b""):
+            reason = json.loads(answers["plan"].partition(b"\r\n\r\n")[2])["error"]["type"]
+            assert running.metric("evoke_plan_failures_total", reason=reason) >= 1
+
+
+def test_a_plan_that_is_refused_once_is_made_again() -> None:
+    refusals = [_refusal(b"stale_epoch")]
+    good = _server()
+
+    async def behave(exchange: Exchange) -> None:
+        if b"block-plan" in exchange.head and refusals:
+            await exchange.say(refusals.pop())
+        else:
+            await good(exchange)
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
+        sent = json.loads(next(s.body for s in fake.requests if b"/v1/chat" in s.head))
+        assert (sent["id_slot"], sent["cache_prompt"], sent["evoke"]) == (0, True, {"epoch": 7})
+        assert running.metric("evoke_plan_failures_total", reason="stale_epoch") == 1
+        assert running.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_a_call_of_ours_that_hangs_is_given_up() -> None:
+    async def behave(exchange: Exchange) -> None:
+        if b"/evoke/render" not in exchange.head:
+            await exchange.say(whole(REPLY, b"application/json"))
+
+    with (
+        fake_upstream(behave, patched=True) as fake,
+        proxy(fake.port, upstream__call_timeout_s=0.2) as running,
+    ):
+        assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).body == REPLY
+        assert running.metric("evoke_degraded_total", stage="render") == 1
+
+
+def test_marker_and_original_spelling_are_what_arrives() -> None:
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert answer.headers["x-evoke-session"] == "s"
+        sent = next(seen.body for seen in fake.requests if b"/v1/chat" in seen.head)
+        marker = b'"id_slot":0,"cache_prompt":true,"evoke":{"epoch":7}'
+        assert sent.startswith(b"{")
+        assert marker in sent.replace(b": ", b":").replace(b", ", b",")
+        assert sent.endswith(PLAIN[1:])
+
+
+def test_the_clients_credentials_go_along_with_our_calls() -> None:
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        ask(
+            running.port, "POST", "/v1/chat/completions", BODY, JSON | {"Authorization": "Bearer k"}
+        )
+        running.quiet()
+        ours = [seen for seen in fake.requests if b"/v1/chat" not in seen.head]
+        assert len(ours) >= 2
+        assert all(b"Authorization: Bearer k\r\n" in seen.head for seen in ours)
+        plan = next(json.loads(seen.body) for seen in ours if b"block-plan" in seen.head)
+        assert plan["tenant"] not in ("", "k")

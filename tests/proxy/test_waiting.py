@@ -1,0 +1,96 @@
+"""Waiting for a slot: nobody's place is lost when somebody leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from evoke_proxy.config import LimitsConfig
+from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.errors import SlotsBusy
+
+LIMITS = LimitsConfig(queue=2, queue_timeout_s=5.0)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 10))
+
+
+def test_a_released_slot_goes_to_the_waiter_and_names_its_victim() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        first = await queue.acquire("a", "")
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(queue.acquire("b", ""))
+            await asyncio.sleep(0)
+            assert not second.done()
+            queue.release(first)
+        lease = second.result()
+        assert (first.victim, first.waited) == (None, False)
+        assert (lease.slot, lease.victim, lease.waited) == (0, "a", True)
+
+    _run(work())
+
+
+def test_a_full_queue_refuses_with_retry_after() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LimitsConfig(queue=0))
+        await queue.acquire("a", "")
+        with pytest.raises(SlotsBusy) as refused:
+            await queue.acquire("b", "")
+        assert refused.value.retry_after > 0
+
+    _run(work())
+
+
+def test_patience_ends() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LimitsConfig(queue=1, queue_timeout_s=0.02))
+        held = await queue.acquire("a", "")
+        with pytest.raises(SlotsBusy, match="no slot became free"):
+            await queue.acquire("b", "")
+        assert queue.pool.queued == 0
+        queue.release(held)
+        assert (await queue.acquire("c", "")).waited is False
+
+    _run(work())
+
+
+@pytest.mark.parametrize("granted_first", [False, True])
+@pytest.mark.parametrize("cancelled_first", [False, True])
+def test_a_cancelled_waiter_gives_its_place_to_the_next(
+    granted_first: bool, cancelled_first: bool
+) -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        held = await queue.acquire("a", "")
+        leaver = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
+        stayer = asyncio.get_running_loop().create_task(queue.acquire("c", ""))
+        await asyncio.sleep(0)
+        if granted_first:
+            queue.release(held)
+        leaver.cancel()
+        if not cancelled_first:
+            await asyncio.sleep(0)
+        if not granted_first:
+            queue.release(held)
+        assert (await stayer).slot == 0
+        assert leaver.cancelled() or leaver.cancelling()
+        assert queue.pool.queued == 0
+
+    _run(work())
+
+
+def test_leases_of_a_server_with_other_slots_are_released_to_the_old_pool() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        old = await queue.acquire("a", "")
+        queue.restart(2)
+        assert [(await queue.acquire(name, "")).slot for name in "xy"] == [0, 1]
+        queue.release(old)
+        assert repr(queue.pool) == "<SlotPool [x* y*] queued=0>"
+
+    _run(work())
