@@ -52,10 +52,7 @@ class Table(Audience):
         self._colour = self._live and "NO_COLOR" not in os.environ
 
     def begin(self, script: Script, arm: str) -> None:
-        if arm == "no_eviction":
-            held = "no budget"
-        else:
-            held = f"budget {BUDGET}"
+        held = "no budget" if arm == "no_eviction" else f"budget {BUDGET}"
         self.line(f"\n{self._paint(_BOLD, arm)} ({held}, seed {script.seed})")
         self.line(self._paint(_DIM, header()))
 
@@ -79,10 +76,11 @@ class Table(Audience):
 
     def verdict(self, runs: Sequence[ArmRun], failures: Sequence[str], logical: int) -> None:
         """Write one line an arm, then PASSED or every condition that failed."""
-        self.line(f"\n{'arm':<12} {'recalled':>8} {'peak':>5} {'evicted':>8} {'recovered':>9}")
+        names = f"{'peak':>5} {'blocks evicted':>15} {'blocks recovered':>17}"
+        self.line(f"\n{'arm':<12} {'recalled':>8} {names}")
         for run in runs:
             word = "yes" if run.recalled else "no"
-            counts = f"{run.peak_resident:>5} {run.evictions:>8} {run.recoveries:>9}"
+            counts = f"{run.peak_resident:>5} {run.evictions:>15} {run.recoveries:>17}"
             self.line(f"{run.arm:<12} {word:>8} {counts}")
         for failure in failures:
             self.line(self._paint(_RED, f"FAILED  {failure}"))

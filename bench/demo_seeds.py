@@ -1,0 +1,119 @@
+"""The demo over many seeds: how often each arm recalls, and whether the budget and books hold.
+
+Every seed counts, also those the model itself spoils (`make demo` would draw those again). The
+share of the evoke arm is to be read beside that of no_eviction on the same seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.ceiling import wilson
+from evoke_proxy.demo.judge import failures, logical_tokens
+from evoke_proxy.demo.processes import stack
+from evoke_proxy.demo.records import ArmRun
+from evoke_proxy.demo.runner import ARMS, BUDGET, Audience, run_arm
+from evoke_proxy.demo.script import draw
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+_EXAMPLES = """examples:
+  python -m bench.demo_seeds --seeds 20
+  python -m bench.demo_seeds --server build/bin/llama-server --seeds 5 --first 100
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a row a seed and the summary, write the JSON; 0 when every seed passed."""
+    args = _parser().parse_args(argv)
+    server = args.server or ensure_server()
+    rows = []
+    for seed in range(args.first, args.first + args.seeds):
+        rows.append(_row(server, seed))
+        print(_line(rows[-1]), flush=True)
+    summary = {arm: _summary(arm, rows) for arm in ARMS}
+    report = {
+        "command": shlex.join(["python", "-m", "bench.demo_seeds", *(argv or sys.argv[1:])]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "budget": BUDGET,
+        "passed": sum(not row["failures"] for row in rows),
+        "summary": summary,
+        "rows": rows,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({"passed": f"{report['passed']} of {len(rows)}", **summary}, indent=1))
+    return 0 if report["passed"] == len(rows) else 1
+
+
+def _row(server: Path, seed: int) -> dict[str, Any]:
+    script, runs = draw(seed), {}
+    for arm in ARMS:
+        with tempfile.TemporaryDirectory() as logs:
+            with stack(server, bundled_model(), Path(logs), arm) as port:
+                runs[arm] = run_arm(script, arm, port, Audience())
+    found = failures(runs, BUDGET)
+    arms = {arm: _arm(run) for arm, run in runs.items()}
+    row = {"seed": seed, "value": script.fact.value, "logical_tokens": logical_tokens(runs)}
+    return {**row, "failures": found, "arms": arms}
+
+
+def _arm(run: ArmRun) -> dict[str, Any]:
+    return {
+        "recalled": run.recalled,
+        "answer": run.answer,
+        "peak_resident": run.peak_resident,
+        "evictions": run.evictions,
+        "recoveries": run.recoveries,
+        "decoded": sum(turn.decoded for turn in run.turns),
+        "wall_s": run.wall_s,
+        "ttft_ms_median": statistics.median(turn.ttft_ms for turn in run.turns),
+        "from_engine": all(turn.from_engine for turn in run.turns),
+    }
+
+
+def _summary(arm: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    arms = [row["arms"][arm] for row in rows]
+    right = sum(one["recalled"] for one in arms)
+    return {
+        "recalled": f"{right} of {len(arms)}",
+        "interval_95": [round(edge, 3) for edge in wilson(right, len(arms))],
+        "peak_resident_max": max(one["peak_resident"] for one in arms),
+        "decoded_median": statistics.median(one["decoded"] for one in arms),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    arms = "  ".join(
+        f"{arm} {'yes' if one['recalled'] else 'no':>3} peak {one['peak_resident']:>4}"
+        for arm, one in row["arms"].items()
+    )
+    return f"{row['seed']:>6}  {arms}  {'; '.join(row['failures']) or 'passed'}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.demo_seeds",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--seeds", type=int, default=20, help="how many sessions (20)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench/demo_seeds.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
