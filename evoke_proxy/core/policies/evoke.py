@@ -1,0 +1,202 @@
+"""The policy the project is named after: one working set per question, moved as little as needed.
+
+Every block that has rows, in the cache or in the host pool, competes for the budget with what it is
+worth anyway and what it has to do with the question. Winners that are out come in, losers that are
+in go out, saved first. With `recovers` off it is the control arm: losers are gone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.blocks import merged, total
+from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream, Victim
+from evoke_proxy.core.policies.working_set import (
+    Candidates,
+    Mask,
+    WorkingSet,
+    candidates,
+    choose,
+    that_fit,
+)
+from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.score import Scores, keep_scores
+
+_RELEVANCE = 2.0
+# A longer answer than this share of the budget is left to the stream: rows for tokens that may
+# never come are worth less than blocks that are there.
+_MAX_RESERVE_SHARE = 4
+# What a long turn is about stands at its beginning or at its end.
+_FOCUS_CHARS = 300
+
+
+def decide(view: PolicyView, query: str, config: PolicyConfig, recovers: bool) -> Plan:
+    """See `policies.decide`; `recovers` says whether evicted blocks are saved and may come back."""
+    values = _values(view, query, config)
+    given = candidates(view, config.sink_tokens, recovers)
+    if view.adopt_to and recovers:
+        return _adopting(view, config, given, values)
+    capacity = _capacity(view.tail, view.max_tokens, config)
+    chosen = choose(given, values, capacity, config.margin)
+    out = given.resident & ~chosen.chosen
+    loads = _loads(view, config, given, values, chosen)
+    rows = view.strange_rows if loads.any() and config.budget is not None else ()
+    return Plan(
+        saves=_saves(view, out) if recovers else (),
+        evicts=(*_evicts(view, out), *(Evict(span) for span in rows)),
+        loads=tuple(Load(view.blocks[i].label, view.blocks[i].span) for i in np.flatnonzero(loads)),
+        drops=_drops(view, recovers),
+        stream=_stream(view, config, values, (given.resident & ~out) | loads, loads, query),
+        infeasible=chosen.infeasible,
+        reason=_reason(view, config, chosen, capacity),
+    )
+
+
+def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, values: Scores) -> Plan:
+    capacity = _capacity(view.n_tokens - view.adopt_to, view.max_tokens, config)
+    chosen = choose(given, values, capacity, config.margin)
+    room = view.n_free + total(view.resident) - (view.n_tokens - view.adopt_to)
+    if config.budget is not None:
+        room = min(room, config.budget)
+    loads = that_fit(given, values, chosen.chosen, room)
+    blocks = [view.blocks[i] for i in np.flatnonzero(loads)]
+    if not blocks or blocks[-1].span.end != view.adopt_to:
+        # Without the block decoding goes on from there is nothing to adopt: decode it all.
+        nothing = np.zeros(len(loads), dtype=bool)
+        stream = _stream(view, config, values, nothing, nothing, "")
+        return Plan(stream=stream, drops=_drops(view, True), reason="no cells to come back to")
+    spans = tuple(block.span for block in blocks)
+    return Plan(
+        adopt=Adopt(view.adopt_to, tuple(block.label for block in blocks), spans),
+        drops=_drops(view, True),
+        stream=_stream(view, config, values, loads, loads, ""),
+        infeasible=chosen.infeasible,
+        reason=_reason(view, config, chosen, capacity),
+    )
+
+
+def _values(view: PolicyView, query: str, config: PolicyConfig) -> Scores:
+    keep = keep_scores(view, config.sink_tokens)
+    values = keep + _RELEVANCE * view.index.relevance(query, view.blocks)
+    rounded: Scores = values.round(9)  # sums in another order must not make another plan
+    return rounded
+
+
+def _capacity(tail: int, max_tokens: int | None, config: PolicyConfig) -> int | None:
+    if config.budget is None:
+        return None
+    wanted = config.reserve_tokens if max_tokens is None else max_tokens
+    return config.budget - tail - min(wanted, config.budget // _MAX_RESERVE_SHARE)
+
+
+def _loads(
+    view: PolicyView, config: PolicyConfig, given: Candidates, values: Scores, chosen: WorkingSet
+) -> Mask:
+    """The chosen blocks that are out, as far as cells and the budget have room during the plan."""
+    out = given.resident & ~chosen.chosen
+    freed = int(given.lengths[out].sum())
+    room = view.n_free + freed - view.tail
+    if config.budget is not None:
+        strange = total(view.strange_rows)
+        rows = total(view.resident) - freed - strange
+        room = min(room + strange, config.budget - rows)
+    return that_fit(given, values, chosen.chosen & ~given.resident, room)
+
+
+def _saves(view: PolicyView, out: Mask) -> tuple[Save, ...]:
+    blocks = [view.blocks[i] for i in np.flatnonzero(out) if not view.states[i].saved]
+    return tuple(Save(block.label, block.span) for block in blocks)
+
+
+def _evicts(view: PolicyView, out: Mask) -> tuple[Evict, ...]:
+    blocks = [view.blocks[i] for i in np.flatnonzero(out)]
+    return tuple(Evict(block.span, block.label) for block in blocks)
+
+
+def _drops(view: PolicyView, recovers: bool) -> tuple[Drop, ...]:
+    useless = set(view.stale)
+    if not recovers:  # what the stream has saved is of no use either
+        blocks = zip(view.blocks, view.states, strict=True)
+        useless |= {block.label for block, state in blocks if state.saved}
+    return tuple(Drop(label) for label in sorted(useless))
+
+
+def _stream(
+    view: PolicyView,
+    config: PolicyConfig,
+    values: Scores,
+    resident: Mask,
+    loads: Mask,
+    query: str,
+) -> Stream:
+    """How the engine holds the budget once decoding starts; off without a budget.
+
+    What was just recovered is protected, as far as the budget allows, so that the answer begins
+    with it in place.
+    """
+    if config.budget is None:
+        return Stream(0)
+    room = config.budget - config.sink_tokens - config.recent_tokens - config.block_tokens
+    protected = _protected(view, values, resident, loads, room)
+    return Stream(
+        budget=config.budget,
+        sink=config.sink_tokens,
+        recent=config.recent_tokens,
+        block=config.block_tokens,
+        protect=merged(view.blocks[i].span for i in protected),
+        order=_order(view, config, values, resident, protected, query),
+    )
+
+
+def _protected(
+    view: PolicyView, values: Scores, resident: Mask, loads: Mask, room: int
+) -> list[int]:
+    blocks = view.blocks
+    cursor = view.adopt_to or view.n_past
+    pins = [i for i, b in enumerate(blocks) if b.pinned and (resident[i] or b.span.start >= cursor)]
+    loaded = [int(i) for i in np.flatnonzero(loads) if not blocks[i].pinned]
+    kept: list[int] = []
+    for i in [*pins, *sorted(loaded, key=lambda i: (-values[i], blocks[i].key))]:
+        if len(blocks[i].span) <= room:
+            kept.append(i)
+            room -= len(blocks[i].span)
+    return kept
+
+
+def _order(
+    view: PolicyView,
+    config: PolicyConfig,
+    values: Scores,
+    resident: Mask,
+    protected: list[int],
+    query: str,
+) -> tuple[Victim, ...]:
+    """Least valuable first: what was there before this turn, then the turn's own text."""
+    cursor = view.adopt_to or view.n_past
+    spared = set(protected)
+    free = [
+        i
+        for i, block in enumerate(view.blocks)
+        if i not in spared and block.span.start >= config.sink_tokens
+    ]
+    old = [i for i in free if resident[i]]
+    new = [i for i in free if view.blocks[i].span.start >= cursor]
+    worth = values
+    if new and len(query) > 2 * _FOCUS_CHARS:
+        focus = f"{query[:_FOCUS_CHARS]}\n{query[-_FOCUS_CHARS:]}"
+        worth = _values(view, focus, config)
+    old.sort(key=lambda i: (values[i], view.blocks[i].key))
+    new.sort(key=lambda i: (worth[i], view.blocks[i].key))
+    return tuple(Victim(view.blocks[i].label, view.blocks[i].span) for i in [*old, *new])
+
+
+def _reason(
+    view: PolicyView, config: PolicyConfig, chosen: WorkingSet, capacity: int | None
+) -> str:
+    if capacity is None:
+        return "no budget"
+    what = f"tail {view.n_tokens - (view.adopt_to or view.n_past)}, budget {config.budget}"
+    if chosen.infeasible:
+        return f"{chosen.tokens} tokens must stay, {max(0, capacity)} fit: {what}"
+    return f"{chosen.tokens} of {capacity} tokens used: {what}"

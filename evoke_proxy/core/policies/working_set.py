@@ -1,0 +1,96 @@
+"""The best set of blocks that fits: what a budget is spent on for one question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from evoke_proxy.core.blocks import total
+from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.score import Scores
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The blocks of a view as arrays. `must` may not leave, or has to come back."""
+
+    keys: tuple[str, ...]
+    lengths: npt.NDArray[np.int64]
+    resident: Mask
+    loadable: Mask
+    must: Mask
+    loose_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkingSet:
+    """Which blocks are to be resident; `infeasible` when not even those that must fit."""
+
+    chosen: Mask
+    infeasible: bool
+    tokens: int
+
+
+def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates:
+    """What can be chosen from: resident blocks, and saved ones below the write cursor."""
+    adopts = view.adopt_to > 0
+    cursor = view.adopt_to if adopts else view.n_past
+    blocks, states = view.blocks, view.states
+    resident = _mask(state.resident and not adopts for state in states)
+    saved = _mask(state.saved for state in states)
+    below = _mask(block.span.end <= cursor for block in blocks)
+    loadable = saved & below & ~resident if recovers else np.zeros(len(blocks), bool)
+    stays = _mask(
+        block.pinned or block.span.start < sink_tokens or cursor - 1 in block.span
+        for block in blocks
+    )
+    lengths = np.array([len(block.span) for block in blocks], dtype=np.int64)
+    loose = 0 if adopts else total(view.kept_rows) - int(lengths[resident].sum())
+    keys = tuple(block.key for block in blocks)
+    return Candidates(keys, lengths, resident, loadable, stays & (resident | loadable), loose)
+
+
+def choose(given: Candidates, values: Scores, capacity: int | None, margin: float) -> WorkingSet:
+    """What must stay, then the most valuable of the rest, as long as it fits `capacity` tokens.
+
+    A block that does not fit is passed over for a smaller one of less value. A resident block is
+    worth `margin` more than one that would have to be moved. None for `capacity` takes everything.
+    """
+    used = int(given.lengths[given.must].sum()) + given.loose_rows
+    if capacity is None:
+        chosen = given.resident | given.loadable
+        return WorkingSet(chosen, False, int(given.lengths[chosen].sum()) + given.loose_rows)
+    chosen = given.must.copy()
+    if used > capacity:
+        return WorkingSet(chosen, True, used)
+    worth = values + np.where(given.resident, margin, 0.0)
+    for i in by_value(np.flatnonzero((given.resident | given.loadable) & ~chosen), worth, given):
+        if used + given.lengths[i] <= capacity:
+            chosen[i] = True
+            used += int(given.lengths[i])
+    return WorkingSet(chosen, False, used)
+
+
+def that_fit(given: Candidates, values: Scores, wanted: Mask, room: int) -> Mask:
+    """Of the blocks wanted back, those that must be first and then the most valuable in `room`."""
+    fitting = np.zeros(len(wanted), dtype=bool)
+    order = by_value(np.flatnonzero(wanted), values + np.where(given.must, 1e6, 0.0), given)
+    for i in order:
+        if given.lengths[i] <= room:
+            fitting[i] = True
+            room -= int(given.lengths[i])
+    return fitting
+
+
+def by_value(indexes: npt.NDArray[np.int64], values: Scores, given: Candidates) -> list[np.int64]:
+    """Most valuable first; equal ones by key."""
+    return sorted(indexes, key=lambda i: (-values[i], given.keys[i]))
+
+
+def _mask(flags: Iterable[bool]) -> Mask:
+    return np.array(list(flags), dtype=bool)

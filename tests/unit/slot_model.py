@@ -1,0 +1,194 @@
+"""One slot of llama-server and its host pool, in the few rules that plans depend on.
+
+A model to test decisions against, written from the wire API's description; the servers themselves
+are tested elsewhere. Every call either does all it was asked or raises Refused and does nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evoke_proxy.core.blocks import Span, merged
+from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.rendered import SlotView
+
+BATCH = 128
+
+
+class Refused(Exception):
+    """The call cannot be done; `name` is the label at fault, if one is."""
+
+    def __init__(self, type: str, name: str | None = None) -> None:
+        super().__init__(f"{type} {name or ''}")
+        self.type = type
+        self.name = name
+
+
+@dataclass
+class SlotModel:
+    """`rows` are resident positions of `tokens`; `store` holds copies with the tokens before them."""
+
+    n_cells: int
+    tokens: list[int] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)
+    store: dict[str, tuple[Span, tuple[int, ...]]] = field(default_factory=dict)
+    stream: Stream = field(default_factory=lambda: Stream(0))
+    loaded: set[int] = field(default_factory=set)
+    auto_evicted: list[tuple[int, int, str]] = field(default_factory=list)
+    epoch: int = 1
+    peak: int = 0
+
+    def view(self, prompt: Sequence[int]) -> SlotView:
+        shared = 0
+        while shared < min(len(prompt), len(self.tokens)) and prompt[shared] == self.tokens[shared]:
+            shared += 1
+        resident = merged(Span(row, row + 1) for row in self.rows)
+        n_free = self.n_cells - len(self.rows)
+        return SlotView(0, self.epoch, len(self.tokens), shared, resident, n_free)
+
+    def run(self, plan: Plan, prompt: Sequence[int]) -> None:
+        """What the engine does with a plan: the adopt first, then the ops."""
+        trial = copy.deepcopy(self)
+        if plan.adopt is not None:
+            trial._adopt(list(prompt[: plan.adopt.n_tokens]), plan.adopt.labels)
+        ops = plan.ops()
+        for op in [op for op in ops if op["op"] == "save"]:
+            trial._save(op["name"], Span(op["p0"], op["p1"]))
+        trial._note_peak()
+        for op in [op for op in ops if op["op"] != "save"]:
+            trial._op(op, plan)
+        trial._note_peak()
+        self.__dict__.update(trial.__dict__)
+
+    def answer(self, prompt: Sequence[int], said: Iterable[int]) -> dict[str, Any]:
+        """Decode a marked request and its answer; the timings of the reply."""
+        n_past = self.view(prompt).n_past(len(prompt))
+        self.tokens = list(prompt[:n_past])
+        self.rows = {row for row in self.rows if row < n_past}
+        self.loaded = {row for row in self.loaded if row < n_past}
+        while len(self.tokens) < len(prompt):
+            done = len(self.tokens)
+            n = self._room(min(len(prompt) - done, BATCH))
+            self._append(prompt[done : done + n])
+        recovered = len(self.loaded & self.rows)
+        present = len([row for row in self.rows if row < n_past])
+        hidden = {p for a, b, _ in self.auto_evicted for p in range(max(a, n_past), b)}
+        books = {
+            "n_prompt": len(prompt),
+            "decoded": len(prompt) - n_past,
+            "decoded_hidden": len(hidden),
+            "recovered": recovered,
+            "resident_before": present - recovered,
+            "omitted": n_past - present,
+        }
+        for token in said:
+            self._room(1)
+            self._append([token])
+        books |= {"n_resident": len(self.rows), "n_resident_peak": self.peak, "marker": "ok"}
+        books |= {"budget": self.stream.budget, "epoch": self.epoch}
+        evicted, self.auto_evicted = self.auto_evicted, []
+        self.loaded, self.peak = set(), len(self.rows)
+        return {"evoke": books | {"auto_evicted": [list(item) for item in evicted]}}
+
+    def taken_by(self, tokens: Sequence[int], epoch: int) -> None:
+        """Somebody else's request ran on the slot, unmarked."""
+        self.tokens, self.rows, self.epoch = list(tokens), set(range(len(tokens))), epoch
+        self.stream, self.loaded, self.auto_evicted = Stream(0), set(), []
+        self.peak = len(self.rows)
+
+    def _op(self, op: dict[str, Any], plan: Plan) -> None:
+        if op["op"] == "evict":
+            self._evict(Span(op["p0"], op["p1"]))
+        elif op["op"] == "load":
+            for name in op["names"]:
+                self._load(name)
+        elif op["op"] == "drop":
+            for name in op["names"]:
+                self.store.pop(name, None)
+        else:
+            assert plan.stream is not None
+            if 0 < plan.stream.budget < plan.stream.held:
+                raise Refused("invalid_request_error")
+            self.stream = plan.stream
+
+    def _save(self, name: str, span: Span) -> None:
+        if not len(span) or not set(range(span.start, span.end)) <= self.rows:
+            raise Refused("invalid_request_error", name)
+        self.store[name] = (span, tuple(self.tokens[: span.end]))
+
+    def _evict(self, span: Span) -> None:
+        if self.rows and max(self.rows) in span:
+            raise Refused("invalid_request_error")
+        gone = set(range(span.start, span.end))
+        self.rows, self.loaded = self.rows - gone, self.loaded - gone
+
+    def _load(self, name: str) -> None:
+        span = self._known(name, self.tokens)
+        rows = set(range(span.start, span.end))
+        if rows & self.rows:
+            raise Refused("already_resident", name)
+        limits = [self.n_cells, self.stream.budget or self.n_cells]
+        if len(self.rows) + len(rows) > min(limits):
+            raise Refused("no_free_cells", name)
+        self.rows, self.loaded = self.rows | rows, self.loaded | rows
+
+    def _known(self, name: str, tokens: Sequence[int]) -> Span:
+        if name not in self.store:
+            raise Refused("unknown_block", name)
+        span, before = self.store[name]
+        if tuple(tokens[: span.end]) != before:
+            raise Refused("stale_block", name)
+        return span
+
+    def _adopt(self, tokens: list[int], names: Iterable[str]) -> None:
+        spans = [self._known(name, tokens) for name in names]
+        if not spans or max(span.end for span in spans) != len(tokens):
+            raise Refused("invalid_request_error")
+        rows = {row for span in spans for row in range(span.start, span.end)}
+        if len(rows) > self.n_cells or len(rows) != sum(len(span) for span in spans):
+            raise Refused("no_free_cells")
+        self.taken_by(tokens, self.epoch + 1)
+        self.rows, self.loaded, self.peak = rows, set(rows), len(rows)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self.rows |= set(range(len(self.tokens), len(self.tokens) + len(tokens)))
+        self.tokens += tokens
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, len(self.rows))
+
+    def _room(self, wanted: int) -> int:
+        if not self.stream.budget:
+            return wanted
+        chunk = min(wanted, self.stream.block)
+        for victim in self.stream.order:
+            if self.stream.budget - len(self.rows) >= chunk:
+                break
+            if set(range(victim.span.start, victim.span.end)) <= self._evictable():
+                self._auto_evict(victim.label, victim.span)
+        while self.stream.budget - len(self.rows) < chunk and self._evictable():
+            self._auto_evict_oldest()
+        return max(1, min(wanted, self.stream.budget - len(self.rows)))
+
+    def _evictable(self) -> set[int]:
+        stream = self.stream
+        top = max(self.rows, default=-1) + 1
+        spared = {row for span in stream.protect for row in range(span.start, span.end)}
+        spared |= {*range(stream.sink), *range(top - max(1, stream.recent), top)}
+        return self.rows - spared
+
+    def _auto_evict_oldest(self) -> None:
+        evictable = self._evictable()
+        end = start = min(evictable)
+        while end in evictable and (end == start or end % self.stream.block):
+            end += 1
+        self._auto_evict(f"auto/{self.epoch}/{start}-{end}", Span(start, end))
+
+    def _auto_evict(self, name: str, span: Span) -> None:
+        self._save(name, span)
+        self._evict(span)
+        self.auto_evicted.append((span.start, span.end, name))

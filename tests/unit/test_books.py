@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.plan import Adopt, Evict, Load, Plan, Stream
+from evoke_proxy.core.policy_view import PolicyView
+
+GIVEN: dict[str, Any] = {
+    "epoch": 7,
+    "n_prompt": 100,
+    "resident_before": 50,
+    "recovered": 20,
+    "decoded": 25,
+    "decoded_hidden": 3,
+    "omitted": 5,
+    "n_resident": 90,
+    "n_resident_peak": 95,
+    "budget": 96,
+    "marker": "ok",
+    "auto_evicted": [[0, 64, "s/0"], [64, 70, None]],
+    "something_new": [1],
+}
+
+
+def test_books_are_read_from_timings() -> None:
+    assert Books.parse({"cache_n": 70, "evoke": GIVEN}) == Books(
+        decoded=25,
+        recovered=20,
+        resident_before=50,
+        omitted=5,
+        n_prompt=100,
+        decoded_hidden=3,
+        n_resident=90,
+        n_resident_peak=95,
+        budget=96,
+        epoch=7,
+        marker="ok",
+        auto_evicted=((Span(0, 64), "s/0"), (Span(64, 70), None)),
+    )
+
+
+@pytest.mark.parametrize(
+    "timings",
+    [
+        None,
+        {},
+        {"evoke": 3},
+        {"evoke": GIVEN | {"decoded": "many"}},
+        {"evoke": GIVEN | {"decoded": None}},
+        {"evoke": GIVEN | {"auto_evicted": [[1, 2]]}},
+        {"evoke": GIVEN | {"auto_evicted": [[2, 1, "x"]]}},
+        {"evoke": GIVEN | {"auto_evicted": 3}},
+    ],
+)
+def test_timings_without_books_have_none(timings: Any) -> None:
+    assert Books.parse(timings) is None
+
+
+def counts(books: Books) -> tuple[int, int, int, int]:
+    return books.decoded, books.recovered, books.resident_before, books.omitted
+
+
+def test_a_forecast_counts_each_token_once() -> None:
+    view = PolicyView((), (), n_tokens=100, n_past=80, resident=(Span(0, 30), Span(60, 95)))
+    plan = Plan(
+        evicts=(Evict(Span(0, 10), "a"), Evict(Span(85, 90))),
+        loads=(Load("b", Span(30, 45)),),
+        stream=Stream(96),
+    )
+    books = forecast(view, plan)
+    assert counts(books) == (20, 15, 40, 25)
+    assert (books.n_prompt, books.n_resident, books.budget) == (100, 75, 96)
+    assert counts(forecast(view, Plan.EMPTY)) == (20, 0, 50, 30)
+
+
+def test_what_was_in_the_slot_before_an_adoption_does_not_count() -> None:
+    view = PolicyView((), (), n_tokens=100, n_past=0, resident=(Span(0, 70),), adopt_to=64)
+    plan = Plan(adopt=Adopt(64, ("a", "b"), (Span(0, 16), Span(40, 64))))
+    assert counts(forecast(view, plan)) == (36, 40, 0, 24)

@@ -1,0 +1,473 @@
+"""The contract of a plan, on random layouts, and its intent, on small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from slot_model import SlotModel
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common, merged, total
+from evoke_proxy.core.books import forecast
+from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.policies import decide
+from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.retrieve import Index, Scores
+from evoke_proxy.errors import ConfigError
+
+WORDS = ["vault", "code", "oslo", "river", "bridge", "config", "port", "8080"]
+CONFIG = PolicyConfig(
+    budget=512, block_tokens=64, sink_tokens=16, recent_tokens=32, reserve_tokens=64, margin=0.1
+)
+
+
+@st.composite
+def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
+    """Blocks that tile a prompt, in any states that their places allow, and a slot around them."""
+    lengths = draw(st.lists(st.integers(1, 64), min_size=1, max_size=24))
+    n_known = draw(st.integers(0, len(lengths)))
+    pins_in_10 = draw(st.sampled_from([0, 1, 7]))
+    blocks, states, at = [], [], 0
+    for i, length in enumerate(lengths):
+        known = i < n_known
+        state = draw(st.sampled_from(BlockState)) if known else _tail_state(draw)
+        blocks.append(_block(draw, i, Span(at, at + length), pins_in_10))
+        states.append(BlockState.SAVED if adopts and known else state)
+        at += length
+    known_end = sum(lengths[:n_known])
+    if n_known and not adopts:
+        states[n_known - 1] = draw(
+            st.sampled_from([BlockState.RESIDENT, BlockState.RESIDENT_SAVED])
+        )
+    loose = draw(st.integers(0, 150)) if n_known == len(lengths) and not adopts else 0
+    rows = [b.span for b, s in zip(blocks, states, strict=True) if s.resident]
+    rows += [Span(known_end, known_end + loose)]
+    strange_at = known_end + loose + draw(st.integers(0, 3))
+    strange = draw(st.integers(0, 200))
+    rows += [Span(strange_at, strange_at + strange)]
+    return PolicyView(
+        blocks=tuple(blocks),
+        states=tuple(states),
+        n_tokens=at + loose + draw(st.integers(1, 4)),
+        n_past=0 if adopts else known_end + loose,
+        resident=merged(rows),
+        n_free=draw(st.integers(0, 400) | st.just(1 << 20)),
+        max_tokens=draw(st.none() | st.integers(0, 2000)),
+        adopt_to=known_end if adopts else 0,
+        stale=tuple(draw(st.sets(st.sampled_from(["old/1", "old/2"])))),
+        index=Index(),
+    )
+
+
+def _tail_state(draw: st.DrawFn) -> BlockState:
+    return draw(st.sampled_from([BlockState.DROPPED, BlockState.DROPPED, BlockState.SAVED]))
+
+
+def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
+    role = draw(st.sampled_from(Role))
+    return Block(
+        key=f"{role}:{number}#0",
+        label=f"s/{span.start}-{span.end}",
+        span=span,
+        role=role,
+        turn=1,
+        message=number // 2,
+        text=" ".join(draw(st.lists(st.sampled_from(WORDS), max_size=4))),
+        pinned=draw(st.integers(1, 10)) <= pins_in_10,
+        preferred=draw(st.integers(0, 9)) == 0,
+    )
+
+
+CONFIGS = st.builds(
+    PolicyConfig,
+    name=st.sampled_from(["evoke", "evoke", "evoke", "discard"]),
+    budget=st.integers(150, 1200) | st.sampled_from([None, 512]),
+    recovery=st.sampled_from(["kv_restore", "kv_restore", "breadcrumb", "discard"]),
+    block_tokens=st.just(64),
+    sink_tokens=st.integers(0, 20),
+    recent_tokens=st.integers(0, 60),
+    reserve_tokens=st.integers(1, 300),
+    margin=st.sampled_from([0.0, 0.1, 1.0]),
+)
+QUERIES = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
+
+
+def model_of(view: PolicyView) -> SlotModel:
+    """A slot in the state a view shows. Its tokens are the prompt's below n_past, then others."""
+    rows = {row for span in view.resident for row in range(span.start, span.end)}
+    n = max([view.n_past, *(row + 1 for row in rows)])
+    tokens = [p if p < view.n_past else -p - 1 for p in range(n)]
+    model = SlotModel(n_cells=view.n_free + len(rows), tokens=tokens, rows=rows, peak=len(rows))
+    for block, state in zip(view.blocks, view.states, strict=True):
+        if state.saved:
+            model.store[block.label] = (block.span, tuple(range(block.span.end)))
+    return model
+
+
+def after(view: PolicyView, plan: Plan) -> tuple[PolicyView, SlotModel]:
+    """What a view looks like once its plan was run; Refused when the plan cannot be run."""
+    model = model_of(view)
+    prompt = list(range(view.n_tokens))
+    model.run(plan, prompt)
+    slot = model.view(prompt)
+    cursor = plan.adopt.n_tokens if plan.adopt else view.n_past
+    resident = common(slot.resident, [Span(0, cursor)])
+    states = tuple(
+        BlockState.of(total(common(resident, [b.span])) == len(b.span), b.label in model.store)
+        for b in view.blocks
+    )
+    seen = replace(
+        view, states=states, n_past=cursor, resident=slot.resident, n_free=slot.n_free, adopt_to=0,
+        stale=(),
+    )  # fmt: skip
+    return seen, model
+
+
+def resident_tokens(view: PolicyView) -> int:
+    return total(view.kept_rows)
+
+
+def reserve(view: PolicyView, config: PolicyConfig) -> int:
+    wanted = config.reserve_tokens if view.max_tokens is None else view.max_tokens
+    assert config.budget is not None
+    return min(wanted, config.budget // 4)
+
+
+def must_stay(view: PolicyView, config: PolicyConfig) -> list[Block]:
+    """Of the resident blocks: sinks, pins, and the one that decoding goes on from."""
+    return [
+        block
+        for block, state in zip(view.blocks, view.states, strict=True)
+        if state.resident
+        and (block.pinned or block.span.start < config.sink_tokens or view.n_past - 1 in block.span)
+    ]
+
+
+@given(views(), QUERIES, CONFIGS)
+@settings(max_examples=200)
+def test_a_plan_can_be_run_and_keeps_the_budget(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    plan = decide(view, query, config)
+    then, model = after(view, plan)
+    assert (
+        then.n_past == view.n_past == model.view(list(range(view.n_tokens))).n_past(view.n_tokens)
+    )
+    if config.budget is None:
+        assert not plan.evicts and not plan.infeasible
+        assert plan.stream == Stream(0)
+        return
+    needed = resident_tokens(then) + view.tail + reserve(view, config)
+    if not plan.infeasible:
+        assert needed <= config.budget
+        assert resident_tokens(view) > config.budget or model.peak <= max(
+            config.budget, total(view.resident)
+        )
+    else:
+        stays = must_stay(then, config)
+        loose = resident_tokens(then) - sum(len(b.span) for b in stays)
+        uncovered = max(0, view.n_past - (view.blocks[-1].span.end))
+        assert loose == min(uncovered, loose), "an infeasible plan kept what it need not"
+
+
+@given(views(), QUERIES, CONFIGS)
+@settings(max_examples=150)
+def test_infeasible_means_that_what_must_stay_does_not_fit(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    plan = decide(view, query, config)
+    if config.budget is None:
+        return
+    recovers = config.name == "evoke" and config.recovery == "kv_restore"
+    held = [
+        block
+        for block, state in zip(view.blocks, view.states, strict=True)
+        if (state.resident or (recovers and state.saved and block.span.end <= view.n_past))
+        and (block.pinned or block.span.start < config.sink_tokens or view.n_past - 1 in block.span)
+    ]
+    loose = resident_tokens(view) - sum(
+        len(b.span) for b, s in zip(view.blocks, view.states, strict=True) if s.resident
+    )
+    needed = sum(len(block.span) for block in held) + loose
+    assert plan.infeasible == (needed + view.tail + reserve(view, config) > config.budget)
+
+
+@given(views(), QUERIES, CONFIGS)
+@settings(max_examples=150)
+def test_sinks_pins_and_the_topmost_block_are_never_evicted(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    plan = decide(view, query, config)
+    evicted = {evict.label for evict in plan.evicts}
+    assert not evicted & {block.label for block in must_stay(view, config)}
+    loaded = [load.span for load in plan.loads]
+    assert not common(loaded, [evict.span for evict in plan.evicts])
+    assert all(span.end <= view.n_past for span in loaded)
+    if plan.stream is not None and plan.stream.budget:
+        spared = [*plan.stream.protect, Span(0, config.sink_tokens)]
+        assert not common((victim.span for victim in plan.stream.order), spared)
+        assert plan.stream.held <= max(
+            plan.stream.budget, config.sink_tokens + config.recent_tokens + config.block_tokens
+        )
+
+
+@given(views(), QUERIES, CONFIGS)
+@settings(max_examples=150)
+def test_deciding_on_the_result_moves_nothing(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    then, _ = after(view, decide(view, query, config))
+    again = decide(then, query, config)
+    assert again.moves_nothing
+    assert again.drops == ()
+
+
+@given(views(), QUERIES, CONFIGS)
+@settings(max_examples=150)
+def test_evicting_saves_first_once_or_not_at_all(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    plan = decide(view, query, config)
+    saved = {save.label for save in plan.saves}
+    had = {b.label for b, s in zip(view.blocks, view.states, strict=True) if s.saved}
+    evicted = {evict.label for evict in plan.evicts if evict.label is not None}
+    if config.name == "evoke" and config.recovery == "kv_restore":
+        assert saved == evicted - had
+    else:
+        assert not saved and not plan.loads
+        assert had <= {drop.label for drop in plan.drops}
+    assert set(view.stale) <= {drop.label for drop in plan.drops}
+    if config.name == "evoke" and config.recovery == "kv_restore":
+        assert {drop.label for drop in plan.drops} == set(view.stale)
+
+
+@given(views(), QUERIES, CONFIGS)
+@settings(max_examples=200)
+def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    used = Index()
+    used.relevance("vault", view.blocks[: len(view.blocks) // 2])
+    other = replace(view, index=used)
+    assert decide(view, query, config) == decide(other, query, config)
+    assert decide(view, query, config) == decide(view, query, config)
+
+
+@given(views() | views(adopts=True), QUERIES, CONFIGS)
+@settings(max_examples=150)
+def test_every_prompt_position_is_in_one_book(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    if view.adopt_to and config.recovery != "kv_restore":
+        return  # a session never offers what its policy cannot do
+    plan = decide(view, query, config)
+    books = forecast(view, plan)
+    then, _ = after(view, plan)
+    cursor = then.n_past
+    here = {p for span in then.kept_rows for p in range(span.start, span.end)}
+    moved = plan.adopt.spans if plan.adopt else tuple(load.span for load in plan.loads)
+    recovered = {p for span in moved for p in range(span.start, span.end)}
+    assert recovered <= here
+    assert books.recovered == len(recovered)
+    assert books.resident_before == len(here - recovered)
+    assert books.omitted == cursor - len(here)
+    assert books.decoded == view.n_tokens - cursor
+    assert min(books.recovered, books.resident_before, books.omitted, books.decoded) >= 0
+    parts = books.recovered + books.resident_before + books.omitted + books.decoded
+    assert parts == books.n_prompt == view.n_tokens
+
+
+@given(views(adopts=True), QUERIES, CONFIGS)
+@settings(max_examples=150)
+def test_a_session_comes_back_under_its_budget(
+    view: PolicyView, query: str, config: PolicyConfig
+) -> None:
+    config = replace(config, name="evoke", recovery="kv_restore")
+    plan = decide(view, query, config)
+    then, _ = after(view, plan)
+    assert not (plan.saves or plan.evicts or plan.loads)
+    if plan.adopt is None:
+        return
+    assert plan.adopt.n_tokens == view.adopt_to
+    assert plan.adopt.spans[-1].end == view.adopt_to
+    assert list(plan.adopt.spans) == sorted(plan.adopt.spans)
+    assert decide(then, query, config).moves_nothing
+    if config.budget is not None and not plan.infeasible:
+        tail = view.n_tokens - view.adopt_to
+        assert total(plan.adopt.spans) + tail + reserve(view, config) <= config.budget
+
+
+def line(
+    texts: list[str], states: str, tail: int = 40, pins: str = "", role: Role = Role.USER
+) -> PolicyView:
+    """One 64-token block a text; states: r resident, s saved, b both, d dropped."""
+    kinds = dict(zip("rsbd", (BlockState.RESIDENT, BlockState.SAVED, BlockState.RESIDENT_SAVED,
+                              BlockState.DROPPED), strict=True))  # fmt: skip
+    blocks = tuple(
+        Block(f"user:{i:02}#0", f"s/{i}", Span(i * 64, i * 64 + 64), role, 1, i, text,
+              pinned=str(i) in pins.split())
+        for i, text in enumerate(texts)
+    )  # fmt: skip
+    end = len(texts) * 64
+    found = tuple(kinds[state] for state in states)
+    rows = merged(b.span for b, s in zip(blocks, found, strict=True) if s.resident)
+    return PolicyView(blocks, found, end + tail, end, rows, index=Index())
+
+
+FILLER = [f"some filler number{i}" for i in range(12)]
+
+
+def moved(plan: Plan) -> str:
+    out = [f"-{evict.label}" for evict in plan.evicts]
+    return " ".join([*out, *(f"+{load.label}" for load in plan.loads)])
+
+
+def test_the_block_with_the_answer_comes_back_for_the_oldest_filler() -> None:
+    texts = [FILLER[0], "the oslo vault code is 48213", *FILLER[2:8]]
+    view = line(texts, "rsrrrrrr")
+    plan = decide(view, "what is the oslo vault code?", CONFIG)
+    assert moved(plan) == "-s/2 -s/3 +s/1"
+    assert [save.label for save in plan.saves] == ["s/2", "s/3"]
+    assert plan.stream is not None and Span(64, 128) in plan.stream.protect
+
+
+def test_nothing_moves_while_there_is_room() -> None:
+    plan = decide(line(FILLER[:6], "rrrrrr"), "anything", CONFIG)
+    assert plan.moves_nothing and not plan.infeasible
+
+
+def test_everything_saved_comes_back_when_there_is_room() -> None:
+    plan = decide(line(FILLER[:5], "rssbr"), "anything", CONFIG)
+    assert moved(plan) == "+s/1 +s/2"
+
+
+def test_without_a_budget_saved_blocks_come_back_as_cells_allow() -> None:
+    view = line(FILLER[:5], "rssbr")
+    unlimited = replace(CONFIG, budget=None)
+    assert moved(decide(view, "number2", unlimited)) == "+s/1 +s/2"
+    tight = replace(view, n_free=40 + 64)
+    assert moved(decide(tight, "number2", unlimited)) == "+s/2"
+
+
+def test_a_small_difference_is_not_worth_a_move() -> None:
+    view = line(FILLER[:8], "rsrrrrrr")
+    first, second, *others = view.blocks
+    view = replace(view, blocks=(first, replace(second, preferred=True), *others))
+    assert moved(decide(view, "", replace(CONFIG, margin=0.0))) == "-s/2 -s/3 +s/1"
+    assert moved(decide(view, "", replace(CONFIG, margin=0.5))) == "-s/2"
+
+
+def test_equal_blocks_are_told_apart_by_key() -> None:
+    view = line(["x"] * 10, "r" * 10)
+    keys = [f"key{(i * 7) % 10}" for i in range(10)]
+    flat = [replace(b, key=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)]
+    plan = decide(replace(view, blocks=tuple(flat)), "", CONFIG)
+    left = {b.key for b in flat} - {flat[int((e.label or "")[2:])].key for e in plan.evicts}
+    assert left - {keys[0], keys[9]} == {"key1", "key2", "key4", "key5"}
+    assert plan.stream is not None
+    assert [flat[int(v.label[2:])].key for v in plan.stream.order] == sorted(left - {keys[0]})
+
+
+class NoisyIndex(Index):
+    """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
+
+    def relevance(self, query: str, blocks: Sequence[Block]) -> Scores:
+        return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
+
+
+def test_the_order_of_a_sum_decides_nothing() -> None:
+    view = line(["x"] * 10, "r" * 10)
+    flat = tuple(replace(block, preferred=True) for block in view.blocks)
+    plan = decide(replace(view, blocks=flat, index=NoisyIndex()), "", CONFIG)
+    assert moved(plan) == "-s/5 -s/6 -s/7 -s/8"
+
+
+def test_rows_behind_the_last_block_count_too() -> None:
+    view = line(FILLER[:6], "rrrrrr", tail=40)
+    behind = replace(view, n_past=384 + 60, resident=(Span(0, 384 + 60),), n_tokens=384 + 100)
+    assert decide(view, "", CONFIG).moves_nothing
+    assert moved(decide(behind, "", CONFIG)) == "-s/1"
+
+
+def test_a_pin_that_is_out_comes_back_first() -> None:
+    view = line(FILLER[:8], "rsrrrrrr", pins="1")
+    assert "+s/1" in moved(decide(view, "number5 number6", CONFIG))
+
+
+def test_a_tail_over_the_budget_frees_all_but_what_must_stay() -> None:
+    view = line(FILLER[:8], "rrrrrrrr", tail=5000, pins="3")
+    plan = decide(view, "number5", CONFIG)
+    assert plan.infeasible and "5000" in plan.reason
+    assert moved(plan) == "-s/1 -s/2 -s/4 -s/5 -s/6"
+    assert plan.stream is not None and plan.stream.protect == (Span(192, 256),)
+
+
+def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> None:
+    view = line([*FILLER[:4], "new text", "other text"], "rrrrdd")
+    view = replace(view, n_past=256, resident=(Span(0, 256),), n_tokens=6 * 64 + 10)
+    plan = decide(view, "number1", CONFIG)
+    assert plan.stream is not None
+    assert [victim.label for victim in plan.stream.order] == ["s/2", "s/3", "s/1", "s/4", "s/5"]
+
+
+def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
+    texts = [*FILLER[:2], "the oslo vault code is 48213", *FILLER[3:8]]
+    document = replace(line(texts, "dddddddd"), n_past=0, resident=())
+    query = " ".join(texts) + " filler" * 200 + " so what is the oslo vault code?"
+    plan = decide(document, query, CONFIG)
+    assert plan.stream is not None
+    order = [victim.label for victim in plan.stream.order]
+    assert order[-1] == "s/2"
+    assert order[0] == "s/1"
+
+
+def test_strange_rows_make_room_for_what_comes_back() -> None:
+    view = line(FILLER[:3], "rsr", tail=40)
+    view = replace(view, resident=(*view.resident, Span(300, 700)), n_free=0)
+    plan = decide(view, "number1", CONFIG)
+    assert [(evict.span, evict.label) for evict in plan.evicts] == [(Span(300, 699), None)]
+    assert moved(plan).endswith("+s/1")
+
+
+def test_the_reserve_is_the_answers_limit_but_not_most_of_the_budget() -> None:
+    def kept(max_tokens: int | None) -> int:
+        view = replace(line(FILLER[:8], "rrrrrrrr", tail=40), max_tokens=max_tokens)
+        return 8 - len(decide(view, "", CONFIG).evicts)
+
+    assert [kept(limit) for limit in (0, None, 64, 100, 128, 100_000)] == [7, 6, 6, 5, 5, 5]
+
+
+@pytest.mark.parametrize("name", ["no_eviction", "truncate"])
+def test_policies_that_move_nothing_turn_the_stream_off(name: str) -> None:
+    view = replace(line(FILLER[:9], "rssrrrrrr"), stale=("old",))
+    plan = decide(view, "number1", replace(CONFIG, name=name))
+    assert plan.moves_nothing
+    assert plan.stream == Stream(0)
+    assert [drop.label for drop in plan.drops] == ["old"]
+
+
+def test_an_unknown_policy_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="lru"):
+        decide(line(FILLER[:1], "r"), "", replace(CONFIG, name="lru"))
+
+
+def test_coming_back_without_cells_means_decoding_again() -> None:
+    view = replace(line(FILLER[:3], "sss"), n_past=0, adopt_to=192, resident=(), n_free=10)
+    plan = decide(view, "", CONFIG)
+    assert plan.adopt is None and plan.moves_nothing
+    assert plan.stream is not None and plan.stream.budget == 512
+    assert [victim.label for victim in plan.stream.order] == []
+
+
+@example(0)
+@given(st.integers(0, 11))
+def test_a_session_comes_back_with_what_the_question_is_about(number: int) -> None:
+    view = replace(line(FILLER, "s" * 12), n_past=0, adopt_to=768, resident=())
+    plan = decide(view, f"number{number}", CONFIG)
+    assert plan.adopt is not None
+    assert {"s/0", "s/11", f"s/{number}"} <= set(plan.adopt.labels)
