@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import ServerInfo, Upstream
+from evoke_proxy.adapters.upstream import UNKNOWN_SERVER, ServerInfo, Upstream
 from evoke_proxy.config import Config
+from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.conversations import Conversation, Conversations
@@ -26,6 +27,7 @@ from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import (
     CapacityError,
     EvokeError,
+    PlanRefused,
     RequestError,
     UpstreamError,
     UpstreamProtocolError,
@@ -73,9 +75,10 @@ class Engine:
         return self._watch.server
 
     def upstream_failed(self, error: UpstreamError) -> None:
-        """Count a failure of llama-server; after a lost connection it is asked what it is."""
+        """Count a failure of llama-server; it is asked again what it is when it may be another."""
         self.metrics.upstream_errors.labels(kind=error.code).inc()
-        if isinstance(error, UpstreamUnavailable):
+        cannot = isinstance(error, UpstreamRejected) and error.status in (404, 501)
+        if cannot or isinstance(error, UpstreamUnavailable | UpstreamProtocolError):
             self._watch.lost()
 
     @asynccontextmanager
@@ -132,7 +135,9 @@ class Engine:
         if isinstance(request, str):
             return request
         await self._watch.look()
-        return _ineligible(request) if self.server.patched else "unpatched"
+        if not self.server.patched:
+            return "unreachable" if self.server is UNKNOWN_SERVER else "unpatched"
+        return _ineligible(request)
 
     def _degrade(self, way: Forwarding, error: Exception) -> None:
         """Go on without a plan: our fault, or llama-server's, must not cost the answer."""
@@ -140,35 +145,33 @@ class Engine:
         self.metrics.degraded.labels(stage=way.stage).inc()
         if way.budget or self.config.policy.budget:
             self.metrics.breaches.inc()
-        refused = isinstance(error, UpstreamRejected) and error.status in (404, 501)
-        if refused or isinstance(error, UpstreamProtocolError | UpstreamUnavailable):
-            self._watch.lost()  # it cannot do what it said it could: another server by now
+        if isinstance(error, UpstreamError):
+            self.upstream_failed(error)
+        if isinstance(error, UpstreamRejected):
+            # Its message may quote the prompt.
+            error = PlanRefused(f"status {error.status}", str(error.error.get("type")))
         if isinstance(error, EvokeError):
             _log.warning("no plan, failed at %s: %s", way.stage, error)
         else:
-            _log.exception("no plan, failed at %s", way.stage, exc_info=error)
+            _log.error("no plan, failed at %s", way.stage, exc_info=error)
 
     def _conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """Book the reply and give the slot back: at once, or when the engine is done with it."""
         way.observer.close()
         if way.first_byte_s is not None:
             self.metrics.ttft_seconds.observe(way.first_byte_s)
-        known = way.conversation
+        known, books = way.conversation, way.books
         if known is None:
             return
-        if way.lease is None:
-            known.in_use -= 1
-        elif way.books is not None:
-            self._book(way, known)
-            self._part(way, known, client)
-        else:
+        if way.lease is not None and books is None:
             self._spawn(self._settle(way, known, client), "settling a slot")
-
-    def _book(self, way: Forwarding, known: Conversation) -> None:
-        books = way.books
-        as_planned = known.session.finish(books)
-        if books is None:
             return
+        if books is not None:
+            self._book(way, known, books)
+        self._part(way, known, client)
+
+    def _book(self, way: Forwarding, known: Conversation, books: Books) -> None:
+        as_planned = known.session.finish(books)
         if books.marker != "ok" or not as_planned:
             self.metrics.plan_failures.labels(reason="books_differ").inc()
             _log.warning("session %s: %r differs from the plan", known.id, books)
@@ -202,18 +205,17 @@ class Engine:
             self._part(way, known, client)
 
     async def _until_idle(self, slot: int, tenant: str, client: Mapping[str, str]) -> None:
-        wait_s = 0.05
-        for _ in range(_ASK_TIMES):
+        for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
             await asyncio.sleep(wait_s)
-            wait_s = _ASK_AGAIN_S
-            if not (await self.upstream.slot(slot, tenant, client)).get("is_processing"):
+            answer = await self.upstream.slot(slot, tenant, client)
+            if self.draining or not answer.get("is_processing"):
                 return
 
     def _part(self, way: Forwarding, known: Conversation, client: Mapping[str, str]) -> None:
         """The request is done with its slot and its session."""
-        assert way.lease is not None
         known.in_use -= 1
-        self._slots.release(way.lease)
+        if way.lease is not None:
+            self._slots.release(way.lease)
         for gone in self.conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
             if gone.labels:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from evoke_proxy.adapters.upstream import UNKNOWN_SERVER, ServerInfo, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.errors import EvokeError
+from evoke_proxy.errors import EvokeError, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +30,19 @@ class ServerWatch:
         self._learn(await self._upstream.info())
 
     async def look(self) -> None:
-        """Ask when nothing is known, at most once per probe interval; failures are only logged."""
+        """Ask when nothing is known; failures are only logged.
+
+        A server that says no says so at once and is asked every time. One that keeps silent holds
+        up a request for the connect timeout, and is left alone for the probe interval.
+        """
         now = asyncio.get_running_loop().time()
         if self.server is not UNKNOWN_SERVER or now < self._again_at:
             return
-        self._again_at = now + self._config.upstream.probe_interval_s
         try:
             await self.ask()
+        except UpstreamTimeout as error:
+            self._again_at = now + self._config.upstream.probe_interval_s
+            _log.warning("%s", error)
         except EvokeError as error:
             _log.warning("%s", error)
 

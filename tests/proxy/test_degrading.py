@@ -8,6 +8,8 @@ import pytest
 from fake_upstream import Behaviour, Exchange, fake_upstream, whole
 from running import ask, proxy
 
+from evoke_proxy.core.session import Session
+
 JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'
 PLAIN = b'{"messages":[{"role":"user","content":"hi"}],"top_k":1.50}'
@@ -37,7 +39,7 @@ def _server(**answers: bytes) -> Behaviour:
         elif target.startswith(b"/slots/0/blocks"):
             answer = answers.get("blocks", whole(SLOT, json_type))
         else:
-            answer = whole(REPLY, json_type)
+            answer = answers.get("chat", whole(REPLY, json_type))
         await exchange.say(answer)
         if not answer:
             exchange.writer.close()
@@ -134,3 +136,83 @@ def test_the_clients_credentials_go_along_with_our_calls() -> None:
         assert all(b"Authorization: Bearer k\r\n" in seen.head for seen in ours)
         plan = next(json.loads(seen.body) for seen in ours if b"block-plan" in seen.head)
         assert plan["tenant"] not in ("", "k")
+
+
+def _booked(**books: object) -> bytes:
+    counts = {"n_prompt": 4, "decoded": 4, "recovered": 0, "resident_before": 0, "omitted": 0}
+    evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | books
+    return json.dumps(json.loads(REPLY) | {"timings": {"evoke": evoke}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("books", "metric", "labels"),
+    [
+        ({"n_resident_peak": 301}, "evoke_budget_breach_total", {}),
+        ({"marker": "stale"}, "evoke_plan_failures_total", {"reason": "books_differ"}),
+        ({"decoded": 3, "omitted": 1}, "evoke_plan_failures_total", {"reason": "books_differ"}),
+    ],
+)
+def test_books_that_are_not_as_planned_are_counted(
+    books: dict[str, object], metric: str, labels: dict[str, str]
+) -> None:
+    for said, count in (({}, 0), (books, 1)):
+        reply = whole(_booked(**said), b"application/json")
+        with fake_upstream(_server(chat=reply), patched=True) as fake, proxy(fake.port) as running:
+            assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
+            assert running.metric(metric, **labels) == count
+
+
+def test_a_session_whose_rows_cannot_be_saved_gives_its_slot_up_all_the_same() -> None:
+    rows = SLOT.replace(b'"resident":[]', b'"resident":[[0,3]]').replace(
+        b'"n_tokens":0', b'"n_tokens":3'
+    )
+    render = whole(RENDERED.replace(SLOT, rows), b"application/json")
+    good = _server(render=render, chat=whole(_booked(), b"application/json"))
+
+    async def behave(exchange: Exchange) -> None:
+        refused = b'"op":"save"' in exchange.body
+        await (exchange.say(_refusal(b"ram_budget")) if refused else good(exchange))
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        for name in ("one", "other"):
+            headers = JSON | {"X-Evoke-Session": name}
+            answer = ask(running.port, "POST", "/v1/chat/completions", BODY, headers)
+            assert answer.headers["x-evoke-session"] == name
+        assert running.metric("evoke_plan_failures_total", reason="ram_budget") == 1
+        assert running.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_a_defect_of_ours_while_planning_costs_the_plan_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Session, "plan", broken)
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        assert running.metric("evoke_degraded_total", stage="decide") == 1
+
+
+def test_a_defect_of_ours_elsewhere_is_500_in_the_clients_dialect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a secret")
+
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        monkeypatch.setattr(running.engine, "turn", broken)
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+    assert answer.status == 500
+    assert json.loads(answer.body)["error"]["message"] == "evoke-proxy failed; see its log"
+
+
+def test_media_bypass_the_budget() -> None:
+    image = (
+        b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}'
+    )
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        ask(running.port, "POST", "/v1/chat/completions", image, JSON)
+        assert [seen.body for seen in fake.requests] == [image]
+        assert running.metric("evoke_bypass_total", reason="media") == 1

@@ -167,6 +167,19 @@ def test_compressed_request_body_is_not_touched() -> None:
         assert [seen.body for seen in fake.requests] == [packed, packed]
 
 
+def test_an_http_1_0_client_gets_no_chunks() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(STREAM_HEAD, chunked(b"one ", b"two"), b"0\r\n\r\n")
+
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
+            client.sendall(b"GET /old HTTP/1.0\r\n\r\n")
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert body == b"one two"
+    assert b"chunked" not in head.lower()
+
+
 def test_request_line_and_headers_arrive_as_sent() -> None:
     target = "/A%2fb//c;d/../e?x=%20+&y=%C3%A4&z"
     with fake_upstream(_echo) as fake, proxy(fake.port) as running:
