@@ -58,8 +58,6 @@ def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
         except web.HTTPException as error:
             refused = RequestError(error.text or error.reason, "not_found", error.status)
             return dialects.error_response(request.path, refused)
-        except ConnectionResetError:
-            raise
         except Exception:
             _log.exception("unexpected failure in %s %s", request.method, request.path)
             failure = EvokeError("evoke-proxy failed; see its log")
@@ -82,8 +80,10 @@ def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
         try:
             response = await handler(request)
             status = response.status
-            if isinstance(response, relay.Relayed) and response.broken is not None:
-                engine.upstream_failed(response.broken)
+            if isinstance(response, relay.Relayed):
+                status = _CLIENT_GONE if response.unheard else status
+                if response.broken is not None:
+                    engine.upstream_failed(response.broken)
             return response
         finally:
             label = dialects.endpoint_label(request.path)

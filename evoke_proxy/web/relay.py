@@ -25,7 +25,10 @@ _FILLED_IN = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
 
 
 class Relayed(web.StreamResponse):
-    """An answer of llama-server on its way to the client."""
+    """An answer of llama-server on its way to the client.
+
+    `broken` says why it broke off upstream, `unheard` that the client was gone before its end.
+    """
 
     def __init__(self, reply: Reply, extra: Mapping[str, str]) -> None:
         headers = _without(reply.headers, _HOP_BY_HOP)
@@ -33,6 +36,7 @@ class Relayed(web.StreamResponse):
         self.absent = tuple(name for name in _FILLED_IN if name not in headers)
         self.headers.update(extra)
         self.broken: UpstreamError | None = None
+        self.unheard = False
 
 
 async def drop_filled_in(_: web.Request, response: web.StreamResponse) -> None:
@@ -74,12 +78,15 @@ async def send(
     When llama-server breaks off, the client's connection is cut too: a clean end would be a lie.
     """
     response = Relayed(reply, extra or {})
-    await response.prepare(request)
     try:
+        await response.prepare(request)
         async for chunk in reply.chunks():
             if observe is not None:
                 observe(chunk)
             await response.write(chunk)
+    except ConnectionResetError:
+        # Seen by the write before aiohttp could cancel us.
+        response.unheard = True
     except UpstreamError as error:
         _log.warning("answer to %s broke off: %s", request.path, error)
         response.broken = error
