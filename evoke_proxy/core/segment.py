@@ -63,7 +63,7 @@ def cut(
         for span in _pieces(item.span.clipped(end), start, cuts, block_tokens):
             number = numbers[name.base]
             numbers[name.base] += 1
-            text = _share(message.shown, item.span, span)
+            text = share(message.shown, item.span, span)
             key = f"{name.base}#{number}"
             drafts.append(Draft(key, span, item.role, item.index, text, name.identity))
     return drafts
@@ -77,7 +77,8 @@ def _pieces(span: Span, start: int, cuts: Iterable[int], block_tokens: int) -> I
             yield Span(at, min(at + block_tokens, stop))
 
 
-def _share(text: str, whole: Span, part: Span) -> str:
+def share(text: str, whole: Span, part: Span) -> str:
+    """The piece of a text that belongs to part of its tokens, by length, with some overlap."""
     per_token = len(text) / max(1, len(whole))
     begin = int((part.start - whole.start) * per_token) - _TEXT_OVERLAP
     end = int((part.end - whole.start) * per_token) + 1 + _TEXT_OVERLAP

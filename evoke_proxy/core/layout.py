@@ -1,0 +1,233 @@
+"""What is where of one session's prompt: its blocks, which are resident, which have a copy.
+
+A layout never changes; a turn makes the next one from what llama-server says now. Residency is
+always the server's word. Which labels have a copy is remembered, and corrected when a call fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common
+from evoke_proxy.core.messages import Message
+from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView, Tokens, common_prefix
+from evoke_proxy.core.segment import Draft, cut, share
+
+__all__ = ["Layout", "MessageSpan", "Rendered", "SavedRange", "SlotView"]
+
+_MAX_SESSION_BYTES = 100  # of the 200 bytes llama-server allows for a name
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRange:
+    """A copy in the host pool that is no block of the prompt yet: tokens that were generated."""
+
+    label: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Blocks tile [0, generation) of `tokens`; each is resident as a whole or not at all.
+
+    `resident` are the rows below `n_past`, `saved` labels of blocks with a copy, `ranges` copies
+    from outside the blocks, `stale` labels of copies that are of no use any more. `divergence` is
+    where the prompt left what was known before, None when it only went on.
+    """
+
+    session: str
+    tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
+    generation: int = 0
+    blocks: tuple[Block, ...] = ()
+    saved: frozenset[str] = frozenset()
+    ranges: tuple[SavedRange, ...] = ()
+    stale: frozenset[str] = frozenset()
+    resident: tuple[Span, ...] = ()
+    n_past: int = 0
+    divergence: int | None = None
+
+    @property
+    def states(self) -> tuple[BlockState, ...]:
+        """The state of each block, in their order."""
+        rows = np.zeros(max(len(self.tokens), self.generation) + 1, np.int64)
+        for span in self.resident:
+            rows[span.start + 1 : span.end + 1] = 1
+        upto = rows.cumsum()
+        return tuple(
+            BlockState.of(
+                bool(upto[block.span.end] - upto[block.span.start] == len(block.span)),
+                block.label in self.saved,
+            )
+            for block in self.blocks
+        )
+
+    def reconcile(
+        self,
+        rendered: Rendered,
+        view: SlotView,
+        messages: Sequence[Message],
+        turn: int,
+        block_tokens: int,
+        sink_tokens: int,
+    ) -> Layout:
+        """The layout of the next prompt, on this slot.
+
+        Blocks wholly inside the common prefix stay, label and copy included; the rest is cut anew.
+        Blocks are split where residency or a saved range begins or ends.
+        """
+        shared = common_prefix(self.tokens, rendered.tokens)
+        n_past = view.n_past(len(rendered.tokens)) if len(rendered.tokens) else 0
+        resident = common(view.resident, [Span(0, n_past)])
+        edges = {at for span in resident for at in (span.start, span.end)}
+        kept = self._kept(min(shared, rendered.generation), edges)
+        ranges = [item for item in self.ranges if self._may_hold(item, shared, view)]
+        edges |= {at for item in ranges for at in (item.span.start, item.span.end)}
+        drafts = cut(
+            len(rendered.tokens),
+            rendered.spans,
+            messages,
+            rendered.generation,
+            block_tokens,
+            edges | {sink_tokens},
+            start=kept[-1].span.end if kept else 0,
+            keys=[block.key for block in kept],
+        )
+        generated = Span(self.generation, max(self.generation, view.n_common))
+        fresh = [_block(draft, turn, generated) for draft in drafts]
+        blocks, saved = self._labelled([*kept, *fresh], rendered.tokens, ranges)
+        return Layout(
+            session=self.session,
+            tokens=rendered.tokens,
+            generation=rendered.generation,
+            blocks=blocks,
+            saved=saved,
+            stale=(self.stale | self.saved | {item.label for item in self.ranges}) - saved,
+            resident=resident,
+            n_past=n_past,
+            divergence=shared if shared < self.generation else None,
+        )
+
+    def with_saved(self, labels: Collection[str], ranges: Iterable[SavedRange] = ()) -> Layout:
+        """The same with more copies: of blocks by label, of other ranges by span."""
+        own = {block.label for block in self.blocks}
+        added = {item.label: item for item in (*self.ranges, *ranges) if item.label not in own}
+        saved = self.saved | {label for label in labels if label in own}
+        stale = self.stale - saved - added.keys()
+        return replace(self, saved=saved, ranges=tuple(added.values()), stale=stale)
+
+    def without_saved(self, labels: Collection[str]) -> Layout:
+        """The same after these copies turned out to be gone."""
+        gone = frozenset(labels)
+        ranges = tuple(item for item in self.ranges if item.label not in gone)
+        return replace(self, saved=self.saved - gone, ranges=ranges, stale=self.stale - gone)
+
+    def marked(
+        self, messages: Sequence[Message], turns: Mapping[int, tuple[bool, float]]
+    ) -> Layout:
+        """The same with the client's marks: on messages now, and on turns by (pinned, priority)."""
+        blocks = tuple(_with_marks(block, messages, turns) for block in self.blocks)
+        return replace(self, blocks=blocks)
+
+    def saved_end(self, limit: int) -> int:
+        """Where the copies end that cover the prompt from 0 on without a gap; `limit` at most."""
+        end = 0
+        for block in self.blocks:
+            if block.label not in self.saved or block.span.end > limit:
+                break
+            end = block.span.end
+        return end
+
+    def _kept(self, limit: int, edges: Collection[int]) -> list[Block]:
+        inside = [block for block in self.blocks if block.span.end <= limit]
+        return [piece for block in inside for piece in _split(block, edges)]
+
+    def _may_hold(self, item: SavedRange, shared: int, view: SlotView) -> bool:
+        """Whether the tokens of a saved range can be those of the new prompt.
+
+        While the slot still has the session it says so itself. Otherwise nobody here knows the
+        generated tokens: llama-server compares them when the range is loaded.
+        """
+        if view.n_common >= shared:
+            return item.span.end <= view.n_common
+        return shared == len(self.tokens)
+
+    def _labelled(
+        self, blocks: Sequence[Block], tokens: Tokens, ranges: Iterable[SavedRange]
+    ) -> tuple[tuple[Block, ...], frozenset[str]]:
+        names = {item.span: item.label for item in ranges}
+        new = labels(self.session, tokens, [block.span for block in blocks if not block.label])
+        fresh = iter(new)
+        labelled: list[Block] = []
+        saved: set[str] = set()
+        for block in blocks:
+            label = block.label or next(fresh)
+            if label not in self.saved and block.span in names:
+                label = names[block.span]
+                saved.add(label)
+            elif label in self.saved:
+                saved.add(label)
+            labelled.append(block if label == block.label else replace(block, label=label))
+        return tuple(labelled), frozenset(saved)
+
+
+def labels(session: str, tokens: Tokens, spans: Sequence[Span]) -> list[str]:
+    """A name for each of these ascending spans: it says whose and where, and changes with any token
+    up to the span's end."""
+    owner = session
+    if len(owner.encode()) > _MAX_SESSION_BYTES:
+        owner = hashlib.blake2b(owner.encode(), digest_size=12).hexdigest()
+    hashed, at, found = hashlib.blake2b(digest_size=4), 0, []
+    for span in spans:
+        hashed.update(np.ascontiguousarray(tokens[at : span.end], dtype="<i4").tobytes())
+        at = span.end
+        found.append(f"{owner}/{span.start}-{span.end}-{hashed.hexdigest()}")
+    return found
+
+
+def _split(block: Block, edges: Collection[int]) -> list[Block]:
+    inside = sorted(at for at in edges if block.span.start < at < block.span.end)
+    if not inside:
+        return [block]
+    ends = [*inside, block.span.end]
+    spans = [Span(a, b) for a, b in zip([block.span.start, *inside], ends, strict=True)]
+    return [
+        replace(
+            block,
+            key=f"{block.key}.{number}",
+            label="",
+            span=span,
+            text=share(block.text, block.span, span),
+        )
+        for number, span in enumerate(spans)
+    ]
+
+
+def _block(draft: Draft, turn: int, generated: Span) -> Block:
+    return Block(
+        key=draft.key,
+        label="",
+        span=draft.span,
+        role=draft.role,
+        turn=turn,
+        message=draft.message,
+        text=draft.text,
+        identity=draft.identity,
+        generated=draft.role is Role.ASSISTANT
+        and generated.start > 0
+        and generated.encloses(draft.span),
+    )
+
+
+def _with_marks(
+    block: Block, messages: Sequence[Message], turns: Mapping[int, tuple[bool, float]]
+) -> Block:
+    keep = messages[block.message].keep if block.message < len(messages) else ""
+    turn_pinned, priority = turns.get(block.turn, (False, 1.0))
+    pinned, preferred = keep == "pin" or turn_pinned, keep == "prefer"
+    if (block.pinned, block.preferred, block.priority) == (pinned, preferred, priority):
+        return block
+    return replace(block, pinned=pinned, preferred=preferred, priority=priority)
