@@ -20,7 +20,7 @@ import yaml
 from evoke_proxy.errors import ConfigError
 
 POLICIES = ("evoke", "discard", "no_eviction", "truncate")
-RECOVERIES = ("kv_restore", "breadcrumb", "discard")
+RECOVERIES = ("kv_restore", "discard")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAY_BE_ZERO = frozenset(
     ("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue")
