@@ -29,7 +29,7 @@ class Refused(Exception):
 
 @dataclass
 class SlotModel:
-    """`rows` are resident positions of `tokens`; `store` holds copies with the tokens before them."""
+    """`rows` are resident positions of `tokens`, `store` copies with the tokens up to their end."""
 
     n_cells: int
     tokens: list[int] = field(default_factory=list)
@@ -87,11 +87,11 @@ class SlotModel:
         for token in said:
             self._room(1)
             self._append([token])
-        books |= {"n_resident": len(self.rows), "n_resident_peak": self.peak, "marker": "ok"}
+        books |= {"n_resident": len(self.rows), "n_resident_peak": self.peak}
         books |= {"budget": self.stream.budget, "epoch": self.epoch}
-        evicted, self.auto_evicted = self.auto_evicted, []
-        self.loaded, self.peak = set(), len(self.rows)
-        return {"evoke": books | {"auto_evicted": [list(item) for item in evicted]}}
+        evicted = [list(item) for item in self.auto_evicted]
+        self.auto_evicted, self.loaded, self.peak = [], set(), len(self.rows)
+        return {"evoke": {**books, "marker": "ok", "auto_evicted": evicted}}
 
     def taken_by(self, tokens: Sequence[int], epoch: int) -> None:
         """Somebody else's request ran on the slot, unmarked."""

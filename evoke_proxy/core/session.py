@@ -1,0 +1,272 @@
+"""One conversation: what of it is where, and what its next turn needs.
+
+A turn goes begin, plan, applied (or failed, and begin again), finish. Between turns `save_all` says
+what must be copied before the slot is given to somebody else. Nothing here knows what time it is or
+how calls are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.blocks import Role, Span, common
+from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.layout import Layout, SavedRange
+from evoke_proxy.core.plan import Plan, Save
+from evoke_proxy.core.policies import decide, recovers
+from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
+from evoke_proxy.core.retrieve import Index
+from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
+
+# However much of the budget system prompt and sinks take, this share of it may be pinned from.
+_MIN_PIN_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One request of a session on one slot; `config` is the configured one as the request wants it.
+
+    `divergence` is the position where the client's history left the known one, None if it did not.
+    """
+
+    number: int
+    request: ChatRequest
+    rendered: Rendered
+    slot: SlotView
+    view: PolicyView
+    config: PolicyConfig
+    divergence: int | None
+
+
+class Session:
+    """Mutable, with one owner who makes no two calls at once."""
+
+    def __init__(self, id: str, tenant: str, config: PolicyConfig, hint: str | None = None) -> None:
+        self.id = id
+        self.tenant = tenant
+        self.hint = hint
+        self.turns = 0
+        self.layout = Layout(id)
+        self._config = config
+        self._index = Index()
+        self._turn_marks: dict[int, tuple[bool, float]] = {}
+        self._planned: Books | None = None
+        self._victims: dict[str, Span] = {}
+        self._doubtful: dict[str, Span] = {}
+
+    def __repr__(self) -> str:
+        layout = self.layout
+        return (
+            f"<Session {self.id} turns={self.turns} tokens={len(layout.tokens)}"
+            f" blocks={len(layout.blocks)} saved={len(layout.saved) + len(layout.ranges)}>"
+        )
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of the latest prompt."""
+        return self.layout.tokens
+
+    def begin(self, rendered: Rendered, view: SlotView, request: ChatRequest) -> Turn:
+        """Take in a request, rendered, to be run on the slot `view` shows.
+
+        Calling it again for the same request is no new turn. Raises BudgetTooSmall or
+        PinBudgetExceeded, and then has changed nothing that a later request would notice.
+        """
+        config = effective(self._config, request)
+        number = self.turns + 1
+        marks = (request.tags.pinned, request.tags.priority)
+        self._turn_marks = {k: v for k, v in self._turn_marks.items() if k != number}
+        if marks != (False, 1.0):
+            self._turn_marks[number] = marks
+        layout, adopt_to = self._reconciled(rendered, view, request, number, config)
+        _check_budget(layout, config)
+        self.layout = layout
+        self._doubtful = self._doubtful if adopt_to else {}
+        return Turn(
+            number=number,
+            request=request,
+            rendered=rendered,
+            slot=view,
+            view=self._policy_view(layout, view, request, adopt_to),
+            config=config,
+            divergence=layout.divergence,
+        )
+
+    def plan(self, turn: Turn) -> Plan:
+        """What to do before the turn's prompt is decoded; changes nothing."""
+        return decide(turn.view, turn.request.query, turn.config)
+
+    def applied(self, turn: Turn, plan: Plan) -> None:
+        """llama-server has run the whole plan."""
+        self._moved(plan)
+        self._planned = forecast(turn.view, plan)
+        order = plan.stream.order if plan.stream is not None else ()
+        self._victims = {victim.label: victim.span for victim in order}
+
+    def failed(self, unknown: Collection[str] = ()) -> None:
+        """llama-server refused a plan and changed nothing; these labels it does not know, or knows
+        of other tokens. Begin again to plan without them."""
+        self.layout = self.layout.without_saved(unknown)
+
+    def finish(self, books: Books | None) -> bool:
+        """The reply is over; False when the server's books contradict what was planned.
+
+        None when nobody knows what the engine evicted: the reply broke off before it said so.
+        """
+        self.turns += 1
+        planned, victims = self._planned, self._victims
+        self._planned, self._victims = None, {}
+        if books is None:
+            self._doubtful |= victims
+            return True
+        evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
+        self.learn(evicted)
+        return planned is None or _agree(planned, books)
+
+    def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
+        """These labels have copies of these ranges of this session's slot."""
+        own = {block.label: block.span for block in self.layout.blocks}
+        given = list(ranges)
+        saved = {label for label, span in given if own.get(label) == span}
+        others = [SavedRange(label, span) for label, span in given if label not in own]
+        self.layout = self.layout.with_saved(saved, others)
+
+    def lost(self) -> None:
+        """llama-server restarted: every copy is gone, and so is every row."""
+        self.layout = replace(
+            self.layout, saved=frozenset(), ranges=(), stale=frozenset(), resident=(), n_past=0
+        )
+        self._doubtful = {}
+
+    def save_all(self, view: SlotView) -> Plan:
+        """Copies of every resident row that has none, the generated ones too: before another
+        session gets this slot. `view` must show the slot as this session's last reply left it."""
+        blocks = self.layout.blocks
+        end = blocks[-1].span.end if blocks else 0
+        unsaved = [block for block in blocks if block.label not in self.layout.saved]
+        saves = [Save(block.label, block.span) for block in unsaved if _holds(view, block.span)]
+        for span in self._generated(view, end):
+            label = f"{self.id[-100:]}/{span.start}-{span.end}-t{self.turns}/gen"
+            saves.append(Save(label, span))
+        return Plan(saves=tuple(saves), reason="the slot is given to another session")
+
+    def saved_all(self, plan: Plan) -> None:
+        """llama-server has run a plan of `save_all`."""
+        self._moved(plan)
+
+    def _moved(self, plan: Plan) -> None:
+        self.learn((save.label, save.span) for save in plan.saves)
+        self.layout = self.layout.without_saved([drop.label for drop in plan.drops])
+
+    def _reconciled(
+        self,
+        rendered: Rendered,
+        view: SlotView,
+        request: ChatRequest,
+        number: int,
+        config: PolicyConfig,
+    ) -> tuple[Layout, int]:
+        def on(slot: SlotView) -> Layout:
+            layout = self.layout.reconcile(
+                rendered, slot, request.messages, number, config.block_tokens, config.sink_tokens
+            )
+            return layout.marked(request.messages, self._turn_marks)
+
+        n_past = view.n_past(len(rendered.tokens))
+        if self.layout.saved and recovers(config):
+            # On a slot that holds somebody else a few tokens may agree by chance: blocks are
+            # not to be split there when their copies are to come back.
+            empty = on(replace(view, n_common=0, resident=()))
+            adopt_to = empty.saved_end(len(rendered.tokens) - 1)
+            if adopt_to >= n_past + config.block_tokens:
+                return empty, adopt_to
+        return self._with_doubtful(on(view)), 0
+
+    def _with_doubtful(self, layout: Layout) -> Layout:
+        """Blocks the engine was told to save before evicting, and that are out, have a copy."""
+        states = zip(layout.blocks, layout.states, strict=True)
+        out = {
+            block.label
+            for block, state in states
+            if not state.resident
+            and block.span.end <= layout.n_past
+            and self._doubtful.get(block.label) == block.span
+        }
+        return layout.with_saved(out)
+
+    def _policy_view(
+        self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int
+    ) -> PolicyView:
+        return PolicyView(
+            blocks=layout.blocks,
+            states=layout.states,
+            n_tokens=len(layout.tokens),
+            n_past=layout.n_past,
+            resident=view.resident,
+            n_free=view.n_free,
+            max_tokens=request.max_tokens,
+            adopt_to=adopt_to,
+            stale=tuple(sorted(layout.stale)),
+            index=self._index,
+        )
+
+    def _generated(self, view: SlotView, start: int) -> list[Span]:
+        """Resident rows behind the last block, in pieces of a block, without saved ranges."""
+        taken = {item.span for item in self.layout.ranges}
+        size = self._config.block_tokens
+        spans = common(view.resident, [Span(start, max(start, view.n_tokens))])
+        pieces = [
+            Span(at, min(at + size, span.end))
+            for span in spans
+            for at in range(span.start, span.end, size)
+        ]
+        return [piece for piece in pieces if piece not in taken]
+
+
+def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
+    """The configured policy as one request wants it; it may lower the budget, not raise it."""
+    tags = request.tags
+    budgets = [budget for budget in (config.budget, tags.budget) if budget is not None]
+    return replace(
+        config,
+        budget=min(budgets, default=None),
+        name=tags.policy or config.name,
+        recovery=tags.recovery or config.recovery,
+    )
+
+
+def _check_budget(layout: Layout, config: PolicyConfig) -> None:
+    if config.budget is None:
+        return
+    needed = config.sink_tokens + config.recent_tokens + config.block_tokens
+    if config.budget < needed:
+        raise BudgetTooSmall(config.budget, needed)
+    pinned = sum(len(block.span) for block in layout.blocks if block.pinned)
+    cap = _pin_cap(layout, config, config.budget, needed)
+    if pinned > cap:
+        raise PinBudgetExceeded(pinned, cap)
+
+
+def _pin_cap(layout: Layout, config: PolicyConfig, budget: int, needed: int) -> int:
+    """A share of what system prompt and sinks leave, and never so much that a block cannot move."""
+    system = sum(
+        len(block.span) for block in layout.blocks if block.role is Role.SYSTEM and not block.pinned
+    )
+    left = max(budget - config.sink_tokens - system, budget // _MIN_PIN_SHARE)
+    return max(0, min(int(config.pin_share * left), budget - needed))
+
+
+def _holds(view: SlotView, span: Span) -> bool:
+    return any(rows.encloses(span) for rows in view.resident) and span.end <= view.n_tokens
+
+
+def _agree(planned: Books, books: Books) -> bool:
+    """Whether what was to stay or come back did; what the engine evicted is no contradiction."""
+    hidden = sum(len(span) for span, _ in books.auto_evicted)
+    promised = planned.recovered + planned.resident_before
+    kept = books.recovered + books.resident_before
+    return planned.decoded == books.decoded and promised - hidden <= kept <= promised

@@ -1,0 +1,505 @@
+"""Whole conversations against a model of a slot: what is planned can be done, and holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_model import Refused, SlotModel
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.blocks import Role, Span, total
+from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.chat import ChatRequest, parse_chat
+from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.rendered import MessageSpan, Rendered
+from evoke_proxy.core.session import Session, Turn, effective
+from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
+
+CONFIG = PolicyConfig(
+    budget=512, block_tokens=64, sink_tokens=16, recent_tokens=32, reserve_tokens=64
+)
+BEGIN, END = 10_000, 20_000
+ROLES = list(Role)
+
+
+@dataclass
+class Talk:
+    """A conversation: each message is a begin token, a token a word, and an end token."""
+
+    messages: list[tuple[Role, list[int]]] = field(default_factory=list)
+    marks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    tags: dict[str, Any] = field(default_factory=dict)
+
+    def say(self, role: Role, words: Sequence[int]) -> None:
+        self.messages.append((role, list(words)))
+
+    def rendered(self) -> Rendered:
+        tokens: list[int] = []
+        spans = []
+        for i, (role, words) in enumerate(self.messages):
+            start = len(tokens)
+            tokens += [BEGIN + ROLES.index(role), *words, END]
+            spans.append(MessageSpan(i, role, Span(start, len(tokens))))
+        generation = len(tokens)
+        tokens.append(BEGIN + ROLES.index(Role.ASSISTANT))
+        return Rendered(np.array(tokens, np.int32), generation, tuple(spans))
+
+    def request(self) -> ChatRequest:
+        body = [
+            {"role": str(role), "content": " ".join(f"w{word}" for word in words)}
+            | self.marks.get(i, {})
+            for i, (role, words) in enumerate(self.messages)
+        ]
+        return parse_chat("chat", {"messages": body, "max_tokens": 30} | self.tags)
+
+
+@dataclass
+class House:
+    """What the engine does, without the network: a session, a slot, a turn after another."""
+
+    config: PolicyConfig = CONFIG
+    slot: SlotModel = field(default_factory=lambda: SlotModel(n_cells=4096))
+    refusals: int = 0
+
+    def __post_init__(self) -> None:
+        self.session = Session("s", "", self.config)
+
+    def begin(self, talk: Talk) -> Turn:
+        rendered = talk.rendered()
+        view = self.slot.view(rendered.tokens.tolist())
+        return self.session.begin(rendered, view, talk.request())
+
+    def planned(self, talk: Talk) -> tuple[Turn, Plan]:
+        """The first plan the slot accepts; one label less is known after each refusal."""
+        for _ in range(200):
+            turn = self.begin(talk)
+            plan = self.session.plan(turn)
+            try:
+                self.slot.run(plan, turn.rendered.tokens.tolist())
+            except Refused as refused:
+                assert refused.type in ("unknown_block", "stale_block"), refused
+                assert refused.name is not None
+                self.refusals += 1
+                self.session.failed({refused.name})
+                continue
+            self.session.applied(turn, plan)
+            return turn, plan
+        raise AssertionError("no plan was ever accepted")
+
+    def turn(self, talk: Talk, answer: Sequence[int], heard: bool = True) -> Books:
+        strange = len(self.slot.rows)
+        turn, plan = self.planned(talk)
+        timings = self.slot.answer(turn.rendered.tokens.tolist(), answer)
+        books = Books.parse(timings)
+        assert books is not None
+        assert self.session.finish(books if heard else None)
+        self.check(turn, plan, books, strange)
+        talk.say(Role.ASSISTANT, answer)
+        return books
+
+    def check(self, turn: Turn, plan: Plan, books: Books, rows_before: int) -> None:
+        parts = books.decoded + books.recovered + books.resident_before + books.omitted
+        assert parts == books.n_prompt == len(turn.rendered.tokens)
+        promised = forecast(turn.view, plan)
+        assert promised.decoded == books.decoded
+        if turn.config.budget is not None:
+            # the peak of a slot counts what somebody else has left there
+            assert books.n_resident_peak <= max(turn.config.budget, rows_before)
+            if not plan.infeasible:
+                # nothing is recovered and then evicted before the answer begins
+                assert books.recovered == promised.recovered
+                assert books.resident_before == promised.resident_before
+                assert books.omitted == promised.omitted
+
+    def hand_over(self) -> None:
+        """Another session gets the slot: what is resident is saved first."""
+        plan = self.session.save_all(self.slot.view([]))
+        self.slot.run(plan, [])
+        self.session.saved_all(plan)
+        self.slot.taken_by([1] * 300, epoch=self.slot.epoch + 1)
+
+
+def words(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 400), k=count)
+
+
+def talk_of(*lengths: int) -> Talk:
+    talk = Talk()
+    talk.say(Role.SYSTEM, words(0, 60))
+    for i, length in enumerate(lengths):
+        talk.say(Role.ASSISTANT if i % 2 else Role.USER, words(i + 1, length))
+    return talk
+
+
+def test_a_session_is_told_apart_by_its_repr() -> None:
+    house = House()
+    assert repr(house.session) == "<Session s turns=0 tokens=0 blocks=0 saved=0>"
+    talk = talk_of(100)
+    house.turn(talk, words(9, 40))
+    assert repr(house.session) == "<Session s turns=1 tokens=165 blocks=4 saved=0>"
+    assert house.session.tokens.tolist() == talk.rendered().tokens.tolist()[:164] + [BEGIN + 2]
+
+
+def test_what_a_question_is_about_comes_back() -> None:
+    house = House()
+    talk = talk_of(60)
+    talk.say(Role.ASSISTANT, words(50, 5))
+    talk.say(Role.USER, [777, 778, 779, *words(51, 40)])
+    for i in range(12):
+        house.turn(talk, words(100 + i, 20))
+        talk.say(Role.USER, words(200 + i, 50))
+    out = [b for b in house.session.layout.blocks if "w777" in b.text]
+    house.turn(talk, words(300, 20))
+    assert not total([s for s in house.slot.view([]).resident if s.overlaps(out[0].span)]), (
+        "the test wants the answer to be out by now"
+    )
+    talk.say(Role.USER, [777, 778, 779])
+    books = house.turn(talk, words(301, 20))
+    assert books.recovered >= len(out[0].span)
+    assert any(rows.encloses(out[0].span) for rows in house.slot.view([]).resident)
+
+
+def test_a_prompt_many_times_the_budget_is_read_within_it() -> None:
+    house = House()
+    talk = talk_of(5000)
+    books = house.turn(talk, words(9, 200))
+    assert books.n_resident_peak <= 512
+    assert books.decoded_hidden > 4000
+    talk.say(Role.USER, words(5, 20))
+    books = house.turn(talk, words(10, 20))
+    assert books.decoded < 40
+    assert books.recovered > 100
+
+
+def test_without_a_budget_nothing_is_ever_out() -> None:
+    house = House(replace(CONFIG, budget=None))
+    talk = talk_of(300, 300, 300)
+    for i in range(4):
+        books = house.turn(talk, words(i, 50))
+        assert books.omitted == books.recovered == 0
+        talk.say(Role.USER, words(i + 50, 50))
+
+
+@pytest.mark.parametrize("policy", ["discard", "evoke"])
+def test_the_control_arm_forgets_and_saves_nothing(policy: str) -> None:
+    recovery = "kv_restore" if policy == "discard" else "breadcrumb"
+    house = House(replace(CONFIG, name=policy, recovery=recovery))
+    talk = talk_of(400, 50, 300)
+    for i in range(6):
+        books = house.turn(talk, words(i, 50))
+        assert books.recovered == 0
+        talk.say(Role.USER, words(i + 50, 100))
+    house.turn(talk, words(60, 50))
+    assert books.omitted > 0
+    # what the engine saved during this very turn goes with the next one
+    assert set(house.slot.store) <= house.session.layout.saved | {
+        item.label for item in house.session.layout.ranges
+    }
+
+
+def test_a_session_comes_back_to_a_slot_that_was_given_away() -> None:
+    house = House()
+    talk = talk_of(300, 300, 300)
+    house.turn(talk, words(9, 100))
+    house.hand_over()
+    talk.say(Role.USER, words(10, 30))
+    books = house.turn(talk, words(11, 20))
+    assert books.decoded < 40
+    assert books.recovered > 300
+    assert books.resident_before == 0
+    talk.say(Role.USER, words(12, 30))
+    assert house.turn(talk, words(13, 20)).decoded < 40
+
+
+def test_generated_tokens_come_back_too() -> None:
+    house = House(replace(CONFIG, budget=None))
+    talk = talk_of(100)
+    house.turn(talk, words(9, 200))
+    house.hand_over()
+    talk.say(Role.USER, words(10, 10))
+    books = house.turn(talk, words(11, 5))
+    assert books.decoded == 1 + 12 + 1  # the answer's end token, the question, the next opening
+    assert books.omitted == 0
+
+
+def test_an_answer_that_reads_differently_is_decoded_again() -> None:
+    house = House(replace(CONFIG, budget=None))
+    talk = talk_of(100)
+    house.turn(talk, words(9, 200))
+    house.hand_over()
+    talk.messages[-1] = (Role.ASSISTANT, [*words(9, 100), 5, *words(9, 200)[101:]])
+    talk.say(Role.USER, words(10, 10))
+    books = house.turn(talk, words(11, 5))
+    assert house.refusals > 0
+    assert 100 < books.decoded < 200
+    assert books.omitted == 0
+
+
+def test_a_slot_lost_without_saving_means_decoding_what_has_no_copy() -> None:
+    house = House()
+    talk = talk_of(300, 300, 300)
+    house.turn(talk, words(9, 100))
+    house.slot.taken_by([1] * 300, epoch=9)
+    talk.say(Role.USER, words(10, 30))
+    books = house.turn(talk, words(11, 20))
+    assert books.decoded == books.n_prompt
+
+
+def test_after_a_restart_everything_is_decoded_again() -> None:
+    house = House()
+    talk = talk_of(300, 300, 300)
+    house.turn(talk, words(9, 100))
+    house.slot = SlotModel(n_cells=4096, epoch=50)
+    house.session.lost()
+    talk.say(Role.USER, words(10, 30))
+    books = house.turn(talk, words(11, 20))
+    assert books.decoded == books.n_prompt
+    assert house.refusals == 0
+
+
+def test_a_reply_that_broke_off_loses_no_copies() -> None:
+    house = House()
+    talk = talk_of(1500)
+    house.turn(talk, words(9, 20), heard=False)
+    talk.say(Role.USER, words(1, 1500)[600:630])
+    books = house.turn(talk, words(11, 20))
+    assert house.refusals == 0
+    assert books.decoded < 60
+    assert books.recovered >= 30
+
+
+def test_a_copy_that_is_gone_is_noticed_and_left_out() -> None:
+    house = House()
+    talk = talk_of(1500)
+    house.turn(talk, words(9, 20))
+    talk.say(Role.USER, words(1, 1500)[600:630])
+    gone = {load.label for load in house.session.plan(house.begin(talk)).loads}
+    assert gone
+    for label in gone:
+        del house.slot.store[label]
+    house.turn(talk, words(11, 20))
+    assert house.refusals > 0
+    assert not gone & house.session.layout.saved
+
+
+def test_books_that_contradict_the_plan_are_noticed() -> None:
+    house = House()
+    turn, plan = house.planned(talk_of(300))
+    promised = forecast(turn.view, plan)
+    assert not house.session.finish(replace(promised, decoded=0, omitted=promised.decoded))
+    turn, plan = house.planned(talk_of(300))
+    assert house.session.finish(promised)
+    assert house.session.finish(promised), "without a plan nothing can be contradicted"
+
+
+def test_what_the_engine_evicts_is_no_contradiction() -> None:
+    house = House()
+    talk = talk_of(300)
+    house.turn(talk, words(1, 10))
+    talk.say(Role.USER, words(2, 10))
+    turn, plan = house.planned(talk)
+    promised = forecast(turn.view, plan)
+    less = replace(
+        promised, resident_before=promised.resident_before - 64, omitted=promised.omitted + 64
+    )
+    assert house.session.finish(replace(less, auto_evicted=((Span(64, 128), "x"),)))
+    turn, plan = house.planned(talk)
+    assert not house.session.finish(less)
+
+
+def test_beginning_again_is_no_new_turn() -> None:
+    house = House()
+    talk = talk_of(300)
+    first, second = house.begin(talk), house.begin(talk)
+    assert (first.number, second.number) == (1, 1)
+    assert house.session.plan(first) == house.session.plan(second)
+    assert [b.label for b in first.view.blocks] == [b.label for b in second.view.blocks]
+    house.turn(talk, [])
+    assert house.begin(talk).number == 2
+
+
+def test_a_divergence_is_where_history_changed() -> None:
+    house = House()
+    talk = talk_of(300, 40, 40)
+    house.turn(talk, words(1, 10))
+    talk.say(Role.USER, words(2, 10))
+    assert house.begin(talk).divergence is None
+    talk.messages[1] = (Role.USER, [*words(1, 100), 9_999])
+    assert house.begin(talk).divergence == 62 + 1 + 100
+
+
+def test_useless_copies_are_dropped() -> None:
+    house = House()
+    talk = talk_of(1500)
+    house.turn(talk, words(9, 20))
+    before = set(house.slot.store)
+    talk.messages[1] = (Role.USER, words(77, 30))
+    house.turn(talk, words(9, 20))
+    assert len(set(house.slot.store) & before) <= 1
+    assert house.session.layout.stale == frozenset()
+
+
+def test_a_client_may_lower_the_budget_and_choose_the_policy() -> None:
+    def given_(**tags: Any) -> PolicyConfig:
+        return effective(CONFIG, replace(talk_of(1), tags=tags).request())
+
+    assert given_() == CONFIG
+    assert given_(evoke_budget=300).budget == 300
+    assert given_(evoke_budget=3000).budget == 512
+    assert given_(evoke_policy="discard").name == "discard"
+    assert given_(evoke_recovery="breadcrumb").recovery == "breadcrumb"
+    unlimited = replace(CONFIG, budget=None)
+    talk = replace(talk_of(1), tags={"evoke_budget": 300})
+    assert effective(unlimited, talk.request()).budget == 300
+
+
+def test_a_budget_that_holds_no_block_is_refused() -> None:
+    talk = replace(talk_of(100), tags={"evoke_budget": 111})
+    with pytest.raises(BudgetTooSmall) as caught:
+        House().begin(talk)
+    assert caught.value.needed == 112
+    House().begin(replace(talk, tags={"evoke_budget": 112}))
+
+
+def pinned_talk(length: int, system: int = 60) -> Talk:
+    talk = Talk(marks={1: {"evoke_keep": "pin"}})
+    talk.say(Role.SYSTEM, words(0, system - 2))
+    talk.say(Role.USER, words(1, length - 2))
+    return talk
+
+
+def test_pins_have_a_share_of_what_system_and_sinks_leave() -> None:
+    cap = int(0.6 * (512 - 16 - 60))
+    House().begin(pinned_talk(cap))
+    with pytest.raises(PinBudgetExceeded) as caught:
+        House().begin(pinned_talk(cap + 1))
+    assert (caught.value.pinned_tokens, caught.value.pin_cap) == (cap + 1, cap)
+    House(replace(CONFIG, budget=None)).begin(pinned_talk(cap + 1))
+    # a long system prompt does not forbid every pin, and a small budget keeps a block movable
+    House().begin(pinned_talk(int(0.6 * 128), system=2000))
+    small = House(replace(CONFIG, budget=130))
+    small.begin(pinned_talk(130 - 112, system=2))
+    with pytest.raises(PinBudgetExceeded):
+        small.begin(pinned_talk(130 - 111, system=2))
+
+
+def test_a_refused_request_leaves_the_session_as_it_was() -> None:
+    house = House()
+    talk = talk_of(1500)
+    house.turn(talk, words(9, 20), heard=False)
+    before = repr(house.session)
+    with pytest.raises(BudgetTooSmall):
+        house.begin(replace(talk, tags={"evoke_budget": 1}))
+    assert repr(house.session) == before
+    talk.say(Role.USER, words(10, 30))
+    assert house.turn(talk, words(11, 20)).decoded < 60
+
+
+def test_pins_stay_whatever_is_asked() -> None:
+    house = House()
+    talk = pinned_talk(200)
+    for i in range(8):
+        house.turn(talk, words(100 + i, 40))
+        resident = house.slot.view([]).resident
+        assert any(rows.encloses(Span(60, 260)) for rows in resident)
+        talk.say(Role.USER, words(200 + i, 60))
+
+
+def test_a_whole_turn_can_be_pinned_or_ranked() -> None:
+    house = House()
+    talk = talk_of(50)
+    talk.tags = {"evoke_pinned": True, "evoke_priority": 0.5}
+    house.turn(talk, words(1, 10))
+    talk.tags = {}
+    talk.say(Role.USER, words(2, 20))
+    blocks = house.begin(talk).view.blocks
+    assert [(b.pinned, b.priority) for b in blocks if b.turn == 1] == [(True, 0.5)] * 3
+    assert {(b.pinned, b.priority) for b in blocks if b.turn == 2} == {(False, 1.0)}
+
+
+def test_save_all_copies_each_resident_row_once() -> None:
+    house = House()
+    talk = talk_of(700)
+    house.turn(talk, words(9, 150))
+    plan = house.session.save_all(house.slot.view([]))
+    house.slot.run(plan, [])
+    house.session.saved_all(plan)
+    rows = {p for s in house.slot.view([]).resident for p in range(s.start, s.end)}
+    copies = [p for span, _ in house.slot.store.values() for p in range(span.start, span.end)]
+    assert len(copies) == len(set(copies))
+    assert rows <= set(copies)
+    assert any(save.label.endswith("/gen") for save in plan.saves)
+    assert house.session.save_all(house.slot.view([])).saves == ()
+
+
+def test_nothing_is_saved_of_a_session_that_has_nothing() -> None:
+    assert Session("s", "", CONFIG).save_all(SlotModel(10).view([])).saves == ()
+
+
+def test_a_slot_does_not_keep_the_budget_of_the_session_before() -> None:
+    house = House()
+    house.turn(talk_of(100), words(1, 5))
+    assert house.slot.stream.budget == 512
+    house.session = Session("t", "", replace(CONFIG, budget=None))
+    house.turn(talk_of(90), words(1, 5))
+    assert house.slot.stream == Stream(0)
+
+
+EVENTS = st.sampled_from(
+    ["go on", "go on", "go on", "tool loop", "edit", "retry", "reword", "hand over", "steal"]
+    + ["restart", "forget a copy", "break off", "long"]
+)
+
+
+@given(
+    events=st.lists(st.tuples(EVENTS, st.integers(1, 1000)), min_size=1, max_size=12),
+    budget=st.sampled_from([None, 140, 256, 512, 1024]),
+    name=st.sampled_from(["evoke", "evoke", "evoke", "discard"]),
+    n_cells=st.sampled_from([1100, 100_000]),
+)
+@settings(max_examples=60)
+def test_any_conversation_keeps_the_budget_and_the_books(
+    events: list[tuple[str, int]], budget: int | None, name: str, n_cells: int
+) -> None:
+    cells = 100_000 if budget is None else n_cells
+    house = House(replace(CONFIG, budget=budget, name=name), SlotModel(n_cells=cells))
+    talk = talk_of(150)
+    for event, seed in events:
+        happen(house, talk, event, seed)
+        books = house.turn(talk, words(seed, seed % 90), heard=event != "break off")
+        assert total(house.slot.view([]).resident) <= (budget or cells)
+        assert books.omitted == 0 or budget is not None or name == "discard"
+        talk.say(Role.USER, words(seed + 1, 1 + seed % 70))
+
+
+def happen(house: House, talk: Talk, event: str, seed: int) -> None:
+    if event == "tool loop":
+        talk.say(Role.ASSISTANT, words(seed, 20))
+        talk.say(Role.TOOL, words(seed + 1, seed % 200))
+    elif event == "edit":
+        talk.messages = talk.messages[: 1 + seed % len(talk.messages)]
+        talk.say(Role.USER, words(seed, 30))
+    elif event == "retry" and len(talk.messages) > 3:
+        talk.messages = talk.messages[:-2]
+    elif event == "reword" and len(talk.messages) > 2:
+        role, said = talk.messages[-2]
+        talk.messages[-2] = (role, [*said[: len(said) // 2], 5, *said[len(said) // 2 + 1 :]])
+    elif event == "hand over":
+        house.hand_over()
+    elif event == "steal":
+        house.slot.taken_by([1, *talk.rendered().tokens.tolist()[1:]], epoch=seed)
+    elif event == "restart":
+        house.slot = SlotModel(n_cells=house.slot.n_cells, epoch=seed)
+        house.session.lost()
+    elif event == "forget a copy" and house.slot.store:
+        names = sorted(house.slot.store)
+        del house.slot.store[names[seed % len(names)]]
+    elif event == "long":
+        talk.say(Role.USER, words(seed, 800))
