@@ -92,13 +92,13 @@ def test_tags_are_read() -> None:
         evoke=True,
         evoke_budget=512,
         evoke_policy="discard",
-        evoke_recovery="breadcrumb",
+        evoke_recovery="discard",
         evoke_priority=2,
         evoke_pinned=True,
         evoke_task_boundary=True,
         evoke_session="a/b:1",
     ).tags
-    assert tags == Tags(True, 512, "discard", "breadcrumb", 2.0, True, True, "a/b:1", given=True)
+    assert tags == Tags(True, 512, "discard", "discard", 2.0, True, True, "a/b:1", given=True)
 
 
 @pytest.mark.parametrize("field", TOP_LEVEL_FIELDS)
