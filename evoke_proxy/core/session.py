@@ -261,7 +261,7 @@ def _pin_cap(layout: Layout, config: PolicyConfig, budget: int, needed: int) -> 
 
 
 def _holds(view: SlotView, span: Span) -> bool:
-    return any(rows.encloses(span) for rows in view.resident) and span.end <= view.n_tokens
+    return any(rows.encloses(span) for rows in view.resident)
 
 
 def _agree(planned: Books, books: Books) -> bool:

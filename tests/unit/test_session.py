@@ -118,12 +118,12 @@ class House:
                 assert books.resident_before == promised.resident_before
                 assert books.omitted == promised.omitted
 
-    def hand_over(self) -> None:
+    def hand_over(self, to: Sequence[int] = (1,) * 300) -> None:
         """Another session gets the slot: what is resident is saved first."""
         plan = self.session.save_all(self.slot.view([]))
         self.slot.run(plan, [])
         self.session.saved_all(plan)
-        self.slot.taken_by([1] * 300, epoch=self.slot.epoch + 1)
+        self.slot.taken_by(to, epoch=self.slot.epoch + 1)
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -189,7 +189,7 @@ def test_without_a_budget_nothing_is_ever_out() -> None:
 
 @pytest.mark.parametrize("policy", ["discard", "evoke"])
 def test_the_control_arm_forgets_and_saves_nothing(policy: str) -> None:
-    recovery = "kv_restore" if policy == "discard" else "breadcrumb"
+    recovery = "kv_restore" if policy == "discard" else "discard"
     house = House(replace(CONFIG, name=policy, recovery=recovery))
     talk = talk_of(400, 50, 300)
     for i in range(6):
@@ -216,6 +216,17 @@ def test_a_session_comes_back_to_a_slot_that_was_given_away() -> None:
     assert books.resident_before == 0
     talk.say(Role.USER, words(12, 30))
     assert house.turn(talk, words(13, 20)).decoded < 40
+
+
+def test_a_few_tokens_in_common_with_somebody_else_do_not_cut_copies_up() -> None:
+    house = House()
+    talk = talk_of(300, 300, 300)
+    house.turn(talk, words(9, 100))
+    house.hand_over([*talk.rendered().tokens.tolist()[:40], *([1] * 300)])
+    talk.say(Role.USER, words(10, 30))
+    books = house.turn(talk, words(11, 20))
+    assert books.decoded < 40
+    assert books.recovered > 300
 
 
 def test_generated_tokens_come_back_too() -> None:
@@ -273,6 +284,20 @@ def test_a_reply_that_broke_off_loses_no_copies() -> None:
     assert house.refusals == 0
     assert books.decoded < 60
     assert books.recovered >= 30
+
+
+def test_what_was_never_decoded_is_not_believed_to_have_a_copy() -> None:
+    house = House()
+    talk = talk_of(1500)
+    turn, _ = house.planned(talk)
+    house.slot.answer(turn.rendered.tokens.tolist()[:700], [])  # the client left in mid-prefill
+    house.session.finish(None)
+    house.begin(talk)
+    assert house.session.layout.saved
+    assert house.session.layout.saved <= set(house.slot.store)
+    books = house.turn(talk, words(9, 20))
+    assert house.refusals == 0
+    assert books.decoded < 900
 
 
 def test_a_copy_that_is_gone_is_noticed_and_left_out() -> None:
@@ -354,7 +379,7 @@ def test_a_client_may_lower_the_budget_and_choose_the_policy() -> None:
     assert given_(evoke_budget=300).budget == 300
     assert given_(evoke_budget=3000).budget == 512
     assert given_(evoke_policy="discard").name == "discard"
-    assert given_(evoke_recovery="breadcrumb").recovery == "breadcrumb"
+    assert given_(evoke_recovery="discard").recovery == "discard"
     unlimited = replace(CONFIG, budget=None)
     talk = replace(talk_of(1), tags={"evoke_budget": 300})
     assert effective(unlimited, talk.request()).budget == 300
