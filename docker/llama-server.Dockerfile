@@ -1,0 +1,37 @@
+# llama-server with our patches, built by the same command as everywhere: `make build` and
+# `evoke-proxy build-server` run this module too. Build context: the top of the checkout.
+# The code fits the CPU of the building machine: build where it will run.
+
+# Two images of one distribution; with CUDA=1, one with nvcc and one with its runtime libraries.
+ARG BUILD_IMAGE=debian:12-slim
+ARG RUN_IMAGE=debian:12-slim
+
+FROM ${BUILD_IMAGE} AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends \
+        ca-certificates cmake g++ git make python3 python3-pip \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+# Only what decides the bytes of the server: an edit of the proxy must not rebuild it.
+COPY patches patches
+COPY evoke_proxy/__init__.py evoke_proxy/
+COPY evoke_proxy/server_build evoke_proxy/server_build
+# Not empty: for NVIDIA GPUs. No GPU is visible here, so CUDAARCHS must name what to build for.
+ARG CUDA=
+ARG CUDAARCHS=
+# The cache outlives a failed or interrupted build, which then goes on where it was.
+RUN --mount=type=cache,target=/cache,sharing=locked \
+    EVOKE_CACHE=/cache python3 -m evoke_proxy.server_build ${CUDA:+--cuda} --print-path > /path \
+    && cp "$(cat /path)" /llama-server
+
+FROM ${RUN_IMAGE}
+# libgomp1 is what the server links; curl asks for its health.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends curl libgomp1 libstdc++6 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --no-create-home --home-dir /nonexistent llama
+COPY --from=build /llama-server /usr/local/bin/llama-server
+ENV LLAMA_ARG_HOST=0.0.0.0 LLAMA_ARG_PORT=8080
+USER 10001:10001
+EXPOSE 8080
+ENTRYPOINT ["llama-server"]

@@ -1,0 +1,40 @@
+# evoke-proxy, and the one-shot that fetches the embedder. Build context: the top of the checkout.
+
+# For EXTRA=gpu an image with the CUDA and cuDNN that onnxruntime-gpu wants.
+ARG BASE_IMAGE=debian:12-slim
+
+FROM ${BASE_IMAGE} AS build
+# cpu or gpu. Never both: the two onnxruntime packages overwrite each other's files.
+ARG EXTRA=cpu
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY pyproject.toml LICENSE README.md* ./
+COPY config config
+COPY patches patches
+COPY evoke_proxy evoke_proxy
+RUN --mount=type=cache,target=/root/.cache/pip \
+    case "$EXTRA" in cpu|gpu) ;; *) echo "EXTRA is cpu or gpu, not '$EXTRA'" >&2; exit 1 ;; esac \
+    && python3 -m venv /opt/evoke-proxy \
+    && /opt/evoke-proxy/bin/python -m pip install --disable-pip-version-check ".[$EXTRA]"
+
+FROM python:3.12-slim-bookworm AS fetch-embedder
+COPY docker/fetch_embedder.py /
+# A new volume takes the owner of the directory it is mounted on.
+RUN install -d -o 10001 -g 10001 /embedder
+USER 10001:10001
+ENTRYPOINT ["python", "/fetch_embedder.py", "/embedder"]
+
+FROM ${BASE_IMAGE} AS proxy
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --no-create-home --home-dir /nonexistent evoke \
+    && install -d -o 10001 -g 10001 /embedder
+COPY --from=build /opt/evoke-proxy /opt/evoke-proxy
+ENV PATH=/opt/evoke-proxy/bin:$PATH EVOKE_LISTEN=0.0.0.0:8090
+USER 10001:10001
+EXPOSE 8090
+ENTRYPOINT ["evoke-proxy"]
+CMD ["serve"]
