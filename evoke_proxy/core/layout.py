@@ -35,8 +35,9 @@ class Layout:
     """Blocks tile [0, generation) of `tokens`; each is resident as a whole or not at all.
 
     `resident` are the rows below `n_past`, `saved` labels of blocks with a copy, `ranges` copies
-    from outside the blocks, `stale` labels of copies that are of no use any more. `divergence` is
-    where the prompt left what was known before, None when it only went on.
+    from outside the blocks, `stale` labels of copies that are of no use any more, `guessed` those
+    of `saved` whose tokens only llama-server knows. `divergence` is where the prompt left what was
+    known before, None when it only went on.
     """
 
     session: str
@@ -46,6 +47,7 @@ class Layout:
     saved: frozenset[str] = frozenset()
     ranges: tuple[SavedRange, ...] = ()
     stale: frozenset[str] = frozenset()
+    guessed: frozenset[str] = frozenset()
     resident: tuple[Span, ...] = ()
     n_past: int = 0
     divergence: int | None = None
@@ -99,6 +101,8 @@ class Layout:
         generated = Span(self.generation, max(self.generation, view.n_common))
         fresh = [_block(draft, turn, generated) for draft in drafts]
         blocks, saved = self._labelled([*kept, *fresh], rendered.tokens, ranges)
+        known = max(shared, view.n_common)
+        guessed = {item.label for item in ranges if item.span.end > known} | self.guessed
         return Layout(
             session=self.session,
             tokens=rendered.tokens,
@@ -106,6 +110,7 @@ class Layout:
             blocks=blocks,
             saved=saved,
             stale=(self.stale | self.saved | {item.label for item in self.ranges}) - saved,
+            guessed=saved & guessed,
             resident=resident,
             n_past=n_past,
             divergence=shared if shared < self.generation else None,
@@ -120,10 +125,22 @@ class Layout:
         return replace(self, saved=saved, ranges=tuple(added.values()), stale=stale)
 
     def without_saved(self, labels: Collection[str]) -> Layout:
-        """The same after these copies turned out to be gone."""
+        """The same after these copies turned out to be gone, or to be of other tokens.
+
+        If one was guessed, then the answer reads differently from there on: so are those after it.
+        """
         gone = frozenset(labels)
+        guesses = [block for block in self.blocks if block.label in self.guessed]
+        wrong = [block.span.start for block in guesses if block.label in gone]
+        stale = {block.label for block in guesses if wrong and block.span.start >= min(wrong)}
         ranges = tuple(item for item in self.ranges if item.label not in gone)
-        return replace(self, saved=self.saved - gone, ranges=ranges, stale=self.stale - gone)
+        return replace(
+            self,
+            saved=self.saved - gone - stale,
+            ranges=ranges,
+            stale=(self.stale - gone) | stale,
+            guessed=self.guessed - gone - stale,
+        )
 
     def marked(
         self, messages: Sequence[Message], turns: Mapping[int, tuple[bool, float]]

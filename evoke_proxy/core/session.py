@@ -103,6 +103,7 @@ class Session:
     def applied(self, turn: Turn, plan: Plan) -> None:
         """llama-server has run the whole plan."""
         self._moved(plan)
+        self.layout = replace(self.layout, guessed=frozenset())
         self._planned = forecast(turn.view, plan)
         order = plan.stream.order if plan.stream is not None else ()
         self._victims = {victim.label: victim.span for victim in order}
