@@ -1,0 +1,43 @@
+"""What the server says it can do."""
+
+from __future__ import annotations
+
+from llama import Llama, running
+
+
+def test_the_feature_table_of_a_patched_server(two: Llama) -> None:
+    table = two.get("/props")["evoke"]
+    assert table["version"] == 1 and table["memory"] == "dense"
+    assert set(table["features"]) == {"blocks", "adopt", "plan", "render", "stream"}
+    limits = table["limits"]
+    assert limits["ram_bytes"] == 64 * 1024 * 1024 and limits["n_slots"] == 2
+    # 4 layers, 2 KV heads of 64, K and V at two bytes
+    assert limits["row_bytes"] == 4 * 2 * 64 * 2 * 2
+    assert limits["n_cells"] == two.slot(0)["n_cells"]
+
+
+def test_stock_has_no_table(stock: Llama) -> None:
+    assert "evoke" not in stock.get("/props")
+
+
+def test_what_blocks_cannot_live_with_is_off() -> None:
+    """The RAM cache copies slots with holes, and a context shift renumbers positions."""
+    options = ("-c", "512", "-np", "2", "-kvu", "--evoke-ram", "8", "--context-shift")
+    with running(True, *options, "--cache-ram", "100") as server:
+        first = server.complete(server.tokens("The river. " * 20), 0)
+        server.complete(server.tokens("A machine. " * 20), 1)
+        # idle slots keep their rows when another one starts
+        assert server.slot(0)["n_resident"] == server.slot(0)["n_tokens"] > 0
+        epoch = server.epoch(0)
+        prompt = server.tokens("The river. " * 20) + first["tokens"]
+        answer = server.complete(prompt, 0, n_predict=2000)
+        assert answer["timings"]["predicted_n"] < 2000 and answer["stop_type"] == "limit"
+        assert server.epoch(0) == epoch
+
+
+def test_speculative_decoding_is_refused_with_a_reason() -> None:
+    with running(True, "-c", "512", "--evoke-ram", "8", "--spec-type", "ngram-simple") as server:
+        table = server.get("/props")["evoke"]
+        assert table["features"] == [] and "speculative" in table["unsupported"]
+        status, answer = server.ask("GET", "/slots/0/blocks")
+        assert (status, answer["error"]["type"]) == (501, "not_supported_error")
