@@ -30,6 +30,11 @@ class Metrics:
         self.plan_seconds = self._histogram(
             "evoke_plan_seconds", "Rendering, deciding and running a plan.", _PLAN_BUCKETS
         )
+        self.own_seconds = self._histogram(
+            "evoke_own_seconds",
+            "Chat request in to forwarded, without waiting for llama-server or a slot.",
+            _PLAN_BUCKETS,
+        )
         self.ttft_seconds = self._histogram(
             "evoke_ttft_seconds", "Chat request in to first answer byte out.", _TTFT_BUCKETS
         )

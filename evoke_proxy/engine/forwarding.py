@@ -20,7 +20,8 @@ class Forwarding:
 
     `lease`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
     carries the marker, so that the reply will bring the engine's books. `stage` is where planning
-    stands, for counting what fails.
+    stands, for counting what fails. `waits` are seconds by what was waited for, `own_s` the rest of
+    the time until forwarding, `after_s` what was left to do when the answer had ended.
     """
 
     body: bytes
@@ -36,6 +37,9 @@ class Forwarding:
     plan: Plan = Plan.EMPTY
     observer: Observer = field(default_factory=Observer)
     first_byte_s: float | None = None
+    waits: dict[str, float] = field(default_factory=dict)
+    own_s: float | None = None
+    after_s: float = 0.0
 
     @property
     def budget(self) -> int | None:
@@ -81,6 +85,9 @@ class Forwarding:
                 f" resident_before={books.resident_before} omitted={books.omitted}"
                 f" peak={books.n_resident_peak}"
             )
+        if self.own_s is not None:
+            parts.append(f"own_ms={self.own_s * 1000:.2f} after_ms={self.after_s * 1000:.2f}")
+            parts += [f"{name}_ms={wait * 1000:.2f}" for name, wait in self.waits.items()]
         if self.first_byte_s is not None:
             parts.append(f"first_byte_ms={self.first_byte_s * 1000:.0f}")
         return " ".join(parts)

@@ -63,7 +63,7 @@ class Planner:
         way.stage = "slot"
         waiting = asyncio.get_running_loop().time()
         way.lease = await self._slots.acquire(known.id, tenant)
-        waited = asyncio.get_running_loop().time() - waiting
+        waited = way.waits["queue"] = asyncio.get_running_loop().time() - waiting
         request, changed = self._truncated(way, request, rendered)
         if changed or way.lease.waited:
             way.stage = "render"
