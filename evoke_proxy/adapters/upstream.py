@@ -6,15 +6,19 @@ The only place where errors of aiohttp become errors of ours.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import aiohttp
 import orjson
+from aiohttp import StreamReader
 from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import RawResponseMessage
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -30,12 +34,14 @@ from evoke_proxy.errors import (
 
 # Anything aiohttp would add by itself is a header the client did not send.
 _NEVER_ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
-_LINE_BYTES = 64 * 1024
-_PIECE_BYTES = 256 * 1024
 # Below llama-server's own 5 s, so that a request is not written into a connection being closed.
 _KEEPALIVE_S = 2.0
+_LINE_BYTES = 64 * 1024
+_PIECE_BYTES = 256 * 1024
 _NEEDED = frozenset(("blocks", "adopt", "plan", "render", "stream"))
 _AUTHENTICATION = ("Authorization", "X-Api-Key")
+# Seconds that `call` has waited in the current task, by name, where somebody wants to know.
+AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,11 @@ class Reply:
 
 
 class _ResponseHandler(ResponseHandler):
-    """Cuts off what follows the head of a 204.
+    """What llama-server does with its connections, and aiohttp does not expect.
 
-    llama-server's router ends some of them like a chunked body, which aiohttp takes for nonsense.
+    After a streamed answer it closes without saying so: a request written into such a connection
+    would be lost, and a POST must not be sent twice. Its router ends some 204 like a chunked body,
+    which aiohttp takes for nonsense: whatever follows the head of a 204 is cut off.
     """
 
     _head_expected = False
@@ -95,6 +103,11 @@ class _ResponseHandler(ResponseHandler):
             self.force_close()
         self._head_expected = False
         super().data_received(data)
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        if data[0].chunked:
+            self.force_close()
+        super().feed_data(data, size)
 
 
 class Upstream:
@@ -152,36 +165,47 @@ class Upstream:
             response.close()
 
     async def call(
-        self, method: str, target: str, body: object = None, client: Mapping[str, str] | None = None
+        self,
+        method: str,
+        target: str,
+        body: object = None,
+        client: Mapping[str, str] | None = None,
+        name: str = "other",
     ) -> dict[str, Any]:
         """One short JSON call of our own; a body of bytes is sent as it is.
 
         Carries the credentials of `client`, its headers, when none are configured. Raises
         UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s`,
         UpstreamProtocolError when the answer is not a JSON object.
+        AWAITED counts its time under `name`.
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         with _mapped(self.url):
             async with asyncio.timeout(self._config.call_timeout_s):
-                async with self.open(method, target, self.own_headers(client), data) as reply:
-                    return _checked(target, reply.status, await reply.read())
+                with _timed(name):
+                    headers = self.own_headers(client)
+                    async with self.open(method, target, headers, data) as reply:
+                        raw = await reply.read()
+        return _checked(target, reply.status, raw)
 
-    async def info(self) -> ServerInfo:
+    async def info(self, client: Mapping[str, str] | None = None) -> ServerInfo:
         """What the server is and can do. Raises UpstreamError when it does not say."""
-        return _described(await self.call("GET", "/props"))
+        return _described(await self.call("GET", "/props", client=client))
 
     async def render(self, dialect: str, body: bytes, client: Mapping[str, str]) -> Rendered:
         """The tokens llama-server would decode for a request, and where its slots stand."""
         # Spliced, not parsed: the server must see the same spelling that is forwarded later.
         question = b'{"dialect":' + orjson.dumps(dialect) + b',"body":' + body + b"}"
-        return Rendered.parse(await self.call("POST", "/evoke/render", question, client))
+        return Rendered.parse(
+            await self.call("POST", "/evoke/render", question, client, "render")
+        )
 
     async def run(
         self, slot: int, action: str, body: Mapping[str, Any], client: Mapping[str, str]
     ) -> dict[str, Any]:
         """One block call on a slot. PlanRefused when it is refused: nothing changed then."""
         try:
-            return await self.call("POST", f"/slots/{slot}?action={action}", body, client)
+            return await self.call("POST", f"/slots/{slot}?action={action}", body, client, action)
         except UpstreamRejected as error:
             raise PlanRefused.of(error) from error
 
@@ -240,6 +264,16 @@ def _checked(target: str, status: int, raw: bytes) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise UpstreamProtocolError(f"llama-server answered {target} with no JSON object")
     return answer
+
+
+@contextmanager
+def _timed(name: str) -> Iterator[None]:
+    seconds, began = AWAITED.get(), time.perf_counter()
+    try:
+        yield
+    finally:
+        if seconds is not None:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 @contextmanager

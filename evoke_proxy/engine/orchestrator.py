@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import UNKNOWN_SERVER, ServerInfo, Upstream
+from evoke_proxy.adapters.upstream import AWAITED, UNKNOWN_SERVER, ServerInfo, Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
@@ -91,18 +91,23 @@ class Engine:
         Raises RequestError for wrong fields of ours, SlotsBusy when no slot gets free. Anything
         else that fails here is counted, and the request goes on without a plan.
         """
-        way = Forwarding(body, asyncio.get_running_loop().time())
+        way = Forwarding(body, _now())
+        AWAITED.set(way.waits)
         try:
             await self._prepare(way, dialect, client)
+            way.own_s = _now() - way.began - sum(way.waits.values())
+            self.metrics.own_seconds.observe(way.own_s)
             yield way
         finally:
+            ended = _now()
             self._conclude(way, client)
+            way.after_s = _now() - ended
 
     async def _prepare(
         self, way: Forwarding, dialect: str | None, client: Mapping[str, str]
     ) -> None:
         request = self._read(way, dialect, client)
-        reason = await self._bypass_reason(request)
+        reason = await self._bypass_reason(request, client)
         if reason or isinstance(request, str):
             way.decision = f"bypass:{reason}"
             self.metrics.bypass.labels(reason=reason).inc()
@@ -131,10 +136,10 @@ class Engine:
             return "not_json"
         return parse_chat(dialect, json.loads(given)) if dialect else "dialect"
 
-    async def _bypass_reason(self, request: ChatRequest | str) -> str:
+    async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:
         if isinstance(request, str):
             return request
-        await self._watch.look()
+        await self._watch.look(client)
         if not self.server.patched:
             return "unreachable" if self.server is UNKNOWN_SERVER else "unpatched"
         return _ineligible(request)
@@ -229,14 +234,9 @@ class Engine:
 
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""
-        try:
-            await self._watch.ask()
-            upstream = {"ok": True, "detail": f"{self.upstream.url} answers"}
-        except EvokeError as error:
-            upstream = {"ok": False, "detail": str(error)}
         drain = "stopping: no new requests" if self.draining else "accepting requests"
         return {
-            "upstream": upstream,
+            "upstream": await self._watch.check(),
             "accepting": {"ok": not self.draining, "detail": drain},
             "budget": {"ok": True, "detail": self._watch.described()},
         }
@@ -273,6 +273,10 @@ async def _logged(work: Coroutine[Any, Any, None], what: str) -> None:
         await work
     except Exception as error:
         _log.warning("%s failed: %s", what, error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _tenant(client: Mapping[str, str]) -> str:

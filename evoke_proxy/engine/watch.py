@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from evoke_proxy.adapters.upstream import UNKNOWN_SERVER, ServerInfo, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.errors import EvokeError, UpstreamTimeout
+from evoke_proxy.errors import EvokeError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
 
@@ -25,12 +26,12 @@ class ServerWatch:
         self._on_start = on_start
         self._again_at = 0.0
 
-    async def ask(self) -> None:
+    async def ask(self, client: Mapping[str, str] | None = None) -> None:
         """Ask now; raises UpstreamError when there is no answer."""
-        self._learn(await self._upstream.info())
+        self._learn(await self._upstream.info(client))
 
-    async def look(self) -> None:
-        """Ask when nothing is known; failures are only logged.
+    async def look(self, client: Mapping[str, str] | None = None) -> None:
+        """Ask when nothing is known, with the credentials of a client; failures are only logged.
 
         A server that says no says so at once and is asked every time. One that keeps silent holds
         up a request for the connect timeout, and is left alone for the probe interval.
@@ -39,12 +40,24 @@ class ServerWatch:
         if self.server is not UNKNOWN_SERVER or now < self._again_at:
             return
         try:
-            await self.ask()
+            await self.ask(client)
         except UpstreamTimeout as error:
             self._again_at = now + self._config.upstream.probe_interval_s
             _log.warning("%s", error)
         except EvokeError as error:
             _log.warning("%s", error)
+
+    async def check(self) -> dict[str, Any]:
+        """Whether requests can be answered: `ok`, and a `detail` for a person."""
+        try:
+            await self.ask()
+        except UpstreamRejected as error:
+            wants_key = error.status in (401, 403)
+            detail = "answers, to clients with a key; see upstream.api_key" if wants_key else error
+            return {"ok": wants_key, "detail": str(detail)}
+        except EvokeError as error:
+            return {"ok": False, "detail": str(error)}
+        return {"ok": True, "detail": f"{self._upstream.url} answers"}
 
     def lost(self) -> None:
         """Its connection broke: what comes back may be another one."""

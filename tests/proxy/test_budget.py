@@ -277,3 +277,30 @@ def test_a_restart_nobody_noticed_costs_nothing_but_time() -> None:
         assert said.books["marker"] == "ok"
         assert said.books["n_resident_peak"] <= BUDGET
         assert running.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_requests_right_after_a_stream_are_never_lost(patched_proxy: RunningProxy) -> None:
+    # llama-server closes the connection of a streamed answer without saying so.
+    talk = Talk(patched_proxy.port, "quick")
+    talk.messages.append({"role": "user", "content": "hello"})
+    for _ in range(40):
+        answer = talk.post(stream=True, max_tokens=2)
+        assert answer.status == 200
+    assert patched_proxy.metric("evoke_degraded_total", stage="render") == 0
+
+
+def test_a_server_with_a_key_is_asked_with_the_clients_or_the_configured_one() -> None:
+    binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
+    body = b'{"messages":[{"role":"user","content":"hello"}],"max_tokens":2}'
+    with llama_server(binary, *options, "--api-key", "k1") as port, proxy(port) as running:
+        answers = [
+            ask(running.port, "POST", "/v1/chat/completions", body, headers)
+            for headers in ({}, {"Authorization": "Bearer k1"})
+        ]
+        assert [answer.status for answer in answers] == [401, 200]
+        assert "evoke" in json.loads(answers[1].body)["timings"]
+        assert ask(running.port, "GET", "/evoke/ready").status == 200
+        with proxy(port, upstream__api_key="k1") as keyed:
+            assert ask(keyed.port, "GET", "/evoke/ready").status == 200
+            # the configured key is for our own calls: it opens nothing for strangers
+            assert ask(keyed.port, "POST", "/v1/chat/completions", body).status == 401
