@@ -191,12 +191,17 @@ class Layout:
         return tuple(labelled), frozenset(saved)
 
 
+def wire_name(session: str) -> str:
+    """What a session is called in labels: its id, or a hash of one too long for the wire."""
+    if len(session.encode()) <= _MAX_SESSION_BYTES:
+        return session
+    return hashlib.blake2b(session.encode(), digest_size=12).hexdigest()
+
+
 def labels(session: str, tokens: Tokens, spans: Sequence[Span]) -> list[str]:
     """A name for each of these ascending spans: it says whose and where, and changes with any token
     up to the span's end."""
-    owner = session
-    if len(owner.encode()) > _MAX_SESSION_BYTES:
-        owner = hashlib.blake2b(owner.encode(), digest_size=12).hexdigest()
+    owner = wire_name(session)
     hashed, at, found = hashlib.blake2b(digest_size=4), 0, []
     for span in spans:
         hashed.update(np.ascontiguousarray(tokens[at : span.end], dtype="<i4").tobytes())

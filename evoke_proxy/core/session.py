@@ -14,7 +14,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Role, Span, common
 from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.layout import Layout, SavedRange
+from evoke_proxy.core.layout import Layout, SavedRange, wire_name
 from evoke_proxy.core.plan import Plan, Save
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.policy_view import PolicyView
@@ -151,7 +151,7 @@ class Session:
         unsaved = [block for block in blocks if block.label not in self.layout.saved]
         saves = [Save(block.label, block.span) for block in unsaved if _holds(view, block.span)]
         for span in self._generated(view, end):
-            label = f"{self.id[-100:]}/{span.start}-{span.end}-t{self.turns}/gen"
+            label = f"{wire_name(self.id)}/{span.start}-{span.end}-t{self.turns}/gen"
             saves.append(Save(label, span))
         return Plan(saves=tuple(saves), reason="the slot is given to another session")
 

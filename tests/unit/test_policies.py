@@ -426,6 +426,14 @@ def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
     assert order[0] == "s/1"
 
 
+def test_of_a_very_long_turn_both_ends_are_looked_up() -> None:
+    view = line(FILLER[:8], "rssrrrrr")
+    padding = "x " * 5000
+    assert "+s/1" in moved(decide(view, f"number1 {padding}", CONFIG))
+    assert "+s/2" in moved(decide(view, f"{padding} number2", CONFIG))
+    assert "+" not in moved(decide(view, f"{padding} number1 {padding}", CONFIG))
+
+
 def test_strange_rows_make_room_for_what_comes_back() -> None:
     view = line(FILLER[:3], "rsr", tail=40)
     view = replace(view, resident=(*view.resident, Span(300, 700)), n_free=0)

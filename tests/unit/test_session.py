@@ -466,6 +466,15 @@ def test_save_all_copies_each_resident_row_once() -> None:
     assert house.session.save_all(house.slot.view([])).saves == ()
 
 
+def test_labels_of_a_very_long_session_fit_the_wire() -> None:
+    house = House()
+    house.session = Session("ü" * 256, "", CONFIG)
+    house.turn(talk_of(300), words(9, 150))
+    house.hand_over()
+    assert max(len(label.encode()) for label in house.slot.store) <= 200
+    assert any(label.endswith("/gen") for label in house.slot.store)
+
+
 def test_nothing_is_saved_of_a_session_that_has_nothing() -> None:
     assert Session("s", "", CONFIG).save_all(SlotModel(10).view([])).saves == ()
 

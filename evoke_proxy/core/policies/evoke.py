@@ -27,7 +27,9 @@ _RELEVANCE = 2.0
 # A longer answer than this share of the budget is left to the stream: rows for tokens that may
 # never come are worth less than blocks that are there.
 _MAX_RESERVE_SHARE = 4
-# What a long turn is about stands at its beginning or at its end.
+# What a long turn is about stands at its beginning or at its end; so much of both is looked up,
+# and so much to rank the turn's own text, of which all of it would be a part.
+_QUERY_CHARS = 2048
 _FOCUS_CHARS = 300
 
 
@@ -78,7 +80,8 @@ def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, values:
 
 def _values(view: PolicyView, query: str, config: PolicyConfig) -> Scores:
     keep = keep_scores(view, config.sink_tokens)
-    values = keep + _RELEVANCE * view.index.relevance(query, view.blocks)
+    asked = _ends(query, _QUERY_CHARS)
+    values = keep + _RELEVANCE * view.index.relevance(asked, view.blocks)
     rounded: Scores = values.round(9)  # sums in another order must not make another plan
     return rounded
 
@@ -184,11 +187,14 @@ def _order(
     new = [i for i in free if view.blocks[i].span.start >= cursor]
     worth = values
     if new and len(query) > 2 * _FOCUS_CHARS:
-        focus = f"{query[:_FOCUS_CHARS]}\n{query[-_FOCUS_CHARS:]}"
-        worth = _values(view, focus, config)
+        worth = _values(view, _ends(query, _FOCUS_CHARS), config)
     old.sort(key=lambda i: (values[i], view.blocks[i].key))
     new.sort(key=lambda i: (worth[i], view.blocks[i].key))
     return tuple(Victim(view.blocks[i].label, view.blocks[i].span) for i in [*old, *new])
+
+
+def _ends(text: str, chars: int) -> str:
+    return text if len(text) <= 2 * chars else f"{text[:chars]}\n{text[-chars:]}"
 
 
 def _reason(
