@@ -1,0 +1,57 @@
+"""Every dialect's reply to a marked request brings the books; no other reply differs from stock."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llama import Llama
+
+MESSAGES = [{"role": "user", "content": "Hello, who are you?"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4},
+    "/v1/responses": {"input": MESSAGES, "max_output_tokens": 4},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+}
+PATHS = pytest.mark.parametrize("path", BODIES)
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def documents(server: Llama, path: str, **fields: object) -> list[dict[str, Any]]:
+    """The JSON documents of an answer: one, or those of a stream's events."""
+    status, raw = server.raw("POST", path, json.dumps(BODIES[path] | fields).encode())
+    assert status == 200, raw
+    if not fields.get("stream"):
+        return [json.loads(raw)]
+    lines = (line.removeprefix(b"data: ") for line in raw.splitlines())
+    return [json.loads(line) for line in lines if line.startswith(b"{")]
+
+
+@PATHS
+@STREAM
+def test_a_marked_reply_brings_its_books_once(one: Llama, path: str, stream: bool) -> None:
+    marker = {"id_slot": 0, "cache_prompt": True, "evoke": {"epoch": one.epoch()}}
+    asked: dict[str, Any] = {"stream": stream, "stream_options": {"include_usage": True}}
+    told = [
+        document
+        for document in documents(one, path, **marker, **(asked if stream else {}))
+        if "evoke" in document.get("timings", {})
+    ]
+    assert len(told) == 1
+    books = told[0]["timings"]["evoke"]
+    kinds = ("resident_before", "recovered", "decoded", "omitted")
+    assert sum(books[kind] for kind in kinds) == books["n_prompt"] > 0
+    assert books["marker"] == "ok"
+    # usage stands beside them, where a client looks for it
+    assert told[0].get("usage") or told[0]["response"]["usage"]
+
+
+@PATHS
+@STREAM
+def test_an_unmarked_reply_has_the_keys_of_stock(
+    one: Llama, stock: Llama, path: str, stream: bool
+) -> None:
+    ours, theirs = (documents(server, path, stream=stream, seed=1) for server in (one, stock))
+    assert sorted(ours[-2 if stream else -1]) == sorted(theirs[-2 if stream else -1])
+    assert all("evoke" not in document.get("timings", {}) for document in ours)
