@@ -7,7 +7,7 @@ Positions come from the decoder's own scanner, so what is edited is what a parse
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -66,6 +66,23 @@ def remove_elements(body: bytes, key: str, indexes: Collection[int]) -> bytes:
         return body
     elements = _Scanner(text, ()).elements(found[-1].value)
     return _applied(text, _member_edits(elements, indexes)).encode()
+
+
+def edit_nested(body: bytes, path: Sequence[str], set: Mapping[str, bytes]) -> bytes:
+    """`body`, a JSON object, with members set in the object at `path` inside it.
+
+    Unchanged where `path` leads to no object. RequestError when `body` is no JSON object.
+    """
+    if not path:
+        return edit_top_level(body, set, ())
+    text = _decoded(body)
+    members = _Scanner(text, ()).document()
+    found = [member for member in members if member.key == path[0] and text[member.value] == "{"]
+    if not found:
+        return body
+    start, end = found[-1].value, found[-1].end
+    inner = edit_nested(text[start:end].encode(), path[1:], set)
+    return text[:start].encode() + inner + text[end:].encode()
 
 
 def _decoded(body: bytes) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.splice import edit_top_level, remove_elements
+from evoke_proxy.core.splice import edit_nested, edit_top_level, remove_elements
 from evoke_proxy.errors import RequestError
 
 KEYS = st.sampled_from(["a", "b", "messages", "input", "evoke_keep", "id_slot", 'q"\\', "ü", ""])
@@ -234,3 +234,20 @@ def test_a_large_body_is_edited_in_reasonable_time() -> None:
     edit_top_level(body, {"id_slot": b"0"}, ["evoke"], ["evoke_keep"])
     assert len(body) > 1_000_000
     assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize(
+    ("body", "edited"),
+    [
+        (b'{"a": {"b": {"c":1.0}}}', b'{"a": {"b": {"x":7,"c":1.0}}}'),
+        (b'{"a":{"b":{}},"b":2}', b'{"a":{"b":{"x":7}},"b":2}'),
+        (b' {"a":{"b":{"x" : 1e3}}}\n', b' {"a":{"b":{"x" : 7}}}\n'),
+        (b'{"a":{"b":1},"a":{"b":{}}}', b'{"a":{"b":1},"a":{"b":{"x":7}}}'),
+        (b'{"a":[{"b":{}}]}', b'{"a":[{"b":{}}]}'),
+        ('{"ü":"€","a":{"ß":"𝄞","b":{"c":"é"}}}'.encode(), None),
+        (b'{"a":null}', b'{"a":null}'),
+    ],
+)
+def test_a_member_of_a_nested_object_is_set(body: bytes, edited: bytes | None) -> None:
+    expected = edited or body.replace(b'"b":{', b'"b":{"x":7,')
+    assert edit_nested(body, ("a", "b"), {"x": b"7"}) == expected

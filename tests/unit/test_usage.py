@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core import usage
+from evoke_proxy.core.usage import StreamEdit, with_books
+
+BOOKS = {
+    "decoded": 3,
+    "recovered": 64,
+    "resident_before": 200,
+    "omitted": 900,
+    "n_prompt": 1167,
+    "n_resident_peak": 300,
+    "budget": 320,
+}
+SHOWN = (
+    b'"evoke":{"decoded":3,"recovered":64,"resident_before":200,"omitted":900,'
+    b'"resident_peak":300,"budget":320}'
+)
+TIMINGS = json.dumps({"cache_n": 264, "evoke": BOOKS}).encode()
+
+DOCUMENTS = {
+    "chat": b'{"choices":[], "usage" : {"total_tokens":1.50e1},"timings":%b}' % TIMINGS,
+    "responses": b'{"output":[],"usage" : {"total_tokens":2},"timings":%b}' % TIMINGS,
+    "completed": b'{"timings":%b,"response":{"usage" : {"total_tokens":2}}}' % TIMINGS,
+    "message_delta": b'{"type":"message_delta","usage" : {"o":5},"timings":%b}' % TIMINGS,
+}
+UNTOUCHED = [
+    b"",
+    b"[DONE]",
+    b'{"choices":[],"timings":%b}' % TIMINGS,
+    b'{"usage":{"total_tokens":2},"timings":{"cache_n":1},"evoke":1}',
+    b'{"usage":null,"timings":%b}' % TIMINGS,
+    b'{"usage":{"total_tokens":2},"timings":{"evoke":{"decoded":"many"}}}',
+    b'{"usage":{"total_tokens":2},"timings":%b' % TIMINGS,
+    b'{"message":{"usage":{"input_tokens":2}},"timings":%b}' % TIMINGS,
+    b'["usage",{"evoke":{}}]',
+    b'{"usage":{"a":NaN},"timings":%b}' % TIMINGS,
+]
+
+
+def expected(document: bytes) -> bytes:
+    return document.replace(b'"usage" : {', b'"usage" : {' + SHOWN + b",")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_books_come_into_the_usage_and_nothing_else_changes(document: bytes) -> None:
+    assert with_books(document) == expected(document) != document
+
+
+@pytest.mark.parametrize("document", UNTOUCHED)
+def test_a_document_without_both_stays(document: bytes) -> None:
+    assert with_books(document) == document
+
+
+def test_no_budget_is_null() -> None:
+    timings: dict[str, Any] = {"evoke": BOOKS | {"budget": 0}}
+    edited = json.loads(with_books(json.dumps({"usage": {}, "timings": timings}).encode()))
+    assert edited["usage"]["evoke"]["budget"] is None
+
+
+LINES = [b"data: " + document for document in DOCUMENTS.values()]
+EDITED = [b"data: " + expected(document) for document in DOCUMENTS.values()]
+STREAM = b": ping\n\nevent: x\r\n" + b"\r\n\r\n".join(LINES) + b'\n\nretry: 1\n\ndata:{"usage"'
+OUT = b": ping\n\nevent: x\r\n" + b"\r\n\r\n".join(EDITED) + b'\n\nretry: 1\n\ndata:{"usage"'
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), len(STREAM)]
+    edit = StreamEdit()
+    out = [edit.feed(STREAM[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    assert b"".join(out) + edit.close() == OUT
+
+
+def test_whole_lines_do_not_wait() -> None:
+    edit = StreamEdit()
+    assert edit.feed(b": ping\n\n") == b": ping\n\n"
+    assert edit.feed(b"data: {}\n\nda") == b"data: {}\n\n"
+    assert edit.feed(b"ta: {}\n") == b"data: {}\n"
+
+
+def test_a_line_without_end_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_MAX_LINE_BYTES", 10)
+    edit = StreamEdit()
+    assert edit.feed(b"data: 1") == b""
+    assert edit.feed(b"2345") == b"data: 12345"
+    assert edit.feed(b"6") == b"6"
+    assert edit.feed(b'7\ndata: "a"\n') == b'7\ndata: "a"\n'
+    assert edit.close() == b""
