@@ -98,7 +98,7 @@ class Block:
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same positions as the fewest spans, ascending."""
     found: list[Span] = []
-    for span in sorted(span for span in spans if len(span)):
+    for span in sorted((span for span in spans if span.start < span.end), key=_start):
         if found and span.start <= found[-1].end:
             found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
         else:
@@ -108,9 +108,19 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 def without(spans: Iterable[Span], removed: Iterable[Span]) -> tuple[Span, ...]:
     """The positions of `spans` that are not in `removed`, merged."""
-    left: list[Span] = list(merged(spans))
-    for hole in merged(removed):
-        left = [part for span in left for part in _cut_out(span, hole)]
+    left: list[Span] = []
+    holes, at = merged(removed), 0
+    for span in merged(spans):
+        start = span.start
+        while at < len(holes) and holes[at].start < span.end:
+            if holes[at].start > start:
+                left.append(Span(start, holes[at].start))
+            start = max(start, holes[at].end)
+            if holes[at].end > span.end:  # it may reach into the next span too
+                break
+            at += 1
+        if start < span.end:
+            left.append(Span(start, span.end))
     return tuple(left)
 
 
@@ -125,9 +135,5 @@ def total(spans: Iterable[Span]) -> int:
     return sum(len(span) for span in merged(spans))
 
 
-def _cut_out(span: Span, hole: Span) -> list[Span]:
-    if not span.overlaps(hole):
-        return [span]
-    before = Span(span.start, max(span.start, hole.start))
-    after = Span(min(span.end, hole.end), span.end)
-    return [part for part in (before, after) if len(part)]
+def _start(span: Span) -> int:
+    return span.start

@@ -15,7 +15,7 @@ import numpy as np
 from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common
 from evoke_proxy.core.messages import Message
 from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView, Tokens, common_prefix
-from evoke_proxy.core.segment import Draft, cut, share
+from evoke_proxy.core.segment import Draft, cut, inside, share
 
 __all__ = ["Layout", "MessageSpan", "Rendered", "SavedRange", "SlotView"]
 
@@ -159,8 +159,9 @@ class Layout:
         return end
 
     def _kept(self, limit: int, edges: Collection[int]) -> list[Block]:
-        inside = [block for block in self.blocks if block.span.end <= limit]
-        return [piece for block in inside for piece in _split(block, edges)]
+        ordered = sorted(edges)
+        below = [block for block in self.blocks if block.span.end <= limit]
+        return [piece for block in below for piece in _split(block, ordered)]
 
     def _may_hold(self, item: SavedRange, shared: int, view: SlotView) -> bool:
         """Whether the tokens of a saved range can be those of the new prompt.
@@ -210,12 +211,12 @@ def labels(session: str, tokens: Tokens, spans: Sequence[Span]) -> list[str]:
     return found
 
 
-def _split(block: Block, edges: Collection[int]) -> list[Block]:
-    inside = sorted(at for at in edges if block.span.start < at < block.span.end)
-    if not inside:
+def _split(block: Block, edges: Sequence[int]) -> list[Block]:
+    found = inside(edges, block.span)
+    if not found:
         return [block]
-    ends = [*inside, block.span.end]
-    spans = [Span(a, b) for a, b in zip([block.span.start, *inside], ends, strict=True)]
+    ends = [*found, block.span.end]
+    spans = [Span(a, b) for a, b in zip([block.span.start, *found], ends, strict=True)]
     return [
         replace(
             block,

@@ -14,7 +14,7 @@ from evoke_proxy.errors import UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
 
-_ROLES = {"developer": Role.SYSTEM, "function": Role.TOOL}
+_ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,7 @@ class Rendered:
 
 def role_named(name: str) -> Role:
     """The role a template's name stands for; USER for an unknown one."""
-    if name in _ROLES:
-        return _ROLES[name]
-    return Role(name) if name in set(Role) else Role.USER
+    return _ROLES.get(name, Role.USER)
 
 
 def common_prefix(one: Tokens, other: Tokens) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,16 @@ def cut(
     """
     end = min(generation, n_tokens)
     given = spans or (MessageSpan(0, Role.USER, Span(0, end)),)
-    names = _names(messages)
+    names = _Names(messages)
     numbers = _last_numbers(keys)
     drafts: list[Draft] = []
+    edges = sorted(cuts)
     for item in given:
+        if item.span.end <= start:
+            continue
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
-        name = names.get(item.index) or _Name(f"{item.role}:{item.index}", ())
-        for span in _pieces(item.span.clipped(end), start, cuts, block_tokens):
+        name = names.of(item)
+        for span in _pieces(item.span.clipped(end), start, edges, block_tokens):
             number = numbers[name.base]
             numbers[name.base] += 1
             text = share(message.shown, item.span, span)
@@ -69,12 +73,17 @@ def cut(
     return drafts
 
 
-def _pieces(span: Span, start: int, cuts: Iterable[int], block_tokens: int) -> Iterator[Span]:
+def _pieces(span: Span, start: int, cuts: Sequence[int], block_tokens: int) -> Iterator[Span]:
     first = min(max(span.start, start), span.end)
-    edges = sorted({first, span.end, *(at for at in cuts if first < at < span.end)})
+    edges = sorted({first, span.end, *inside(cuts, Span(first, span.end))})
     for begin, stop in zip(edges, edges[1:], strict=False):
         for at in range(begin, stop, block_tokens):
             yield Span(at, min(at + block_tokens, stop))
+
+
+def inside(edges: Sequence[int], span: Span) -> Sequence[int]:
+    """Of these ascending positions those that would split a span."""
+    return edges[bisect_right(edges, span.start) : bisect_left(edges, span.end)]
 
 
 def share(text: str, whole: Span, part: Span) -> str:
@@ -94,9 +103,19 @@ def _last_numbers(keys: Iterable[str]) -> Counter[str]:
     return numbers
 
 
-def _names(messages: Sequence[Message]) -> dict[int, _Name]:
-    calls = {call.id: call for message in messages for call in message.tool_calls if call.id}
-    return {index: _name(index, message, calls) for index, message in enumerate(messages)}
+class _Names:
+    """What the blocks of each message are called; asked for few of many."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._messages = messages
+        self._calls = {
+            call.id: call for message in messages for call in message.tool_calls if call.id
+        }
+
+    def of(self, item: MessageSpan) -> _Name:
+        if 0 <= item.index < len(self._messages):
+            return _name(item.index, self._messages[item.index], self._calls)
+        return _Name(f"{item.role}:{item.index}", ())
 
 
 def _name(index: int, message: Message, calls: Mapping[str, ToolCall]) -> _Name:
