@@ -7,6 +7,7 @@ always the server's word. Which labels have a copy is remembered, and corrected 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,13 +60,11 @@ class Layout:
         for span in self.resident:
             rows[span.start + 1 : span.end + 1] = 1
         upto = rows.cumsum()
-        return tuple(
-            BlockState.of(
-                bool(upto[block.span.end] - upto[block.span.start] == len(block.span)),
-                block.label in self.saved,
-            )
-            for block in self.blocks
-        )
+        starts = np.array([block.span.start for block in self.blocks], dtype=np.int64)
+        ends = np.array([block.span.end for block in self.blocks], dtype=np.int64)
+        whole = (upto[ends] - upto[starts] == ends - starts).tolist()
+        blocks = zip(self.blocks, whole, strict=True)
+        return tuple(BlockState.of(held, block.label in self.saved) for block, held in blocks)
 
     def reconcile(
         self,
@@ -146,6 +145,10 @@ class Layout:
         self, messages: Sequence[Message], turns: Mapping[int, tuple[bool, float]]
     ) -> Layout:
         """The same with the client's marks: on messages now, and on turns by (pinned, priority)."""
+        if not turns and not any(message.keep for message in messages):
+            if not any(block.pinned or block.preferred for block in self.blocks):
+                if all(block.priority == 1.0 for block in self.blocks):
+                    return self
         blocks = tuple(_with_marks(block, messages, turns) for block in self.blocks)
         return replace(self, blocks=blocks)
 
@@ -160,8 +163,12 @@ class Layout:
 
     def _kept(self, limit: int, edges: Collection[int]) -> list[Block]:
         ordered = sorted(edges)
-        below = [block for block in self.blocks if block.span.end <= limit]
-        return [piece for block in below for piece in _split(block, ordered)]
+        kept = [block for block in self.blocks if block.span.end <= limit]
+        starts = [block.span.start for block in kept]
+        crossed = {bisect_left(starts, at) - 1 for at in edges if at <= limit}
+        for i in sorted((i for i in crossed if i >= 0), reverse=True):
+            kept[i : i + 1] = _split(kept[i], ordered)
+        return kept
 
     def _may_hold(self, item: SavedRange, shared: int, view: SlotView) -> bool:
         """Whether the tokens of a saved range can be those of the new prompt.

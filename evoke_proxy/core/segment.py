@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +16,6 @@ from evoke_proxy.core.rendered import MessageSpan
 _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 _TEXT_OVERLAP = 40  # characters: where tokens fall in the text is only known roughly
 _MAX_NAME = 100
-_NUMBERED = re.compile(r"(?s)(.*)#(\d+)(?:\.\d+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +93,14 @@ def share(text: str, whole: Span, part: Span) -> str:
     return text[max(0, begin) : end]
 
 
-def _last_numbers(keys: Iterable[str]) -> Counter[str]:
-    numbers: Counter[str] = Counter()
+def _last_numbers(keys: Iterable[str]) -> defaultdict[str, int]:
+    """The next free number of each name; keys are `name#2`, or `name#2.1` of a split block."""
+    numbers: defaultdict[str, int] = defaultdict(int)
     for key in keys:
-        match = _NUMBERED.fullmatch(key)
-        if match:
-            numbers[match[1]] = max(numbers[match[1]], int(match[2]) + 1)
+        base, _, rest = key.rpartition("#")
+        digits = rest.partition(".")[0]
+        if digits.isdecimal():
+            numbers[base] = max(numbers[base], int(digits) + 1)
     return numbers
 
 

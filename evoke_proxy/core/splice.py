@@ -7,6 +7,7 @@ Positions come from the decoder's own scanner, so what is edited is what a parse
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from evoke_proxy.errors import RequestError
 
 _MESSAGE_LISTS = ("messages", "input")
 _SPACE = " \t\n\r"
+_ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,11 @@ def _refuse(why: str) -> NoReturn:
     raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
 
 
+def _may_hold(text: str, keys: Collection[str]) -> bool:
+    """Whether one of these ASCII keys may be a key somewhere, spelled out or with escapes."""
+    return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
@@ -105,7 +112,7 @@ class _Scanner:
 
     def __init__(self, text: str, message_remove: Collection[str]) -> None:
         self._text = text
-        self._message_remove = message_remove
+        self._message_remove = message_remove if _may_hold(text, message_remove) else ()
         # float for whole numbers too: int() refuses long ones
         decoder = json.JSONDecoder(parse_int=float, parse_constant=_no_constant)
         self._decode: Callable[[str, int], tuple[Any, int]] = decoder.raw_decode
