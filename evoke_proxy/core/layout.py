@@ -152,6 +152,12 @@ class Layout:
         blocks = tuple(_with_marks(block, messages, turns) for block in self.blocks)
         return replace(self, blocks=blocks)
 
+    @property
+    def copies_end(self) -> int:
+        """Where the last copy ends; 0 when no block has one."""
+        saved = [block.span.end for block in self.blocks if block.label in self.saved]
+        return max([*saved, *(item.span.end for item in self.ranges)]) if saved else 0
+
     def saved_end(self, limit: int) -> int:
         """Where the copies end that cover the prompt from 0 on without a gap; `limit` at most."""
         end = 0

@@ -139,7 +139,7 @@ def _with_neighbours(scores: Scores, blocks: Sequence[Block]) -> Scores:
 
 def _adjacent(blocks: Sequence[Block]) -> Iterable[tuple[int, int]]:
     """Index pairs of blocks that touch and are of one message."""
-    order = sorted(range(len(blocks)), key=lambda i: blocks[i].span)
+    order = sorted(range(len(blocks)), key=lambda i: blocks[i].span.start)
     for i, j in zip(order, order[1:], strict=False):
         one, other = blocks[i], blocks[j]
         if one.span.end == other.span.start and one.message == other.message:

@@ -178,7 +178,8 @@ class Session:
             return layout.marked(request.messages, self._turn_marks)
 
         n_past = view.n_past(len(rendered.tokens))
-        if self.layout.saved and recovers(config):
+        # Copies that end before that cannot take an adopted slot any further than it is.
+        if recovers(config) and self.layout.copies_end >= n_past + config.block_tokens:
             # On a slot that holds somebody else a few tokens may agree by chance: blocks are
             # not to be split there when their copies are to come back.
             empty = on(replace(view, n_common=0, resident=()))
@@ -189,6 +190,8 @@ class Session:
 
     def _with_doubtful(self, layout: Layout) -> Layout:
         """Blocks the engine was told to save before evicting, and that are out, have a copy."""
+        if not self._doubtful:
+            return layout
         states = zip(layout.blocks, layout.states, strict=True)
         out = {
             block.label

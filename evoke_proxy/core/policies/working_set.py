@@ -69,10 +69,11 @@ def choose(given: Candidates, values: Scores, capacity: int | None, margin: floa
     if used > capacity:
         return WorkingSet(chosen, True, used)
     worth = values + np.where(given.resident, margin, 0.0)
+    lengths = given.lengths.tolist()
     for i in by_value(np.flatnonzero((given.resident | given.loadable) & ~chosen), worth, given):
-        if used + given.lengths[i] <= capacity:
+        if used + lengths[i] <= capacity:
             chosen[i] = True
-            used += int(given.lengths[i])
+            used += lengths[i]
     return WorkingSet(chosen, False, used)
 
 
@@ -80,16 +81,18 @@ def that_fit(given: Candidates, values: Scores, wanted: Mask, room: int) -> Mask
     """Of the blocks wanted back, those that must be first and then the most valuable in `room`."""
     fitting = np.zeros(len(wanted), dtype=bool)
     order = by_value(np.flatnonzero(wanted), values + np.where(given.must, 1e6, 0.0), given)
+    lengths = given.lengths.tolist()
     for i in order:
-        if given.lengths[i] <= room:
+        if lengths[i] <= room:
             fitting[i] = True
-            room -= int(given.lengths[i])
+            room -= lengths[i]
     return fitting
 
 
-def by_value(indexes: npt.NDArray[np.int64], values: Scores, given: Candidates) -> list[np.int64]:
+def by_value(indexes: npt.NDArray[np.int64], values: Scores, given: Candidates) -> list[int]:
     """Most valuable first; equal ones by key."""
-    return sorted(indexes, key=lambda i: (-values[i], given.keys[i]))
+    costs, keys = (-values).tolist(), given.keys
+    return sorted(indexes.tolist(), key=lambda i: (costs[i], keys[i]))
 
 
 def _mask(flags: Iterable[bool]) -> Mask:
