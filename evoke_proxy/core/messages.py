@@ -21,6 +21,9 @@ _MEDIA_PARTS = frozenset(
 )
 
 
+_BARE = frozenset(("role", "content"))
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A call an assistant asked for; `arguments` is a JSON text."""
@@ -99,10 +102,13 @@ def has_media(body: Mapping[str, Any]) -> bool:
 
 
 def _plain(item: Mapping[str, Any]) -> Message:
+    role, text = role_named(_string(item.get("role"))), _text(item.get("content"))
+    if item.keys() <= _BARE:  # almost every message has nothing else
+        return Message(role, text)
     calls = (_tool_call(call) for call in _objects(item.get("tool_calls")))
     message = Message(
-        role=role_named(_string(item.get("role"))),
-        text=_text(item.get("content")),
+        role=role,
+        text=text,
         name=_string(item.get("name")),
         tool_calls=tuple(calls),
         tool_call_id=_string(item.get("tool_call_id")),
@@ -175,9 +181,11 @@ def _text(content: object, between: str = "\n") -> str:
 
 def _parts(item: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     for key in ("content", "output"):
-        for part in _objects(item.get(key)):
-            yield part
-            yield from _objects(part.get("content"))
+        given = item.get(key)
+        if isinstance(given, list):
+            for part in _objects(given):
+                yield part
+                yield from _objects(part.get("content"))
 
 
 def _items(value: object) -> list[Mapping[str, Any]]:

@@ -122,7 +122,7 @@ def _message_spans(answer: Sequence[Mapping[str, Any]], generation: int) -> tupl
         for item in answer
     )
     edges = [0, *(item.span.end for item in spans)]
-    if any(item.span.start != edge for item, edge in zip(spans, edges, strict=False)):
+    if [item.span.start for item in spans] != edges[:-1]:
         raise ValueError("spans leave gaps or overlap")
     if spans and edges[-1] != generation:
         raise ValueError("spans do not end at the generation prompt")

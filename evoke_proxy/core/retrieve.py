@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from evoke_proxy.core.blocks import Block
 
 Scores = npt.NDArray[np.float64]
+Indexes = npt.NDArray[np.int64]
 
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
 _K1 = 1.2
@@ -131,16 +132,18 @@ def _spelled(query: str) -> set[str]:
 
 def _with_neighbours(scores: Scores, blocks: Sequence[Block]) -> Scores:
     shared = scores.copy()
-    for left, right in _adjacent(blocks):
-        shared[left] = max(shared[left], _NEIGHBOUR * scores[right])
-        shared[right] = max(shared[right], _NEIGHBOUR * scores[left])
+    left, right = _adjacent(blocks)
+    shared[left] = np.maximum(shared[left], _NEIGHBOUR * scores[right])
+    shared[right] = np.maximum(shared[right], _NEIGHBOUR * scores[left])
     return shared
 
 
-def _adjacent(blocks: Sequence[Block]) -> Iterable[tuple[int, int]]:
-    """Index pairs of blocks that touch and are of one message."""
-    order = sorted(range(len(blocks)), key=lambda i: blocks[i].span.start)
-    for i, j in zip(order, order[1:], strict=False):
-        one, other = blocks[i], blocks[j]
-        if one.span.end == other.span.start and one.message == other.message:
-            yield i, j
+def _adjacent(blocks: Sequence[Block]) -> tuple[Indexes, Indexes]:
+    """Indexes of blocks that touch and are of one message: left ones, and their right ones."""
+    starts = np.array([block.span.start for block in blocks], dtype=np.int64)
+    ends = np.array([block.span.end for block in blocks], dtype=np.int64)
+    messages = np.array([block.message for block in blocks], dtype=np.int64)
+    order = starts.argsort(kind="stable")
+    left, right = order[:-1], order[1:]
+    touch = (ends[left] == starts[right]) & (messages[left] == messages[right])
+    return left[touch], right[touch]

@@ -130,8 +130,11 @@ class Session:
 
     def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
         """These labels have copies of these ranges of this session's slot."""
-        own = {block.label: block.span for block in self.layout.blocks}
         given = list(ranges)
+        if not given:
+            return
+        named = {label for label, _ in given}
+        own = {b.label: b.span for b in self.layout.blocks if b.label in named}
         saved = {label for label, span in given if own.get(label) == span}
         others = [SavedRange(label, span) for label, span in given if label not in own]
         self.layout = self.layout.with_saved(saved, others)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.blocks import total
+from evoke_proxy.core.blocks import BlockState, total
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.score import Scores
 
 Mask = npt.NDArray[np.bool_]
+
+_RESIDENT = {state: state.resident for state in BlockState}
+_SAVED = {state: state.saved for state in BlockState}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,15 +44,15 @@ def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates
     adopts = view.adopt_to > 0
     cursor = view.adopt_to if adopts else view.n_past
     blocks, states = view.blocks, view.states
-    resident = _mask(state.resident and not adopts for state in states)
-    saved = _mask(state.saved for state in states)
-    below = _mask(block.span.end <= cursor for block in blocks)
+    starts = np.array([block.span.start for block in blocks], dtype=np.int64)
+    ends = np.array([block.span.end for block in blocks], dtype=np.int64)
+    resident = _of(states, _RESIDENT) & (not adopts)
+    saved = _of(states, _SAVED)
+    below = ends <= cursor
     loadable = saved & below & ~resident if recovers else np.zeros(len(blocks), bool)
-    stays = _mask(
-        block.pinned or block.span.start < sink_tokens or cursor - 1 in block.span
-        for block in blocks
-    )
-    lengths = np.array([len(block.span) for block in blocks], dtype=np.int64)
+    pinned = np.array([block.pinned for block in blocks], dtype=bool)
+    stays = pinned | (starts < sink_tokens) | ((starts < cursor) & (cursor <= ends))
+    lengths = ends - starts
     loose = 0 if adopts else total(view.kept_rows) - int(lengths[resident].sum())
     keys = tuple(block.key for block in blocks)
     return Candidates(keys, lengths, resident, loadable, stays & (resident | loadable), loose)
@@ -95,5 +98,5 @@ def by_value(indexes: npt.NDArray[np.int64], values: Scores, given: Candidates) 
     return sorted(indexes.tolist(), key=lambda i: (costs[i], keys[i]))
 
 
-def _mask(flags: Iterable[bool]) -> Mask:
-    return np.array(list(flags), dtype=bool)
+def _of(states: Sequence[BlockState], wanted: Mapping[BlockState, bool]) -> Mask:
+    return np.array([wanted[state] for state in states], dtype=bool)
