@@ -46,17 +46,26 @@ AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=Non
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What `GET /props` says about the server; `reason` says why it is not `patched`."""
+    """What `GET /props` says about the server.
 
-    patched: bool
+    `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
+    says it to a person; both are empty when it is `patched`.
+    """
+
+    lacking: str
     reason: str
     n_slots: int = 1
     sleeping: bool = False
     build: str = ""
 
+    @property
+    def patched(self) -> bool:
+        """Whether it has everything a budget needs."""
+        return not self.lacking
+
 
 # Before the first answer, and after the server went away.
-UNKNOWN_SERVER = ServerInfo(patched=False, reason="llama-server has not answered yet")
+UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +240,16 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 def _described(props: Mapping[str, Any]) -> ServerInfo:
     evoke = props.get("evoke")
     features = evoke.get("features") if isinstance(evoke, dict) else None
-    patched = isinstance(features, list) and _NEEDED.issubset(features)
+    missing = _NEEDED.difference(features if isinstance(features, list) else ())
+    lacking = reason = ""
     if not isinstance(evoke, dict):
-        reason = "it is not patched, or runs without --evoke-ram"
-    else:
-        reason = str(evoke.get("unsupported") or f"it lacks {_NEEDED.difference(features or ())}")
+        lacking, reason = "unpatched", "it is not patched, or runs without --evoke-ram"
+    elif missing:
+        named = evoke.get("unsupported") or f"it lacks {', '.join(sorted(missing))}"
+        lacking, reason = "unsupported", str(named)
     return ServerInfo(
-        patched=patched,
-        reason="" if patched else reason,
+        lacking=lacking,
+        reason=reason,
         n_slots=int(props.get("total_slots") or 1),
         sleeping=bool(props.get("is_sleeping")),
         build=str(props.get("build_info") or ""),

@@ -86,13 +86,14 @@ class ChatRequest:
     has_media: bool
     cache_prompt: bool
     tags: Tags
+    has_tools: bool = False
 
     @property
     def bypass(self) -> str:
         """Why the budget cannot manage this request; empty when it can."""
         reasons = (
             ("disabled", not self.tags.enabled),
-            ("several_answers", self.n > 1),
+            ("n", self.n > 1),
             ("media", self.has_media),
             ("cache_prompt", not self.cache_prompt),
         )
@@ -128,6 +129,7 @@ def parse_chat(dialect: str, body: Mapping[str, Any]) -> ChatRequest:
         has_media=messages.has_media(body),
         cache_prompt=body.get("cache_prompt") is not False,
         tags=_tags(body),
+        has_tools=bool(body.get("tools") or body.get("functions")),
     )
 
 

@@ -14,10 +14,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import AWAITED, UNKNOWN_SERVER, ServerInfo, Upstream
+from evoke_proxy.adapters.upstream import AWAITED, ServerInfo, Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
+from evoke_proxy.core.session import effective
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
@@ -83,13 +84,13 @@ class Engine:
 
     @asynccontextmanager
     async def turn(
-        self, dialect: str | None, body: bytes, client: Mapping[str, str]
+        self, dialect: str, body: bytes, client: Mapping[str, str]
     ) -> AsyncIterator[Forwarding]:
         """Prepare one chat request; what is yielded is to be forwarded and observed.
 
-        `dialect` is None for a path that is only relayed, `client` are the request's headers.
-        Raises RequestError for wrong fields of ours, SlotsBusy when no slot gets free. Anything
-        else that fails here is counted, and the request goes on without a plan.
+        `dialect` is one that `parse_chat` knows, `client` are the request's headers. Raises
+        RequestError for wrong fields of ours, SlotsBusy when no slot gets free. Anything else that
+        fails here is counted, and the request goes on without a plan.
         """
         way = Forwarding(body, _now())
         AWAITED.set(way.waits)
@@ -103,9 +104,7 @@ class Engine:
             self._conclude(way, client)
             way.after_s = _now() - ended
 
-    async def _prepare(
-        self, way: Forwarding, dialect: str | None, client: Mapping[str, str]
-    ) -> None:
+    async def _prepare(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> None:
         request = self._read(way, dialect, client)
         reason = await self._bypass_reason(request, client)
         if reason or isinstance(request, str):
@@ -122,9 +121,7 @@ class Engine:
             way.body = plain
             self._degrade(way, error)
 
-    def _read(
-        self, way: Forwarding, dialect: str | None, client: Mapping[str, str]
-    ) -> ChatRequest | str:
+    def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
         if client.get("Content-Encoding", "identity").lower() != "identity":
             return "content_encoding"
@@ -134,15 +131,16 @@ class Engine:
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"
-        return parse_chat(dialect, json.loads(given)) if dialect else "dialect"
+        return parse_chat(dialect, json.loads(given))
 
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:
         if isinstance(request, str):
             return request
         await self._watch.look(client)
         if not self.server.patched:
-            return "unreachable" if self.server is UNKNOWN_SERVER else "unpatched"
-        return _ineligible(request)
+            return self.server.lacking
+        truncates = effective(self.config.policy, request).name == "truncate"
+        return request.bypass or ("truncate" if truncates and request.dialect != "chat" else "")
 
     def _degrade(self, way: Forwarding, error: Exception) -> None:
         """Go on without a plan: our fault, or llama-server's, must not cost the answer."""
@@ -283,13 +281,3 @@ def _tenant(client: Mapping[str, str]) -> str:
     """Who asks: clients with different keys never share blocks. The key itself is kept nowhere."""
     key = client.get("Authorization") or client.get("X-Api-Key") or ""
     return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
-
-
-def _ineligible(request: ChatRequest) -> str:
-    if not request.tags.enabled:
-        return "disabled"
-    if request.n > 1:
-        return "n"
-    if request.has_media:
-        return "media"
-    return "" if request.cache_prompt else "cache_prompt"

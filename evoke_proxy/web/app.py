@@ -34,9 +34,9 @@ def create_app(engine: Engine) -> web.Application:
 
 def _dispatch(engine: Engine) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        chat_path = dialects.CHAT_PATHS.get(request.path)
-        if chat_path is not None and request.method == "POST":
-            return await answer_chat(request, engine, chat_path)
+        dialect = dialects.CHAT_PATHS.get(request.path)
+        if dialect is not None and request.method == "POST":
+            return await answer_chat(request, engine, dialect)
         return await relay.passthrough(request, engine.upstream)
 
     return handle

@@ -9,7 +9,6 @@ from aiohttp import web
 from evoke_proxy.engine import Engine
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.web import relay
-from evoke_proxy.web.dialects import ChatPath
 
 # What the engine did with the request of the current task, for its log line.
 DECISION = ContextVar("DECISION", default="decision=relay")
@@ -17,18 +16,18 @@ DECISION = ContextVar("DECISION", default="decision=relay")
 _REPLACED = frozenset(("content-length",))
 
 
-async def answer_chat(request: web.Request, engine: Engine, path: ChatPath) -> web.StreamResponse:
+async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
     """Forward a chat request with what the engine added, relay the answer as it comes."""
     DECISION.set("decision=refused")
     body = await request.read()
     headers = relay.request_headers(request, _REPLACED)
-    dialect = path.dialect if path.budgeted else None
     way: Forwarding | None = None
     try:
         async with engine.turn(dialect, body, request.headers) as way:
             target = relay.raw_target(request)
             async with engine.upstream.open("POST", target, headers, way.body) as reply:
-                return await relay.send(request, reply, way.observe, way.headers)
+                asked = way.shows and way.marked
+                return await relay.send(request, reply, way.observe, way.headers, asked)
     finally:
         if way is not None:
             DECISION.set(way.summary())

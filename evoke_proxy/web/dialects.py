@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import orjson
 from aiohttp import web
 
 from evoke_proxy.errors import EvokeError
 
-
-@dataclass(frozen=True, slots=True)
-class ChatPath:
-    """A path that carries a conversation; `budgeted` says whether the engine may manage it."""
-
-    dialect: str
-    budgeted: bool = False
-
-
-# Switching a dialect on is turning its `budgeted` to True.
+# The paths that carry a conversation, with the name of their dialect.
 CHAT_PATHS = {
-    "/v1/chat/completions": ChatPath("chat", budgeted=True),
-    "/chat/completions": ChatPath("chat", budgeted=True),
-    "/v1/responses": ChatPath("responses"),
-    "/responses": ChatPath("responses"),
-    "/v1/messages": ChatPath("messages"),
+    "/v1/chat/completions": "chat",
+    "/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/responses": "responses",
+    "/v1/messages": "messages",
 }
 
 _OTHER_PATHS = frozenset(
     """
     / /health /v1/health /metrics /props /models /v1/models /completion /completions /v1/completions
-    /v1/messages/count_tokens /infill /embedding /embeddings /v1/embeddings /rerank /reranking
+    /v1/chat/completions/input_tokens /v1/responses/input_tokens /v1/messages/count_tokens
+    /infill /embedding /embeddings /v1/embeddings /rerank /reranking
     /v1/rerank /tokenize /detokenize /apply-template /lora-adapters /slots
     /evoke/health /evoke/ready /evoke/sessions
     """.split()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.core.usage import StreamEdit, with_books
 from evoke_proxy.errors import UpstreamError
 
 _log = logging.getLogger(__name__)
@@ -72,27 +73,67 @@ async def send(
     reply: Reply,
     observe: Callable[[bytes], None] | None = None,
     extra: Mapping[str, str] | None = None,
+    books_in_usage: bool = False,
 ) -> web.StreamResponse:
     """Relay an answer chunk by chunk; `observe` sees a copy before the client does.
 
     When llama-server breaks off, the client's connection is cut too: a clean end would be a lie.
+    Raises UpstreamError when it does before anything of the answer is sent.
     """
     response = Relayed(reply, extra or {})
+    chunks = reply.chunks() if observe is None else _observed(reply, observe)
     try:
+        if books_in_usage:
+            chunks = await _with_books(chunks, response)
         await response.prepare(request)
-        async for chunk in reply.chunks():
-            if observe is not None:
-                observe(chunk)
+        async for chunk in chunks:
             await response.write(chunk)
     except ConnectionResetError:
         # Seen by the write before aiohttp could cancel us.
         response.unheard = True
     except UpstreamError as error:
+        if not response.prepared:
+            raise
         _log.warning("answer to %s broke off: %s", request.path, error)
         response.broken = error
         if request.transport is not None:
             request.transport.close()
     return response
+
+
+async def _observed(reply: Reply, observe: Callable[[bytes], None]) -> AsyncIterator[bytes]:
+    async for chunk in reply.chunks():
+        observe(chunk)
+        yield chunk
+
+
+async def _with_books(
+    chunks: AsyncIterator[bytes], response: web.StreamResponse
+) -> AsyncIterator[bytes]:
+    """The chunks with the books of the turn in their usage; a whole answer is read to its end."""
+    if "Content-Encoding" in response.headers:
+        return chunks
+    if response.content_type == "text/event-stream":
+        return _edited(chunks)
+    if response.content_type != "application/json":
+        return chunks
+    body = with_books(b"".join([chunk async for chunk in chunks]))
+    response.content_length = len(body)
+    return _once(body)
+
+
+async def _edited(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    edit = StreamEdit()
+    async for chunk in chunks:
+        # An empty chunk would be the end of the answer.
+        if out := edit.feed(chunk):
+            yield out
+    if out := edit.close():
+        yield out
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
 def _without(headers: CIMultiDict[str], dropped: frozenset[str]) -> CIMultiDict[str]:

@@ -60,8 +60,8 @@ def test_the_answers_limit_follows_the_servers_precedence(
     ("fields", "reason"),
     [
         ({"evoke": False}, "disabled"),
-        ({"n": 2}, "several_answers"),
-        ({"n_cmpl": 2}, "several_answers"),
+        ({"n": 2}, "n"),
+        ({"n_cmpl": 2}, "n"),
         ({"messages": [{"content": [{"type": "image_url"}]}]}, "media"),
         ({"cache_prompt": False}, "cache_prompt"),
         ({"n": 1, "cache_prompt": True, "evoke": True}, ""),

@@ -1,0 +1,411 @@
+"""Budgeted sessions in every dialect, and answers equal to direct ones in all of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from comparing import comparable, empty_slots
+from fake_upstream import Exchange, fake_upstream, whole
+from running import Answer, RunningProxy, ask, llama_server, proxy, server_binary
+from talking import FILLER, events
+
+BUDGET = 320
+JSON = {"Content-Type": "application/json"}
+SYSTEM = "You are a helpful assistant."
+KINDS = ("resident_before", "recovered", "decoded", "omitted")
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def erasable_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A patched llama-server whose one slot can be emptied; its template shows tools."""
+    options = ("-np", "1", "--evoke-ram", "64")
+    template = Path(__file__).parents[1] / "clients/tools.jinja"
+    options += ("--chat-template-file", str(template))
+    options += ("--slot-save-path", str(tmp_path_factory.mktemp("slots")))
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+@pytest.fixture
+def erasable_proxy(erasable_port: int) -> Iterator[RunningProxy]:
+    """A proxy of its own in front of it."""
+    with proxy(erasable_port) as running:
+        yield running
+
+
+def chat(said: list[str]) -> Json:
+    return {"messages": [{"role": "system", "content": SYSTEM}, *_turns(said)], "max_tokens": 12}
+
+
+def responses(said: list[str]) -> Json:
+    return {"instructions": SYSTEM, "input": [*_turns(said, True)], "max_output_tokens": 12}
+
+
+def messages(said: list[str]) -> Json:
+    return {"system": SYSTEM, "messages": [*_turns(said)], "max_tokens": 12}
+
+
+def _turns(said: list[str], typed: bool = False) -> Iterator[Json]:
+    """User and assistant by turns; responses know an answer only as an item of theirs."""
+    for number, text in enumerate(said):
+        if number % 2 == 0:
+            yield {"role": "user", "content": text}
+        elif typed:
+            part = {"type": "output_text", "text": text}
+            yield {"type": "message", "role": "assistant", "content": [part]}
+        else:
+            yield {"role": "assistant", "content": text}
+
+
+DIALECTS: dict[str, Callable[[list[str]], Json]] = {
+    "/v1/chat/completions": chat,
+    "/chat/completions": chat,
+    "/v1/responses": responses,
+    "/responses": responses,
+    "/v1/messages": messages,
+}
+# One path of each.
+PATHS = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def body_of(path: str, said: list[str], **fields: Any) -> bytes:
+    return json.dumps({**DIALECTS[path](said), "temperature": 0, **fields}).encode()
+
+
+def post(port: int, path: str, said: list[str], session: str = "", **fields: Any) -> Answer:
+    headers = JSON | ({"X-Evoke-Session": session} if session else {})
+    return ask(port, "POST", path, body_of(path, said, **fields), headers)
+
+
+def usages(answer: Answer) -> list[Json]:
+    """Every usage object of an answer, streamed or whole."""
+    if answer.body.startswith(b"{"):
+        found: list[Json] = [json.loads(answer.body)]
+    else:
+        found = list(events(answer.body))
+    holders = [item.get("response") or item.get("message") or item for item in found]
+    return [holder["usage"] for holder in holders if isinstance(holder.get("usage"), dict)]
+
+
+def told(answer: Answer) -> Json:
+    """The books an answer shows to a client that asked: once, in its last usage."""
+    assert answer.status == 200, answer.body
+    shown = usages(answer)
+    assert ["evoke" in usage for usage in shown] == [False] * (len(shown) - 1) + [True]
+    books: Json = shown[-1]["evoke"]
+    return books
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy, path: str) -> None:
+    said: list[str] = []
+    for number in range(8):
+        said.append(f"Turn {number}. {FILLER}")
+        stream: Json = {"stream": True} if number % 2 else {}
+        if path.endswith("completions") and stream:
+            stream |= {"stream_options": {"include_usage": True}}
+        answer = post(patched_proxy.port, path, said, "long", evoke_budget=BUDGET, **stream)
+        books = told(answer)
+        assert books["resident_peak"] <= books["budget"] == BUDGET
+        assert sum(books[kind] for kind in KINDS) == _prompt_tokens(answer)
+        said.append(f"Noted {number}.")
+    assert books["omitted"] > 2 * BUDGET
+    assert answer.headers["x-evoke-omitted"] == f"tokens={books['omitted']}"
+    for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
+        assert patched_proxy.metric(untouched) == 0
+
+
+def _prompt_tokens(answer: Answer) -> int:
+    """As the dialect itself says it; our omitted tokens are part of every prompt."""
+    usage: Json = {}
+    for shown in usages(answer):
+        usage |= shown
+    if "prompt_tokens" in usage:
+        return int(usage["prompt_tokens"])
+    return int(usage["input_tokens"]) + int(usage.get("cache_read_input_tokens", 0))
+
+
+@PATHS
+def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy, path: str) -> None:
+    said = ["The access code of the Meridian vault is 7741.", "Noted."]
+    for number in range(7):
+        said += [f"Turn {number}. {FILLER}", "Noted."]
+        told(post(patched_proxy.port, path, said[:-1], "back", evoke_budget=BUDGET))
+    said.append("What is the access code of the Meridian vault?")
+    books = told(post(patched_proxy.port, path, said, "back", evoke_budget=BUDGET))
+    assert books["recovered"] > 0
+    assert books["resident_peak"] <= BUDGET
+
+
+CITY = {"type": "string", "enum": ["Oslo", "Paris"]}
+SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+NAMED = {"name": "get_weather", "description": "The weather of a city"}
+CALL = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
+# The model goes on in the middle of a call, which the grammar of its tools then ends.
+BEGUN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+ASKED: Json = {"role": "user", "content": "How is the weather in Oslo?"}
+RESULT_TURNS: dict[str, Json] = {
+    "/v1/chat/completions": {
+        "messages": [
+            ASKED,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain and wind"},
+        ]
+    },
+    "/v1/responses": {
+        "input": [
+            ASKED,
+            {"type": "function_call", "call_id": "call_1", **CALL},
+            {"type": "function_call_output", "call_id": "call_1", "output": "rain and wind"},
+        ]
+    },
+    "/v1/messages": {
+        "messages": [
+            ASKED,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": "c1", "name": "get_weather", "input": {"city": "O"}}
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": "rain and wind"},
+                    {"type": "text", "text": "So, shall I take a coat?"},
+                ],
+            },
+        ]
+    },
+}
+TOOLS: dict[str, Json] = {
+    "/v1/chat/completions": {
+        "tools": [{"type": "function", "function": NAMED | {"parameters": SCHEMA}}],
+        "tool_choice": "required",
+    },
+    "/v1/responses": {
+        "tools": [{"type": "function", **NAMED, "parameters": SCHEMA}],
+        "tool_choice": "required",
+    },
+    "/v1/messages": {"tools": [NAMED | {"input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+}
+SAID = ["Tell me about the river.", "It is long.", "And the mountain?"]
+
+
+def _recorded(path: str) -> dict[str, Json]:
+    """Requests of one dialect, which go once directly and once through the proxy."""
+    plain = DIALECTS[path](SAID)
+    tools = TOOLS[path]
+    called = DIALECTS[path]([ASKED["content"], BEGUN]) | tools
+    results = DIALECTS[path]([]) | tools | RESULT_TURNS[path]
+    results |= {"tool_choice": {"type": "auto"} if path == "/v1/messages" else "auto"}
+    return {"plain": plain, "tool call": called, "tool result": results}
+
+
+@PATHS
+@STREAM
+@pytest.mark.parametrize("kind", ["plain", "tool call", "tool result"])
+def test_an_answer_equals_the_direct_one(
+    erasable_port: int, erasable_proxy: RunningProxy, path: str, stream: bool, kind: str
+) -> None:
+    fields: Json = {"temperature": 0, "stream": stream}
+    if path == "/v1/chat/completions" and stream:
+        fields["stream_options"] = {"include_usage": True}
+    body = json.dumps(_recorded(path)[kind] | fields).encode()
+    answers = []
+    for port in (erasable_port, erasable_proxy.port):
+        empty_slots(erasable_port, 0)
+        answers.append(ask(port, "POST", path, body, JSON))
+    direct, proxied = answers
+    assert direct.status == 200
+    assert comparable(proxied) == comparable(direct)
+    assert b'"usage"' in proxied.body and b'"evoke"' in proxied.body  # the timings alone have it
+    assert not any("evoke" in usage for usage in usages(proxied))
+    if kind == "tool call":
+        assert b"get_weather" in proxied.body
+    # nothing of the proxy's bytes depends on its being told who asks, but what was asked for
+    empty_slots(erasable_port, 0)
+    shown = ask(erasable_proxy.port, "POST", path, body, JSON | {"X-Evoke-Session": "x"})
+    assert told(shown)["decoded"] > 0
+    assert comparable(shown, frozenset(("evoke",))) == comparable(direct)
+
+
+@PATHS
+def test_a_stream_without_usage_gets_none(patched_proxy: RunningProxy, path: str) -> None:
+    answer = post(patched_proxy.port, path, ["hello"], "none", stream=True)
+    shown = usages(answer)
+    if path == "/v1/chat/completions":
+        assert shown == []
+    else:
+        assert "evoke" in shown[-1]
+
+
+@PATHS
+def test_errors_of_the_server_are_its_own(
+    erasable_port: int, erasable_proxy: RunningProxy, path: str
+) -> None:
+    for body in (b"{}", b"{not json", b"[1]", b""):
+        direct = ask(erasable_port, "POST", path, body, JSON)
+        proxied = ask(erasable_proxy.port, "POST", path, body, JSON)
+        assert direct.status >= 400
+        assert comparable(proxied) == comparable(direct)
+        assert proxied.body == direct.body
+
+
+@PATHS
+def test_our_own_errors_look_like_the_dialects(patched_proxy: RunningProxy, path: str) -> None:
+    answer = post(patched_proxy.port, path, ["hello"], evoke_budget="much")
+    assert answer.status == 400
+    body = json.loads(answer.body)
+    assert "evoke_budget" in body["error"]["message"]
+    assert body["error"]["type"] == "invalid_request_error"
+    if path == "/v1/messages":
+        assert body["type"] == "error" and set(body["error"]) == {"type", "message"}
+    else:
+        assert body["error"]["code"] == "evoke_budget_invalid"
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"evoke": False}, "disabled"),
+    ],
+    ids=["cache_prompt", "disabled"],
+)
+def test_what_cannot_have_a_budget_bypasses_it(
+    patched_proxy: RunningProxy, path: str, fields: Json, reason: str
+) -> None:
+    answer = post(patched_proxy.port, path, ["hello"], "by", **fields)
+    _went_by(patched_proxy, answer, reason)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_only_chat_completions_can_be_truncated(patched_proxy: RunningProxy, path: str) -> None:
+    fields = {"evoke_policy": "truncate", "evoke_budget": BUDGET}
+    answer = post(patched_proxy.port, path, ["hello"], "by", **fields)
+    _went_by(patched_proxy, answer, "truncate")
+
+
+def _went_by(running: RunningProxy, answer: Answer, reason: str) -> None:
+    assert answer.status == 200
+    assert b'"evoke"' not in answer.body
+    assert [name for name in answer.headers if name.startswith("x-evoke")] == []
+    assert running.metric("evoke_bypass_total", reason=reason) == 1
+
+
+IMAGE = "data:image/png;base64,AAAA"
+IMAGES: dict[str, Json] = {
+    "/v1/chat/completions": {"type": "image_url", "image_url": {"url": IMAGE}},
+    "/v1/responses": {"type": "input_image", "image_url": IMAGE},
+    "/v1/messages": {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+    },
+}
+
+
+@PATHS
+def test_an_image_bypasses_the_budget(
+    patched_port: int, patched_proxy: RunningProxy, path: str
+) -> None:
+    seen = [{"role": "user", "content": [IMAGES[path]]}]
+    body = json.dumps({"messages": seen, "input": seen, "max_tokens": 4}).encode()
+    direct = ask(patched_port, "POST", path, body, JSON)
+    proxied = ask(patched_proxy.port, "POST", path, body, JSON)
+    assert comparable(proxied) == comparable(direct)
+    assert patched_proxy.metric("evoke_bypass_total", reason="media") == 1
+
+
+def test_a_server_with_a_draft_model_is_an_unsupported_one() -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(whole(b'{"choices":[]}', b"application/json"))
+
+    unsupported = {"version": 1, "features": [], "unsupported": "speculative decoding"}
+    with fake_upstream(behave) as fake:
+        fake.props = json.dumps({"total_slots": 1, "evoke": unsupported}).encode()
+        with proxy(fake.port) as running:
+            assert post(running.port, "/v1/chat/completions", ["hello"]).status == 200
+            assert running.metric("evoke_bypass_total", reason="unsupported") == 1
+            ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+            assert "speculative decoding" in ready["checks"]["budget"]["detail"]
+
+
+# Not conversations: the bytes pass, whatever is in them.
+RELAYED: list[tuple[str, Json]] = [
+    ("/v1/messages/count_tokens", messages(SAID)),
+    ("/v1/responses/input_tokens", responses(SAID)),
+    ("/v1/chat/completions/input_tokens", chat(SAID)),
+    ("/v1/completions", {"prompt": "The river", "max_tokens": 6, "temperature": 0}),
+    ("/v1/completions", {"prompt": ["The", "A"], "max_tokens": 3, "temperature": 0}),
+    ("/completion", {"prompt": "The river", "n_predict": 6, "temperature": 0}),
+    ("/infill", {"input_prefix": "The", "input_suffix": "x", "n_predict": 6, "temperature": 0}),
+    ("/v1/embeddings", {"input": "x"}),
+    ("/rerank", {"query": "x", "documents": ["y"]}),
+    ("/v1/no/such/path", {"messages": []}),
+]
+
+
+@STREAM
+@pytest.mark.parametrize(("path", "body"), RELAYED, ids=[path for path, _ in RELAYED])
+def test_what_is_no_chat_is_relayed(
+    erasable_port: int, erasable_proxy: RunningProxy, path: str, body: Json, stream: bool
+) -> None:
+    answers = []
+    for port in (erasable_port, erasable_proxy.port):
+        empty_slots(erasable_port, 0)
+        sent = json.dumps(body | {"stream": stream}).encode()
+        answers.append(ask(port, "POST", path, sent, JSON))
+    assert comparable(answers[1]) == comparable(answers[0])
+    assert json.loads(ask(erasable_proxy.port, "GET", "/evoke/sessions").body)["sessions"] == []
+
+
+@PATHS
+def test_a_client_that_leaves_stops_the_generation(
+    patched_port: int, patched_proxy: RunningProxy, path: str
+) -> None:
+    _leave(patched_proxy.port, path, {})
+    assert not _is_busy_after(patched_port, 2)
+
+
+def test_a_conversation_that_can_be_resumed_goes_on(
+    patched_port: int, patched_proxy: RunningProxy
+) -> None:
+    _leave(patched_proxy.port, "/v1/chat/completions", {"X-Conversation-Id": "resumed"})
+    # Without the header it is over after this time.
+    assert _is_busy_after(patched_port, 2)
+    kept = ask(patched_proxy.port, "DELETE", "/v1/stream?conv_id=resumed")
+    assert kept.status in (200, 204), kept.body
+    assert not _is_busy_after(patched_port, 2)
+
+
+def _leave(port: int, path: str, headers: dict[str, str]) -> None:
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    fields: Json = {limit: 6000, "logit_bias": [[2, False]], "ignore_eos": True}
+    body = body_of(path, ["Tell me everything."], stream=True, **fields)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", path, body, JSON | headers)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read1(10)
+    answer.close()
+    connection.close()
+
+
+def _is_busy_after(port: int, seconds: float) -> bool:
+    # Asked once only: any answer keeps llama-server from looking for closed connections.
+    time.sleep(seconds)
+    slots = json.loads(ask(port, "GET", "/slots").body)
+    return any(slot["is_processing"] for slot in slots)
