@@ -24,6 +24,7 @@ from yarl import URL
 
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.errors import (
     PlanRefused,
     UpstreamProtocolError,
@@ -38,34 +39,9 @@ _NEVER_ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 _KEEPALIVE_S = 2.0
 _LINE_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
-_NEEDED = frozenset(("blocks", "adopt", "plan", "render", "stream"))
 _AUTHENTICATION = ("Authorization", "X-Api-Key")
 # Seconds that `call` has waited in the current task, by name, where somebody wants to know.
 AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What `GET /props` says about the server.
-
-    `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
-    says it to a person; both are empty when it is `patched`.
-    """
-
-    lacking: str
-    reason: str
-    n_slots: int = 1
-    sleeping: bool = False
-    build: str = ""
-
-    @property
-    def patched(self) -> bool:
-        """Whether it has everything a budget needs."""
-        return not self.lacking
-
-
-# Before the first answer, and after the server went away.
-UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +175,7 @@ class Upstream:
 
     async def info(self, client: Mapping[str, str] | None = None) -> ServerInfo:
         """What the server is and can do. Raises UpstreamError when it does not say."""
-        return _described(await self.call("GET", "/props", client=client))
+        return ServerInfo.parse(await self.call("GET", "/props", client=client))
 
     async def render(self, dialect: str, body: bytes, client: Mapping[str, str]) -> Rendered:
         """The tokens llama-server would decode for a request, and where its slots stand."""
@@ -235,25 +211,6 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
     """A body in parts: written in one go, a large one would hold up every other stream."""
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]
-
-
-def _described(props: Mapping[str, Any]) -> ServerInfo:
-    evoke = props.get("evoke")
-    features = evoke.get("features") if isinstance(evoke, dict) else None
-    missing = _NEEDED.difference(features if isinstance(features, list) else ())
-    lacking = reason = ""
-    if not isinstance(evoke, dict):
-        lacking, reason = "unpatched", "it is not patched, or runs without --evoke-ram"
-    elif missing:
-        named = evoke.get("unsupported") or f"it lacks {', '.join(sorted(missing))}"
-        lacking, reason = "unsupported", str(named)
-    return ServerInfo(
-        lacking=lacking,
-        reason=reason,
-        n_slots=int(props.get("total_slots") or 1),
-        sleeping=bool(props.get("is_sleeping")),
-        build=str(props.get("build_info") or ""),
-    )
 
 
 def _decoded(response: aiohttp.ClientResponse) -> CIMultiDict[str]:

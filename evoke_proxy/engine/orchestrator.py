@@ -14,10 +14,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import AWAITED, ServerInfo, Upstream
+from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
+from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.conversations import Conversation, Conversations

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evoke_proxy.adapters.upstream import UNKNOWN_SERVER, ServerInfo, Upstream
+from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
+from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.errors import EvokeError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)

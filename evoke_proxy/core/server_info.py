@@ -1,0 +1,56 @@
+"""What llama-server says it is and can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_NEEDED = frozenset(("blocks", "adopt", "plan", "render", "stream"))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """The answer of `GET /props`.
+
+    `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
+    says it to a person; both are empty when it is `patched`.
+    """
+
+    lacking: str
+    reason: str
+    n_slots: int = 1
+    sleeping: bool = False
+    build: str = ""
+
+    @property
+    def patched(self) -> bool:
+        """Whether it has everything a budget needs."""
+        return not self.lacking
+
+    @classmethod
+    def parse(cls, props: Mapping[str, Any]) -> ServerInfo:
+        """From the answer, whatever it lacks."""
+        lacking, reason = _lacking(props.get("evoke"))
+        return cls(
+            lacking=lacking,
+            reason=reason,
+            n_slots=int(props.get("total_slots") or 1),
+            sleeping=bool(props.get("is_sleeping")),
+            build=str(props.get("build_info") or ""),
+        )
+
+
+# Before the first answer, and after the server went away.
+UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
+
+
+def _lacking(evoke: object) -> tuple[str, str]:
+    if not isinstance(evoke, dict):
+        return "unpatched", "it is not patched, or runs without --evoke-ram"
+    features = evoke.get("features")
+    missing = _NEEDED.difference(features if isinstance(features, list) else ())
+    if not missing:
+        return "", ""
+    named = evoke.get("unsupported") or f"it lacks {', '.join(sorted(missing))}"
+    return "unsupported", str(named)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
+
+FEATURES = ["blocks", "adopt", "plan", "render", "stream", "something-new"]
+
+
+@pytest.mark.parametrize(
+    ("props", "lacking", "reason"),
+    [
+        ({}, "unpatched", "not patched"),
+        ({"evoke": None}, "unpatched", "--evoke-ram"),
+        ({"evoke": {}}, "unsupported", "it lacks adopt, blocks, plan, render, stream"),
+        ({"evoke": {"features": 3}}, "unsupported", "it lacks adopt"),
+        ({"evoke": {"features": FEATURES[1:]}}, "unsupported", "it lacks blocks"),
+        ({"evoke": {"features": [], "unsupported": "iswa"}}, "unsupported", "iswa"),
+        ({"evoke": {"features": FEATURES}}, "", ""),
+    ],
+)
+def test_what_a_server_lacks_is_named(props: dict[str, Any], lacking: str, reason: str) -> None:
+    info = ServerInfo.parse(props)
+    assert (info.lacking, info.patched) == (lacking, not lacking)
+    assert reason in info.reason
+    assert bool(info.reason) == bool(reason)
+
+
+def test_the_rest_has_defaults() -> None:
+    info = ServerInfo.parse({"total_slots": 4, "is_sleeping": True, "build_info": "b1"})
+    assert (info.n_slots, info.sleeping, info.build) == (4, True, "b1")
+    info = ServerInfo.parse({"total_slots": None})
+    assert (info.n_slots, info.sleeping, info.build) == (1, False, "")
+    assert not UNKNOWN_SERVER.patched
