@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from evoke_proxy.demo import judge, report
+from evoke_proxy.demo import judge, page, report
 from evoke_proxy.demo.client import DemoError
 from evoke_proxy.demo.processes import stack
 from evoke_proxy.demo.runner import ARMS, BUDGET, Start, run_session
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.add_argument("--seed", type=int, help="repeat this session (default: a fresh one)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), help="folder of report.json and the logs"
+        "--out", type=Path, default=Path("out/demo"), help="folder of the reports and the logs"
     )
     parser.add_argument(
         "--arms", type=_arms, default=ARMS, metavar="A,B", help=f"from {','.join(ARMS)} (all)"
@@ -58,16 +58,19 @@ def _demo(args: argparse.Namespace, table: Table) -> int:
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
     script, runs = run_session(seed, args.arms, _starter(args.out), table)
     failures = judge.failures(runs, BUDGET)
-    report.write(args.out / "report.json", report.build(script, runs, failures))
+    made = report.build(script, runs, failures)
+    report.write(args.out / "report.json", made)
+    page.write(args.out / "report.html", made)
     table.verdict(list(runs.values()), failures, judge.logical_tokens(runs))
-    table.line(f"report: {args.out / 'report.json'}  repeat: evoke-proxy demo --seed {script.seed}")
+    table.line(f"pictures: {args.out / 'report.html'}  numbers: {args.out / 'report.json'}")
+    table.line(f"repeat: evoke-proxy demo --seed {script.seed}")
     return 1 if failures else 0
 
 
 def _clear(out: Path, keep_logs: bool) -> None:
     """Remove what an earlier run left, so that nothing old is taken for this run's result."""
     old = [] if keep_logs else list(out.glob("*.log"))
-    for path in [*old, out / "report.json"]:
+    for path in [*old, out / "report.json", out / "report.html"]:
         path.unlink(missing_ok=True)
 
 

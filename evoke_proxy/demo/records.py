@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ class Turn:
 
     `evicted` counts tokens that left during the turn, by the plan or by the engine's stream.
     `from_engine` is False when the reply had no `timings.evoke`: the books are then what stock
-    timings can say, and nothing is known about omitted or recovered tokens.
+    timings can say, and nothing is known about omitted or recovered tokens. `resident` are the
+    ranges in the cache after the answer, None when nobody said.
     """
 
     number: int
@@ -30,6 +31,7 @@ class Turn:
     ttft_ms: float
     answer: str
     from_engine: bool
+    resident: Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

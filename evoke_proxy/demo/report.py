@@ -56,4 +56,5 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "evicted": turn.evicted,
         "ttft_ms": turn.ttft_ms,
         "from_engine": turn.from_engine,
+        "resident": turn.resident,
     }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.judge import recalled, spoilt
 from evoke_proxy.demo.records import ArmRun, Turn, read_turn
+from evoke_proxy.demo.residency import resident_now
 from evoke_proxy.demo.script import Script, draw
 
 ARMS = ("evoke", "discard", "no_eviction", "truncate")
@@ -63,7 +65,7 @@ def run_arm(script: Script, arm: str, port: int, audience: Audience) -> ArmRun:
         messages.append({"role": "user", "content": text})
         audience.waiting(number)
         reply = chat(port, request(script, arm, messages), headers)
-        turns.append(read_turn(number, reply))
+        turns.append(replace(read_turn(number, reply), resident=resident_now(port)))
         messages.append({"role": "assistant", "content": reply.text})
         audience.turn(turns[-1])
     wall = round(time.perf_counter() - started, 3)
