@@ -1,11 +1,17 @@
-"""Answers of llama-server without what differs each time: ids, clocks, times, our own fields."""
+"""Answers of a direct and of a proxied llama-server, to be compared: each from empty slots.
+
+Without what differs each time: ids, clocks, times, our own fields.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from running import Answer, ask
+from running import Answer, ask, llama_server, server_binary
 
 # `timings` also carry the books of a marked request.
 _EACH_TIME = frozenset(
@@ -33,6 +39,19 @@ def comparable(answer: Answer, also: frozenset[str] = frozenset()) -> tuple[Any,
         return answer.status, answer.reason, headers, stripped(json.loads(answer.body), also)
     lines = [_line(line, also) for line in answer.body.split(b"\n")]
     return answer.status, answer.reason, headers, lines
+
+
+@contextmanager
+def erasable_server(folder: Path, *options: str) -> Iterator[int]:
+    """A patched llama-server whose slots can be emptied, with a template that shows tools.
+
+    One slot unless `options` say otherwise; `folder` is for what slots save.
+    """
+    template = Path(__file__).with_name("tools.jinja")
+    given = ["-np", "1", "--evoke-ram", "64", "--slot-save-path", str(folder)]
+    given += ["--chat-template-file", str(template), *options]
+    with llama_server(server_binary(patched=True), *given) as port:
+        yield port
 
 
 def empty_slots(port: int, *slots: int) -> None:

@@ -6,14 +6,14 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from comparing import comparable, empty_slots
+from comparing import comparable, empty_slots, erasable_server
 from fake_upstream import Exchange, fake_upstream, whole
-from running import Answer, RunningProxy, ask, llama_server, proxy, server_binary
+from running import Answer, RunningProxy, ask, proxy
 from talking import FILLER, events
+from weather import BEGUN, CALL, QUESTION, TOOLS
 
 BUDGET = 320
 JSON = {"Content-Type": "application/json"}
@@ -25,11 +25,7 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def erasable_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A patched llama-server whose one slot can be emptied; its template shows tools."""
-    options = ("-np", "1", "--evoke-ram", "64")
-    template = Path(__file__).parents[1] / "clients/tools.jinja"
-    options += ("--chat-template-file", str(template))
-    options += ("--slot-save-path", str(tmp_path_factory.mktemp("slots")))
-    with llama_server(server_binary(patched=True), *options) as port:
+    with erasable_server(tmp_path_factory.mktemp("slots")) as port:
         yield port
 
 
@@ -145,13 +141,7 @@ def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy, pa
     assert books["resident_peak"] <= BUDGET
 
 
-CITY = {"type": "string", "enum": ["Oslo", "Paris"]}
-SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
-NAMED = {"name": "get_weather", "description": "The weather of a city"}
-CALL = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
-# The model goes on in the middle of a call, which the grammar of its tools then ends.
-BEGUN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
-ASKED: Json = {"role": "user", "content": "How is the weather in Oslo?"}
+ASKED: Json = {"role": "user", "content": QUESTION}
 RESULT_TURNS: dict[str, Json] = {
     "/v1/chat/completions": {
         "messages": [
@@ -189,17 +179,6 @@ RESULT_TURNS: dict[str, Json] = {
             },
         ]
     },
-}
-TOOLS: dict[str, Json] = {
-    "/v1/chat/completions": {
-        "tools": [{"type": "function", "function": NAMED | {"parameters": SCHEMA}}],
-        "tool_choice": "required",
-    },
-    "/v1/responses": {
-        "tools": [{"type": "function", **NAMED, "parameters": SCHEMA}],
-        "tool_choice": "required",
-    },
-    "/v1/messages": {"tools": [NAMED | {"input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
 }
 SAID = ["Tell me about the river.", "It is long.", "And the mountain?"]
 

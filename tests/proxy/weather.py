@@ -1,0 +1,24 @@
+"""One tool in the words of every dialect, and how to make any model call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CITY = {"type": "string", "enum": ["Oslo", "Paris"]}
+SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
+NAMED = {"name": "get_weather", "description": "The weather of a city"}
+CALL = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
+# The model goes on in the middle of a call, which the grammar of its tools then ends.
+BEGUN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+QUESTION = "How is the weather in Oslo?"
+TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "tools": [{"type": "function", "function": NAMED | {"parameters": SCHEMA}}],
+        "tool_choice": "required",
+    },
+    "/v1/responses": {
+        "tools": [{"type": "function", **NAMED, "parameters": SCHEMA}],
+        "tool_choice": "required",
+    },
+    "/v1/messages": {"tools": [NAMED | {"input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+}
