@@ -4,7 +4,9 @@ PYTHON ?= python3
 BIN    := .venv/bin
 TESTS  ?= tests
 
-.PHONY: demo test check venv build tools clean
+ARGS   ?=
+
+.PHONY: demo test check help venv build tools clean
 
 demo: venv
 	@$(BIN)/evoke-proxy demo
@@ -16,6 +18,20 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict evoke_proxy
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
+
+# What it writes: a table, and out/bench/NAME.json. ARGS='--help' says what a bench can be told.
+bench-%: venv
+	@$(BIN)/python -m bench.$* $(ARGS)
+
+help:
+	@echo "make demo            a planted fact, four policies, pictures in out/demo/report.html"
+	@echo "make test            everything; TESTS=tests/unit for some of it"
+	@echo "make check           style, types, the plan of the house"
+	@echo "make build           the patched llama-server and the stock one"
+	@echo "make bench-latency   save, load, evict a block, against decoding it again"
+	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
+	@echo "make bench-ceiling   how often the bundled model recalls when nothing is evicted"
+	@echo "make clean           all but the built servers"
 
 # Both servers, from one build tree: minutes the first time, nothing after that.
 build: venv

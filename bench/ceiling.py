@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.judge import recalled
 from evoke_proxy.demo.processes import free_port, server_command, serving
@@ -40,15 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = args.server or ensure_server(patched=False)
     rows = measure(server, range(args.first, args.first + args.seeds), args.threads)
     summary = summarise(rows)
-    report = {
-        "command": shlex.join(["python", "-m", "bench.ceiling", *(argv or sys.argv[1:])]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "summary": summary,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
     _print(rows, summary)
+    print(f"written: {record.write('ceiling', rows, summary, args.out)}")
     return 0 if summary["ceiling"] >= args.least and not summary["without_fact"] else 1
 
 
@@ -138,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
     parser.add_argument("--least", type=float, default=0.96, help="the ceiling wanted (0.96)")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/ceiling.json"))
+    parser.add_argument("--out", type=Path)
     return parser
 
 

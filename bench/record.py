@@ -29,12 +29,14 @@ def machine() -> str:
 
 
 def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None) -> Path:
-    """Write `out/bench/NAME.json` (or `out`) with command, machine, rows and summary."""
+    """Write `out/bench/NAME.json` (or `out`) with command, machine, its load, rows and summary."""
     path = out or Path("out/bench") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": shlex.join(["python", "-m", f"bench.{name}", *sys.argv[1:]]),
         "machine": machine(),
+        # Times on a busy machine are worth less: over the last 1, 5 and 15 minutes.
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "rows": list(rows),
         "summary": dict(summary),
     }

@@ -1,0 +1,162 @@
+"""Budgeted chat turns through the proxy, and what it says and shows about its own cost."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.processes import free_port, proxy_command, serving
+from evoke_proxy.demo.script import SENTENCES, paragraph, sentence
+
+_TURN_GROWTH = 8  # measured turns may lengthen a conversation by one part in so many
+_COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
+TIMES = ("own", "after", "render", "block-plan", "cpu", "first_byte")
+_LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A running proxy: where it listens, what it has logged, which process it is."""
+
+    port: int
+    log: Path
+    pid: int
+
+    def cpu_ms(self) -> float:
+        """Processor time of its main thread so far, which is all but what resolves names."""
+        text = Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")
+        return int(text.split()[0]) / 1e6
+
+    def last_turn(self) -> str:
+        """The log line of the latest chat request; there soon after its answer has ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if "POST /v1/chat/completions" in line][-1]
+
+
+@contextmanager
+def proxied(upstream: int, *options: str) -> Iterator[Proxy]:
+    """The proxy in front of a port; ends with the block."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "proxy.log"
+        with serving([*proxy_command(port, upstream), *options], port, log):
+            yield Proxy(port, log, _process_of(port))
+
+
+def _process_of(port: int) -> int:
+    """The child of ours that was told to listen on this port."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text(encoding="ascii").split():
+            given = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if f"127.0.0.1:{port}".encode() in given and b"serve" in given:
+                return int(pid)
+    raise RuntimeError("the proxy's process is not among our children")
+
+
+class Conversation:
+    """A chat of small talk with one of many things said long ago asked for in each turn."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self._port = port
+        self._random = random.Random(seed)
+        self._said: list[str] = []
+        self.messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
+
+    def lengthen(self, n: int) -> None:
+        """Add so many exchanges that the server has not seen yet."""
+        for _ in range(n):
+            self._said.append(paragraph(self._random, SENTENCES))
+            self.messages.append({"role": "user", "content": self._said[-1]})
+            answer = {"role": "assistant", "content": sentence(self._random)}
+            self.messages.append(answer)
+
+    def turn(self) -> int:
+        """One request; how many tokens its prompt had."""
+        words = self._random.choice(self._said).split()
+        start = self._random.randrange(len(words) - 6)
+        asked = f"What was that about {' '.join(words[start : start + 6])}"
+        self.messages.append({"role": "user", "content": asked})
+        body = {"messages": self.messages, "max_tokens": 4, "temperature": 0}
+        reply = chat(self._port, body, {})
+        self.messages.append({"role": "assistant", "content": reply.text or "Yes."})
+        if "evoke" not in reply.timings:
+            raise RuntimeError(f"no books of the engine: {reply}")
+        return int(reply.timings["evoke"]["n_prompt"])
+
+
+def measure_turns(proxy: Proxy, size: int, turns: int, seed: int = 1) -> list[dict[str, Any]]:
+    """The turns of conversations whose prompts are about `size` tokens long, one record each."""
+    found: list[dict[str, Any]] = []
+    while len(found) < turns:
+        talk = Conversation(proxy.port, seed + len(found))
+        _grow(talk, size)
+        start, tokens = None, 0
+        while len(found) < turns and tokens < size + size // _TURN_GROWTH:
+            cpu = proxy.cpu_ms()
+            tokens = talk.turn()
+            time.sleep(0.02)  # its last line is written when our end of the answer has closed
+            spent = proxy.cpu_ms() - cpu
+            start = start or tokens
+            size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
+            found.append(size_of | turn_record(proxy.last_turn(), spent))
+    return found
+
+
+def _grow(talk: Conversation, size: int) -> None:
+    """A first stretch tells how long an exchange is; the rest is added at once, then warmed up."""
+    talk.lengthen(3)
+    first = talk.turn()
+    talk.lengthen(max(0, round((size - first) / (first / 3.2))))
+    talk.turn()
+
+
+def turn_record(line: str, cpu_ms: float) -> dict[str, Any]:
+    """What a log line of the proxy says; RuntimeError when it forwarded the turn without a plan."""
+    times = {name: float(value) for name, value in _LOGGED.findall(line)}
+    counts = {
+        name: int(found[1]) if (found := re.search(pattern, line)) else 0
+        for name, pattern in _COUNTS.items()
+    }
+    if "own" not in times or "decision=degraded" in line:
+        raise RuntimeError(f"the proxy did not plan this turn: {line}")
+    return {**counts, "cpu": cpu_ms, "block-plan": 0.0, **times}
+
+
+def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of the turns, and how far they spread."""
+    spread = {name: [turn[name] for turn in found] for name in TIMES}
+    middle = {
+        name: statistics.median(turn[name] for turn in found)
+        for name in ("tokens", "messages", *_COUNTS)
+    }
+    return {
+        "template": template,
+        "history": size,
+        "budget": budget_of(size),
+        "turns": len(found),
+        **middle,
+        **{f"{name}_ms": statistics.median(values) for name, values in spread.items()},
+        "own_ms_p90": percentile(spread["own"], 90),
+        "spread": {name: record.spread(values) for name, values in spread.items()},
+    }
+
+
+def budget_of(size: int) -> int:
+    """The budget of a conversation of so many tokens."""
+    return max(256, size // 4)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The value that so many percent of the others do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

@@ -1,0 +1,179 @@
+"""What the proxy itself costs: relayed requests against direct ones, and one budgeted chat turn.
+
+Relayed: the same cheap request goes to a stock llama-server directly and through the proxy in turn,
+each on one connection that is kept alive; what is given is the median of the differences of pairs.
+
+Chat turn: a patched llama-server with a random-weight model, a conversation of a given length, a
+budget of a quarter of it. `own` is the time from the request being read to being forwarded that was
+not spent waiting for an answer of llama-server, as the proxy writes it into its log; its waiting
+for the render call and for the block calls is given beside it. `after` is its work when the answer
+has ended, `cpu` the processor time of the whole proxy process in the turn, relaying included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.chat_turns import TIMES, budget_of, measure_turns, percentile, proxied, turn_row
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+from evoke_proxy.server_build.cache import cache_dir
+
+SIZES = (1024, 8192, 32768)
+TEMPLATES = ("bundled", "qwen3.5")
+_WARM_UP = 20
+_RELAYED: tuple[tuple[str, str, object], ...] = (
+    ("GET", "/health", None),
+    ("GET", "/v1/models", None),
+    ("POST", "/tokenize", {"content": "The red fox is near the river."}),
+)
+_RELAY_COLUMNS = ("request", "repeats", "direct_ms", "proxied_ms", "added_ms", "added_ms_p90")
+_TURN_COLUMNS = (
+    *("template", "history", "tokens", "messages", "budget", "turns", "evicted_blocks"),
+    "recovered_tokens",
+    *(f"{name}_ms" for name in TIMES),
+)
+
+
+def measure_relay(direct: int, through: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each cheap request: both ways in pairs, the first of a pair taking turns."""
+    ways = {"direct": _Caller(direct), "proxied": _Caller(through)}
+    rows = []
+    for method, path, body in _RELAYED:
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for i in range(repeats + _WARM_UP):
+            for name in sorted(ways, reverse=bool(i % 2)):
+                taken = ways[name].ms(method, path, body)
+                if i >= _WARM_UP:
+                    times[name].append(taken)
+        rows.append(_relay_row(f"{method} {path}", repeats, times))
+    return rows
+
+
+def _relay_row(name: str, repeats: int, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    added = [b - a for a, b in zip(times["direct"], times["proxied"], strict=True)]
+    middle = {f"{way}_ms": statistics.median(values) for way, values in times.items()}
+    return {
+        "request": name,
+        "repeats": repeats,
+        **middle,
+        "added_ms": statistics.median(added),
+        "added_ms_p10": percentile(added, 10),
+        "added_ms_p90": percentile(added, 90),
+    }
+
+
+class _Caller:
+    """One connection, kept alive, that times requests."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def ms(self, method: str, path: str, body: object) -> float:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {} if data is None else {"Content-Type": "application/json"}
+        began = time.perf_counter()
+        self._connection.request(method, path, data, headers)
+        response = self._connection.getresponse()
+        response.read()
+        taken = (time.perf_counter() - began) * 1000
+        if response.status != 200:
+            raise RuntimeError(f"{method} {path}: {response.status}")
+        return taken
+
+
+def summarise(
+    relay: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The worst of the requests, and for each length the worse of the templates."""
+    summary: dict[str, Any] = {}
+    if relay:
+        summary["passthrough_added_ms_p50"] = max(row["added_ms"] for row in relay)
+    for size in sorted({row["history"] for row in turns}):
+        rows = [row for row in turns if row["history"] == size]
+        for name, key in (("own", "own"), ("render", "render"), ("block-plan", "plan")):
+            worst = max(row[f"{name}_ms"] for row in rows)
+            summary[f"{key}_ms_{size // 1024}k_p50"] = worst
+    return summary
+
+
+def qwen_template() -> Path:
+    """The Qwen3.5 chat template of the pinned llama.cpp tree."""
+    found = sorted(cache_dir().glob("source/*/models/templates/*Qwen3.5*.jinja"))
+    if not found:
+        raise SystemExit("no Qwen3.5 template: run make build first, it unpacks llama.cpp")
+    return found[-1]
+
+
+def _server(binary: Path, model: Path, port: int, *options: str) -> list[str]:
+    where = ["--host", "127.0.0.1", "--port", str(port), "-np", "1", "-t", "1", "-tb", "1"]
+    return [str(binary), "-m", str(model), *where, *options]
+
+
+def _relay(args: argparse.Namespace) -> list[dict[str, Any]]:
+    binary, port = args.stock or ensure_server(patched=False), free_port()
+    command = _server(binary, bundled_model(), port, "-c", "2048")
+    with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
+        with proxied(port) as proxy:
+            return measure_relay(port, proxy.port, args.repeats)
+
+
+def _turns(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
+    binary, rows = args.server or ensure_server(), []
+    options = ["-c", "65536", "-b", "2048", "-ub", "512", "--evoke-ram", "512"]
+    for template in args.templates:
+        chosen = [] if template == "bundled" else ["--chat-template-file", str(qwen_template())]
+        port = free_port()
+        command = _server(binary, ensure(SHAPES["long-2"]), port, *options, "--jinja", *chosen)
+        with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
+            for size in args.sizes:
+                with proxied(port, "--budget", str(budget_of(size))) as proxy:
+                    rows.append(turn_row(template, size, measure_turns(proxy, size, args.turns)))
+                say(rows[-1:])
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/overhead.json`."""
+    args = _parser().parse_args(argv)
+    relay = _relay(args) if args.repeats else []
+    if relay:
+        print(record.table(relay, _RELAY_COLUMNS), flush=True)
+    turns = _turns(args, lambda rows: print(record.table(rows, _TURN_COLUMNS), flush=True))
+    summary = summarise(relay, turns)
+    print(json.dumps(summary, indent=1))
+    print(f"written: {record.write('overhead', [*relay, *turns], summary, args.out)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead",
+        description=__doc__,
+        epilog="example:\n  python -m bench.overhead --turns 40 --sizes 32768",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
+    parser.add_argument("--stock", type=Path, help="a stock llama-server (default: the cache)")
+    parser.add_argument("--repeats", type=int, default=300, help="pairs of relayed requests (300)")
+    parser.add_argument("--turns", type=int, default=20, help="chat turns a length (20)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="history, tokens")
+    parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What the overhead bench makes of its measurements."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import record
+from bench.chat_turns import budget_of, percentile, turn_record, turn_row
+from bench.overhead import summarise
+
+LINE = (
+    "2026-01-01 INFO evoke_proxy.request id=1 POST /v1/chat/completions 200 decision=evoke:moved"
+    " session=a slot=0 evicted=51+2 prompt=31735 decoded=60 recovered=2672 resident_before=5000"
+    " omitted=24003 peak=8190 own_ms=12.20 after_ms=0.15 render_ms=92.40 queue_ms=0.04"
+    " block-plan_ms=11.60 first_byte_ms=280 ms=301"
+)
+
+
+def test_a_log_line_says_where_the_time_of_a_turn_went() -> None:
+    found = turn_record(LINE, 20.3)
+    assert (found["own"], found["after"], found["render"]) == (12.2, 0.15, 92.4)
+    assert (found["block-plan"], found["first_byte"], found["cpu"]) == (11.6, 280.0, 20.3)
+    assert (found["evicted_blocks"], found["recovered_tokens"]) == (51, 2672)
+
+
+def test_a_turn_that_moved_nothing_has_no_block_call() -> None:
+    assert turn_record(LINE.replace("block-plan_ms=11.60", ""), 1.0)["block-plan"] == 0.0
+
+
+@pytest.mark.parametrize("line", [LINE.replace("evoke:moved", "degraded:render"), "200 ms=3"])
+def test_a_turn_without_a_plan_is_no_measurement(line: str) -> None:
+    with pytest.raises(RuntimeError, match="did not plan"):
+        turn_record(line, 1.0)
+
+
+def turn(own: float) -> dict[str, Any]:
+    return {**turn_record(LINE, 2.0), "own": own, "tokens": 1000, "messages": 9}
+
+
+def test_a_row_has_the_median_of_its_turns() -> None:
+    row = turn_row("bundled", 1024, [turn(1.0), turn(9.0), turn(2.0)])
+    assert row["own_ms"] == 2.0 and row["spread"]["own"] == {"median": 2.0, "min": 1.0, "max": 9.0}
+    assert row["budget"] == budget_of(1024) == 256 and row["turns"] == 3
+
+
+def test_the_summary_gives_the_worst() -> None:
+    relay = [{"added_ms": 0.4}, {"added_ms": 0.7}]
+    rows = [
+        turn_row("bundled", 32768, [turn(3.0)]),
+        turn_row("qwen3.5", 32768, [turn(4.0)]),
+        turn_row("bundled", 1024, [turn(1.0)]),
+    ]
+    summary = summarise(relay, rows)
+    assert summary["passthrough_added_ms_p50"] == 0.7
+    assert summary["own_ms_32k_p50"] == 4.0 and summary["own_ms_1k_p50"] == 1.0
+    assert summary["render_ms_32k_p50"] == 92.4 and summary["plan_ms_1k_p50"] == 11.6
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert percentile([5.0, 1.0, 3.0], 90) == 5.0 and percentile([5.0, 1.0, 3.0], 10) == 1.0
+
+
+def test_a_record_has_command_machine_rows_and_summary(tmp_path: Path) -> None:
+    path = record.write("overhead", [{"a": 1}], {"b": 2.0}, tmp_path / "new" / "x.json")
+    made = json.loads(path.read_text())
+    assert made["command"].startswith("python -m bench.overhead") and made["machine"]
+    assert made["rows"] == [{"a": 1}] and made["summary"] == {"b": 2.0}
