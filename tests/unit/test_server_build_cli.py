@@ -99,7 +99,12 @@ def test_a_stopped_build_leaves_nobody_running_and_resumes(
     quick = lists.read_text()
     lists.write_text(quick + SLOW)
     process = subprocess.Popen(
-        command(llama), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command(llama),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a test run in the background of a shell ignores SIGINT, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for(lambda: running(NAP))
     process.send_signal(stop)
