@@ -46,6 +46,7 @@ class LimitsConfig:
     sessions: int = 64
     queue: int = 64
     queue_timeout_s: float = 120.0
+    keepalive_s: float = 5.0
     drain_timeout_s: float = 60.0
 
 

@@ -93,6 +93,7 @@ class ChatRequest:
         """Why the budget cannot manage this request; empty when it can."""
         reasons = (
             ("disabled", not self.tags.enabled),
+            ("raw_prompt", self.dialect == "completions"),
             ("n", self.n > 1),
             ("media", self.has_media),
             ("cache_prompt", not self.cache_prompt),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from evoke_proxy.core.rendered import Tokens, common_prefix
 
@@ -11,43 +14,134 @@ from evoke_proxy.core.rendered import Tokens, common_prefix
 MIN_SHARED = 64
 # A conversation goes on from most of what it was; one that shares only a system prompt does not.
 _MIN_SHARE = 0.5
+# What can stand in a header of our answer, and in a table.
+_USABLE = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
+_CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]{8,})$")
+
+# Where clients say which conversation a request is of, the first that does wins. `weak` names a
+# person or a machine, which may have many conversations at once.
+_FIELD, _HEADER = "field", "header"
+SOURCES = (
+    (_FIELD, "evoke_session", False),
+    (_HEADER, "X-Evoke-Session", False),
+    (_HEADER, "X-Claude-Code-Session-Id", False),
+    (_HEADER, "x-opencode-session", False),
+    (_HEADER, "x-session-affinity", False),
+    (_HEADER, "X-Session-Id", False),  # opencode, and whoever has no name of its own for it
+    (_HEADER, "session_id", False),  # Codex
+    (_HEADER, "session-id", False),
+    (_HEADER, "X-OpenWebUI-Chat-Id", False),
+    (_HEADER, "X-Conversation-Id", False),  # llama.cpp's own web UI
+    (_HEADER, "x-litellm-session-id", False),
+    (_FIELD, "metadata", False),  # Claude Code before 2.1.86
+    (_FIELD, "prompt_cache_key", False),
+    (_FIELD, "session_id", False),
+    (_FIELD, "conversation_id", False),
+    (_FIELD, "user", True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a client calls a conversation, and where it said so.
+
+    A weak one only decides between sessions that fit equally well.
+    """
+
+    text: str
+    source: str
+    weak: bool = False
+
+    @property
+    def ours(self) -> bool:
+        """Whether it was said to us: the client means a conversation, whatever it looks like."""
+        return self.source.lower() in ("evoke_session", "x-evoke-session")
 
 
 class Known(Protocol):
-    """What is needed to know of a session: `tokens` are those of its latest prompt."""
+    """What is needed to know of a session: `tokens` are those of its latest prompt. The first
+    `head` of them reach to the end of the first user message (0: nobody knows), the first
+    `generation` to where its answer begins."""
 
     @property
     def id(self) -> str: ...
     @property
     def tenant(self) -> str: ...
     @property
-    def hint(self) -> str | None: ...
+    def hint(self) -> Hint | None: ...
     @property
     def tokens(self) -> Tokens: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
 
 
-def hint_of(headers: Mapping[str, str], named: str | None) -> str | None:
-    """The session a client names: our body field, else our header, else None."""
-    return named or headers.get("X-Evoke-Session") or None
+def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
+    """What the client calls this conversation; None when it does not say, or not usably."""
+    lowered = {name.lower(): value for name, value in headers.items()}
+    for kind, name, weak in SOURCES:
+        given = lowered.get(name.lower()) if kind == _HEADER else body.get(name)
+        text = _session_in(given) if name == "metadata" else given
+        if isinstance(text, str) and _USABLE.fullmatch(text):
+            return Hint(text, name, weak)
+    return None
 
 
-def find(sessions: Iterable[Known], hint: str | None, tenant: str, tokens: Tokens) -> str | None:
+def find(
+    sessions: Iterable[Known], hint: Hint | None, tenant: str, tokens: Tokens
+) -> str | None:
     """The id of the session these tokens go on from; None when it is a new one.
 
-    Sessions of another tenant do not exist. A hint narrows the choice to sessions that carry it,
-    and lets a short prompt match; it never makes two different conversations one.
+    Sessions of another tenant do not exist. Those that carry the hint come first, and may be short;
+    one that carries another is left to its owner unless these tokens continue it to the last. A
+    hint never makes two different conversations one.
     """
     mine = [session for session in sessions if session.tenant == tenant]
-    hinted = [session for session in mine if hint is not None and session.hint == hint]
-    # A client that names its sessions is believed about requests that name none of them.
-    candidates = hinted or ([] if hint is not None else mine)
-    shared = {session.id: common_prefix(session.tokens, tokens) for session in candidates}
-    fitting = [s for s in candidates if _goes_on(s, shared[s.id], hint is not None)]
-    if not fitting:
+    pairs = [(session, common_prefix(session.tokens, tokens)) for session in mine]
+    fitting = [
+        (_agrees(session, hint), shared, session.hint == hint, session.id)
+        for session, shared in pairs
+        if _goes_on(session, shared, hint, len(tokens))
+    ]
+    return max(fitting)[-1] if fitting else None
+
+
+def _goes_on(session: Known, shared: int, hint: Hint | None, n_tokens: int) -> bool:
+    """Whether the prompts share what makes a conversation: its first message and most of it."""
+    if shared == 0 or shared < max(session.head, _MIN_SHARE * len(session.tokens)):
+        return False
+    if _agrees(session, hint):
+        return True
+    if _disagrees(session, hint) and (shared < session.generation or n_tokens <= shared):
+        return False
+    return shared >= MIN_SHARED
+
+
+def _agrees(session: Known, hint: Hint | None) -> bool:
+    return hint is not None and not hint.weak and _name(session.hint) == hint.text
+
+
+def _disagrees(session: Known, hint: Hint | None) -> bool:
+    """Both are named, and not the same."""
+    mine, theirs = _name(hint), _name(session.hint)
+    return mine is not None and theirs is not None and mine != theirs
+
+
+def _name(hint: Hint | None) -> str | None:
+    return hint.text if hint is not None and not hint.weak else None
+
+
+def _session_in(metadata: object) -> object:
+    """The session in Claude Code's `metadata.user_id`: the end of it, or a JSON object's member."""
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user, str):
         return None
-    return max(fitting, key=lambda session: (shared[session.id], session.id)).id
-
-
-def _goes_on(session: Known, shared: int, hinted: bool) -> bool:
-    enough = shared >= _MIN_SHARE * len(session.tokens)
-    return shared > 0 and enough and (hinted or shared >= MIN_SHARED)
+    if not user.startswith("{"):
+        found = _CLAUDE_USER.search(user)
+        return found[1] if found else None
+    try:
+        parsed = json.loads(user)
+    except (ValueError, RecursionError):
+        return None
+    return parsed.get("session_id") if isinstance(parsed, dict) else None

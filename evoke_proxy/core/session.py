@@ -45,10 +45,9 @@ class Turn:
 class Session:
     """Mutable, with one owner who makes no two calls at once."""
 
-    def __init__(self, id: str, tenant: str, config: PolicyConfig, hint: str | None = None) -> None:
+    def __init__(self, id: str, tenant: str, config: PolicyConfig) -> None:
         self.id = id
         self.tenant = tenant
-        self.hint = hint
         self.turns = 0
         self.layout = Layout(id)
         self._config = config

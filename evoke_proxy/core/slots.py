@@ -1,7 +1,8 @@
 """Which session holds which slot of llama-server, and who waits.
 
-Pure bookkeeping: every call returns what is to be done. A slot is *held* by the session whose
-tokens are in it, and *busy* while a request of that session runs.
+Pure bookkeeping: every call returns what is to be done. A slot is *held* by the session that will
+find it again, and *busy* while a request runs in it. A *guest* runs in a slot without holding it:
+what was known of the slot before is known of it afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The slot is the session's until released; `victim` held it before, None if nobody else."""
+    """The slot is the session's until released; the rows of `victim`, if anybody, are in it."""
 
     slot: int
     victim: str | None = None
@@ -37,12 +38,14 @@ class Refuse:
 class _Waiter:
     ticket: int
     session: str
+    guest: bool
 
 
 @dataclass(slots=True)
 class _Slot:
     holder: str | None = None
     busy: bool = False
+    guest: bool = False
     used: float = 0.0
 
 
@@ -68,33 +71,36 @@ class SlotPool:
         return sum(len(queue) for queue in self._queues.values())
 
     def holder(self, slot: int) -> str | None:
-        """The session whose tokens are in the slot."""
+        """The session that will find this slot again."""
         return self._slots[slot].holder
 
     def slot_of(self, session: str) -> int | None:
         """The slot a session holds, busy or not."""
         return next((i for i, s in enumerate(self._slots) if s.holder == session), None)
 
-    def request(self, session: str, tenant: str, now: float) -> Grant | Wait | Refuse:
+    def request(
+        self, session: str, tenant: str, now: float, guest: bool = False
+    ) -> Grant | Wait | Refuse:
         """A slot for one request of a session, or a place in the queue, or neither.
 
         Nobody overtakes a waiter of the same tenant.
         """
         if not self._queues.get(tenant):
-            grant = self._grant(session, now)
+            grant = self._grant(session, guest, now)
             if grant is not None:
                 return grant
         if self.queued >= self._max_queue:
             return Refuse(self.queued)
         self._next_ticket += 1
-        waiter = _Waiter(self._next_ticket, session)
+        waiter = _Waiter(self._next_ticket, session, guest)
         self._queues.setdefault(tenant, deque()).append(waiter)
         return Wait(waiter.ticket)
 
     def release(self, slot: int, now: float) -> list[tuple[int, Grant]]:
         """The request on this slot is over; the tickets that get a slot because of it."""
-        self._slots[slot].busy = False
-        self._slots[slot].used = now
+        given_back = self._slots[slot]
+        given_back.used = given_back.used if given_back.guest else now
+        given_back.busy = given_back.guest = False
         return list(self._serve(now))
 
     def cancel(self, ticket: int, now: float) -> list[tuple[int, Grant]]:
@@ -122,7 +128,7 @@ class SlotPool:
             served = False
             for tenant in list(self._queues):
                 waiter = self._queues[tenant][0] if self._queues[tenant] else None
-                grant = self._grant(waiter.session, now) if waiter else None
+                grant = self._grant(waiter.session, waiter.guest, now) if waiter else None
                 if waiter and grant:
                     self._queues[tenant].popleft()
                     self._queues[tenant] = self._queues.pop(tenant)
@@ -131,22 +137,26 @@ class SlotPool:
                     break
         self._queues = {tenant: queue for tenant, queue in self._queues.items() if queue}
 
-    def _grant(self, session: str, now: float) -> Grant | None:
+    def _grant(self, session: str, guest: bool, now: float) -> Grant | None:
         """Its own slot, else an empty one, else the one idle for longest; None if it must wait.
 
-        A session whose slot is busy waits for that slot: its tokens are in it.
+        A session whose own request runs waits for it: its tokens are there. It does not wait for a
+        guest in its slot while another slot is idle.
         """
         own = self.slot_of(session)
-        if own is not None:
-            return self._take(own, session, now) if not self._slots[own].busy else None
+        if own is not None and not self._slots[own].busy:
+            return self._take(own, session, guest, now)
         idle = [i for i, slot in enumerate(self._slots) if not slot.busy]
-        if not idle:
+        if not idle or (own is not None and not self._slots[own].guest):
             return None
         best = min(idle, key=lambda i: (self._slots[i].holder is not None, self._slots[i].used, i))
-        return self._take(best, session, now)
+        return self._take(best, session, guest, now)
 
-    def _take(self, index: int, session: str, now: float) -> Grant:
+    def _take(self, index: int, session: str, guest: bool, now: float) -> Grant:
         slot = self._slots[index]
         victim = slot.holder if slot.holder != session else None
-        slot.holder, slot.busy, slot.used = session, True, now
+        slot.busy, slot.guest = True, guest
+        if not guest:
+            self.forget(session)
+            slot.holder, slot.used = session, now
         return Grant(index, victim)

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.identity import find
-from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.blocks import Role
+from evoke_proxy.core.identity import Hint, find
+from evoke_proxy.core.rendered import Rendered, Tokens
 from evoke_proxy.core.session import Session
 
 
@@ -17,12 +18,18 @@ from evoke_proxy.core.session import Session
 class Conversation:
     """A session and what outlives its turns.
 
-    `tokens` are those of the latest prompt as the client sent it, before any truncation; `epoch`
-    is that of its slot when its last request was marked, None when it was not.
+    `tokens`, `head` and `generation` are those of the latest prompt as the client sent it, before
+    any truncation (see `identity.Known`); `hint` is what the client calls it; `epoch` is that of
+    its slot when its last request was marked, None when it was not. A `passing` one is a side
+    request: forgotten after its only turn, and nothing goes on from it.
     """
 
     session: Session
     tokens: Tokens
+    head: int = 0
+    generation: int = 0
+    hint: Hint | None = None
+    passing: bool = False
     budget: int | None = None
     policy: str = ""
     epoch: int | None = None
@@ -40,9 +47,9 @@ class Conversation:
         return self.session.tenant
 
     @property
-    def hint(self) -> str | None:
-        """What the client calls it."""
-        return self.session.hint
+    def name(self) -> str | None:
+        """What the client calls it, when that is a name for it and not for a person."""
+        return self.hint.text if self.hint is not None and not self.hint.weak else None
 
     @property
     def labels(self) -> frozenset[str]:
@@ -69,22 +76,39 @@ class Conversations:
         """The conversation of this id; None when it is forgotten or there is no id."""
         return self._known.get(id) if id is not None else None
 
-    def of(self, tokens: Tokens, hint: str | None, tenant: str) -> Conversation:
-        """The conversation these tokens go on from, or a new one; it is now the latest used."""
-        id = find(self._known.values(), hint, tenant, tokens)
-        if id is None:
-            session = Session(uuid.uuid4().hex[:12], tenant, self._policy, hint)
-            id = session.id
-            self._known[id] = Conversation(session, tokens)
-        known = self._known[id]
-        known.tokens = tokens
-        self._known.move_to_end(id)
+    def known(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
+        """The conversation this prompt goes on from, now the latest used; None when it is new."""
+        lasting = [known for known in self._known.values() if not known.passing]
+        known = self.get(find(lasting, hint, tenant, rendered.tokens))
+        if known is None:
+            return None
+        if hint is not None and not (hint.weak and known.name):
+            known.hint = hint
+        _read(known, rendered)
+        self._known.move_to_end(known.id)
         return known
 
+    def start(
+        self, rendered: Rendered, hint: Hint | None, tenant: str, passing: bool = False
+    ) -> Conversation:
+        """A new one; it cannot be found by a later request when it is only `passing`."""
+        session = Session(uuid.uuid4().hex[:12], tenant, self._policy)
+        known = Conversation(session, rendered.tokens, hint=hint, passing=passing)
+        _read(known, rendered)
+        self._known[known.id] = known
+        return known
+
+    def beside(self, tenant: str) -> list[Conversation]:
+        """The conversations of a tenant that its side requests could disturb."""
+        return [k for k in self._known.values() if k.tenant == tenant and not k.passing]
+
     def forget_surplus(self) -> Collection[Conversation]:
-        """Forget what is over the limit, longest unused first; these are to be dropped upstream."""
+        """Forget what has passed, and what is over the limit, longest unused first; these are to be
+        dropped upstream."""
         idle = [known for known in self._known.values() if not known.in_use]
-        surplus = idle[: max(0, len(self._known) - self._limit)]
+        idle.sort(key=lambda known: not known.passing)
+        n_passed = sum(known.passing for known in idle)
+        surplus = idle[: max(n_passed, len(self._known) - self._limit)]
         for known in surplus:
             del self._known[known.id]
         return surplus
@@ -94,3 +118,10 @@ class Conversations:
         for known in self._known.values():
             known.session.lost()
             known.epoch, known.n_resident = None, 0
+
+
+def _read(known: Conversation, rendered: Rendered) -> None:
+    """Take over what the next request is compared with."""
+    users = (item.span.end for item in rendered.spans if item.role is Role.USER)
+    known.tokens, known.generation = rendered.tokens, rendered.generation
+    known.head = next(users, 0)

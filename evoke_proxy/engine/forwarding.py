@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.identity import Hint
 from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.session import Turn
 from evoke_proxy.core.sse import Observer
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.waiting import Lease
+from evoke_proxy.engine.waiting import Lease, Patience
 
 
 @dataclass(slots=True)
@@ -20,12 +21,15 @@ class Forwarding:
 
     `lease`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
     carries the marker, so that the reply will bring the engine's books. `stage` is where planning
-    stands, for counting what fails. `waits` are seconds by what was waited for, `own_s` the rest of
-    the time until forwarding, `after_s` what was left to do when the answer had ended.
+    stands, for counting what fails. `hint` is what the client calls its conversation, `patience`
+    what to do for it while it waits for a slot. `waits` are seconds by what was waited for, `own_s`
+    the rest of the time until forwarding, `after_s` what was left to do when the answer had ended.
     """
 
     body: bytes
     began: float
+    patience: Patience | None = None
+    hint: Hint | None = None
     shows: bool = False
     decision: str = "relay"
     stage: str = "render"
@@ -63,7 +67,7 @@ class Forwarding:
             return
         loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
         self.headers = {
-            "X-Evoke-Session": self.conversation.hint or self.conversation.id,
+            "X-Evoke-Session": self.conversation.name or self.conversation.id,
             "X-Evoke-Policy": turn.config.name,
             "X-Evoke-Evicted": _counted([evict.span for evict in plan.evicts]),
             "X-Evoke-Recovered": _counted(loads),

@@ -18,13 +18,14 @@ from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
+from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
-from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import (
     CapacityError,
@@ -85,18 +86,23 @@ class Engine:
 
     @asynccontextmanager
     async def turn(
-        self, dialect: str, body: bytes, client: Mapping[str, str]
+        self,
+        dialect: str,
+        body: bytes,
+        client: Mapping[str, str],
+        patience: Patience | None = None,
     ) -> AsyncIterator[Forwarding]:
-        """Prepare one chat request; what is yielded is to be forwarded and observed.
+        """Prepare one request that generates; what is yielded is to be forwarded and observed.
 
-        `dialect` is one that `parse_chat` knows, `client` are the request's headers. Raises
-        RequestError for wrong fields of ours, SlotsBusy when no slot gets free. Anything else that
-        fails here is counted, and the request goes on without a plan.
+        `dialect` is one that `parse_chat` knows, `client` are the request's headers; `patience` is
+        called now and then while a request for a stream waits for its slot. Raises RequestError for
+        wrong fields of ours, SlotsBusy when no slot gets free. Anything else that fails here is
+        counted, and the request goes on without a plan.
         """
         way = Forwarding(body, _now())
         AWAITED.set(way.waits)
         try:
-            await self._prepare(way, dialect, client)
+            await self._prepare(way, dialect, client, patience)
             way.own_s = _now() - way.began - sum(way.waits.values())
             self.metrics.own_seconds.observe(way.own_s)
             yield way
@@ -105,18 +111,25 @@ class Engine:
             self._conclude(way, client)
             way.after_s = _now() - ended
 
-    async def _prepare(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> None:
+    async def _prepare(
+        self, way: Forwarding, dialect: str, client: Mapping[str, str], patience: Patience | None
+    ) -> None:
         request = self._read(way, dialect, client)
         reason = await self._bypass_reason(request, client)
-        if reason or isinstance(request, str):
+        if reason:
             way.decision = f"bypass:{reason}"
             self.metrics.bypass.labels(reason=reason).inc()
+        if isinstance(request, str) or not self.server.patched:
             return
-        way.shows = request.tags.given or "X-Evoke-Session" in client
+        way.patience = patience if request.stream else None
+        way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         plain = way.body
         try:
-            await self._planner.prepare(way, request, client, _tenant(client))
-        except (RequestError, CapacityError):
+            if reason:
+                await self._planner.seat(way, request, client, _tenant(client))
+            else:
+                await self._planner.prepare(way, request, client, _tenant(client))
+        except (RequestError, CapacityError, ConnectionResetError):  # the last: our client is gone
             raise
         except Exception as error:
             way.body = plain
@@ -132,7 +145,9 @@ class Engine:
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"
-        return parse_chat(dialect, json.loads(given))
+        body = json.loads(given)
+        way.hint = hint_of(client, body)
+        return parse_chat(dialect, body)
 
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:
         if isinstance(request, str):
@@ -147,7 +162,7 @@ class Engine:
         """Go on without a plan: our fault, or llama-server's, must not cost the answer."""
         way.decision, way.marked, way.headers = f"degraded:{way.stage}", False, {}
         self.metrics.degraded.labels(stage=way.stage).inc()
-        if way.budget or self.config.policy.budget:
+        if way.stage != "seat" and (way.budget or self.config.policy.budget):
             self.metrics.breaches.inc()
         if isinstance(error, UpstreamError):
             self.upstream_failed(error)
@@ -165,14 +180,12 @@ class Engine:
         if way.first_byte_s is not None:
             self.metrics.ttft_seconds.observe(way.first_byte_s)
         known, books = way.conversation, way.books
-        if known is None:
-            return
-        if way.lease is not None and books is None:
-            self._spawn(self._settle(way, known, client), "settling a slot")
-            return
-        if books is not None:
+        if known is not None and books is not None:
             self._book(way, known, books)
-        self._part(way, known, client)
+        elif way.lease is not None and (known is not None or not way.observer.done):
+            self._spawn(self._settle(way, client), "settling a slot")
+            return
+        self._part(way, client)
 
     def _book(self, way: Forwarding, known: Conversation, books: Books) -> None:
         as_planned = known.session.finish(books)
@@ -194,19 +207,18 @@ class Engine:
             }
         )
 
-    async def _settle(
-        self, way: Forwarding, known: Conversation, client: Mapping[str, str]
-    ) -> None:
+    async def _settle(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
         assert way.lease is not None
+        known = way.conversation
         try:
-            await self._until_idle(way.lease.slot, known.tenant, client)
+            await self._until_idle(way.lease.slot, _tenant(client), client)
         finally:
-            if way.turn is not None:
+            if known is not None and way.turn is not None:
                 known.session.finish(None)
-            if not way.marked:
+            if known is not None and not way.marked:
                 known.epoch = None
-            self._part(way, known, client)
+            self._part(way, client)
 
     async def _until_idle(self, slot: int, tenant: str, client: Mapping[str, str]) -> None:
         for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
@@ -215,9 +227,10 @@ class Engine:
             if self.draining or not answer.get("is_processing"):
                 return
 
-    def _part(self, way: Forwarding, known: Conversation, client: Mapping[str, str]) -> None:
+    def _part(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """The request is done with its slot and its session."""
-        known.in_use -= 1
+        if way.conversation is not None:
+            way.conversation.in_use -= 1
         if way.lease is not None:
             self._slots.release(way.lease)
         for gone in self.conversations.forget_surplus():
@@ -245,7 +258,7 @@ class Engine:
         return [
             {
                 "id": known.id,
-                "name": known.hint,
+                "name": known.name,
                 "slot": self._slots.pool.slot_of(known.id),
                 "turns": known.session.turns,
                 "tokens": len(known.tokens),

@@ -15,14 +15,14 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.chat import ChatRequest, parse_chat, truncate_messages
-from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.plan import Plan
-from evoke_proxy.core.rendered import Rendered, SlotView
+from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session import Turn, effective
+from evoke_proxy.core.side import is_side
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
-from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.engine.waiting import Lease, SlotQueue
 from evoke_proxy.errors import PlanRefused, UpstreamProtocolError
 
 _log = logging.getLogger(__name__)
@@ -57,20 +57,59 @@ class Planner:
         began = asyncio.get_running_loop().time()
         rendered = await self._upstream.render(request.dialect, way.body, client)
         way.stage = "session"
-        hint = hint_of(client, request.tags.session)
-        known = way.conversation = self._conversations.of(rendered.tokens, hint, tenant)
+        known = way.conversation = self._conversation(way, request, rendered, tenant)
         known.in_use += 1
-        way.stage = "slot"
-        waiting = asyncio.get_running_loop().time()
-        way.lease = await self._slots.acquire(known.id, tenant)
-        waited = way.waits["queue"] = asyncio.get_running_loop().time() - waiting
+        lease = await self._acquire(way, known.id, tenant, known.passing)
         request, changed = self._truncated(way, request, rendered)
-        if changed or way.lease.waited:
+        if changed or lease.waited:
             way.stage = "render"
             rendered = await self._upstream.render(request.dialect, way.body, client)
-        await self._make_room(way, rendered, client)
+        await self._make_room(way, _slot(rendered, lease.slot), client)
         await self._plan(way, request, rendered, client)
-        self._metrics.plan_seconds.observe(asyncio.get_running_loop().time() - began - waited)
+        self._metrics.plan_seconds.observe(
+            asyncio.get_running_loop().time() - began - way.waits["queue"]
+        )
+
+    async def seat(
+        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
+    ) -> None:
+        """A slot for a request without a conversation; whose slot it is loses nothing.
+
+        One that wants several answers, or says which slot it wants, gets what llama-server gives.
+        Raises SlotsBusy, and EvokeErrors for what llama-server does.
+        """
+        # Spelled so, it is a key: quotes within a text are escaped.
+        if request.n > 1 or b'"id_slot"' in way.body:
+            return
+        lease = await self._acquire(way, f"guest-{id(way)}", tenant, guest=True)
+        way.stage = "seat"
+        victim = self._conversations.get(lease.victim)
+        if victim is not None and victim.epoch is not None:
+            slot = await self._upstream.slot(lease.slot, victim.tenant, client)
+            await self._make_room(way, SlotView.parse(slot), client)
+        way.body = edit_top_level(way.body, {"id_slot": orjson.dumps(lease.slot)}, ())
+
+    async def _acquire(self, way: Forwarding, session: str, tenant: str, guest: bool) -> Lease:
+        way.stage = "slot"
+        began = asyncio.get_running_loop().time()
+        way.lease = await self._slots.acquire(session, tenant, guest, way.patience)
+        way.waits["queue"] = asyncio.get_running_loop().time() - began
+        return way.lease
+
+    def _conversation(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, tenant: str
+    ) -> Conversation:
+        """The one this goes on from, else a new one, of which side requests leave no trace."""
+        hint, all = way.hint, self._conversations
+        known = all.known(rendered, hint, tenant)
+        if known is not None:
+            return known
+        beside = all.beside(tenant)
+        family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
+        ours = hint is not None and hint.ours
+        n_tokens = len(rendered.tokens)
+        passing = not ours and is_side(request, n_tokens, bool(beside), family)
+        return all.start(rendered, hint, tenant, passing)
 
     def _truncated(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered
@@ -89,19 +128,18 @@ class Planner:
         return replace(parse_chat(request.dialect, json.loads(shorter)), tags=request.tags), True
 
     async def _make_room(
-        self, way: Forwarding, rendered: Rendered, client: Mapping[str, str]
+        self, way: Forwarding, view: SlotView, client: Mapping[str, str]
     ) -> None:
         """Save what the session before us leaves in the slot; if that fails, it decodes again."""
         assert way.lease is not None
         victim = self._conversations.get(way.lease.victim)
-        view = _slot(rendered, way.lease.slot)
         # Another epoch: somebody else was there since, and what is in the slot is not the victim's.
         if victim is None or victim.epoch != view.epoch:
             return
         victim.epoch, victim.n_resident = None, 0
         plan = victim.session.save_all(view)
         try:
-            await self._run(plan, view, victim, rendered, client)
+            await self._run(plan, view, victim, client)
         except PlanRefused as refused:
             self._metrics.plan_failures.labels(reason=refused.type).inc()
             _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
@@ -134,7 +172,7 @@ class Planner:
         turn = session.begin(rendered, view, request)
         plan = session.plan(turn)
         way.stage = "plan"
-        epoch = await self._run(plan, view, way.conversation, rendered, client)
+        epoch = await self._run(plan, view, way.conversation, client, rendered.tokens)
         session.applied(turn, plan)
         way.stage = "splice"
         way.body = _marked(way.body, view.id, epoch)
@@ -157,15 +195,14 @@ class Planner:
         plan: Plan,
         view: SlotView,
         known: Conversation,
-        rendered: Rendered,
         client: Mapping[str, str],
+        tokens: Tokens | None = None,
     ) -> int:
-        """Have llama-server run a plan; the epoch of the slot after it."""
+        """Have llama-server run a plan; the epoch of the slot after it. Adopting needs `tokens`."""
         epoch, tenant = view.epoch, {"tenant": known.tenant}
-        if plan.adopt is not None:
-            tokens = rendered.tokens[: plan.adopt.n_tokens].tolist()
-            names = list(plan.adopt.labels)
-            adopt = {"tokens": tokens, "names": names, "epoch": epoch} | tenant
+        if plan.adopt is not None and tokens is not None:
+            prefix, names = tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
+            adopt = {"tokens": prefix, "names": names, "epoch": epoch} | tenant
             epoch = _epoch(await self._upstream.run(view.id, "block-adopt", adopt, client))
         ops = plan.ops()
         if ops:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.slots import Grant, Refuse, SlotPool
 from evoke_proxy.errors import SlotsBusy
 
+# What to do for a client again and again while it waits; what it raises ends the waiting.
+Patience = Callable[[], Awaitable[None]]
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A slot until it is released; `victim` is the session whose tokens were in it before."""
+    """A slot until it is released; `victim` is the session whose rows may still be in it."""
 
     slot: int
     victim: str | None
@@ -41,36 +44,42 @@ class SlotQueue:
         else:
             self._pool = SlotPool(n_slots, self._limits.queue)
 
-    async def acquire(self, session: str, tenant: str) -> Lease:
-        """A slot for one request of a session; SlotsBusy when the queue or the patience ends.
+    async def acquire(
+        self, session: str, tenant: str, guest: bool = False, patience: Patience | None = None
+    ) -> Lease:
+        """A slot for one request of a session; SlotsBusy when the queue or the time for it ends.
 
-        A caller that is cancelled while it waits leaves its place to the next.
+        A guest does not hold the slot afterwards. `patience` is called every `keepalive_s` of
+        waiting. A caller that is cancelled while it waits leaves its place to the next.
         """
         pool = self._pool
-        answer = pool.request(session, tenant, self._now())
+        answer = pool.request(session, tenant, self._now(), guest)
         if isinstance(answer, Refuse):
             raise SlotsBusy(f"{answer.queued} requests wait for a slot already; try again later")
         if isinstance(answer, Grant):
             return Lease(answer.slot, answer.victim, False, pool)
-        grant = await self._wait(pool, answer.ticket)
+        grant = await self._wait(pool, answer.ticket, patience)
         return Lease(grant.slot, grant.victim, True, pool)
 
     def release(self, lease: Lease) -> None:
         """Give a slot back and wake who is next."""
         self._wake(lease.pool, lease.pool.release(lease.slot, self._now()))
 
-    async def _wait(self, pool: SlotPool, ticket: int) -> Grant:
+    async def _wait(self, pool: SlotPool, ticket: int, patience: Patience | None) -> Grant:
         key = (id(pool), ticket)
         turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[key] = turn
         limit_s = self._limits.queue_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                return await turn
+                while not (await asyncio.wait([turn], timeout=self._limits.keepalive_s))[0]:
+                    if patience is not None:
+                        await patience()
+                return turn.result()
         except TimeoutError as error:
             self._abandon(pool, ticket, turn)
             raise SlotsBusy(f"no slot became free in {limit_s:.0f} s; try again later") from error
-        except asyncio.CancelledError:
+        except BaseException:
             self._abandon(pool, ticket, turn)
             raise
         finally:

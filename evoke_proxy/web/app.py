@@ -34,7 +34,7 @@ def create_app(engine: Engine) -> web.Application:
 
 def _dispatch(engine: Engine) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        dialect = dialects.CHAT_PATHS.get(request.path)
+        dialect = dialects.ANSWER_PATHS.get(request.path)
         if dialect is not None and request.method == "POST":
             return await answer_chat(request, engine, dialect)
         return await relay.passthrough(request, engine.upstream)

@@ -1,4 +1,4 @@
-"""One chat request: the engine prepares its bytes, the relay carries them and the answer."""
+"""One request that generates: the engine prepares it, the relay carries it and its answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from aiohttp import web
 
 from evoke_proxy.engine import Engine
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
+from evoke_proxy.web.begun import BegunStream, check
 
 # What the engine did with the request of the current task, for its log line.
 DECISION = ContextVar("DECISION", default="decision=relay")
@@ -17,17 +19,26 @@ _REPLACED = frozenset(("content-length",))
 
 
 async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
-    """Forward a chat request with what the engine added, relay the answer as it comes."""
+    """Forward a request with what the engine added, relay the answer as it comes."""
     DECISION.set("decision=refused")
     body = await request.read()
     headers = relay.request_headers(request, _REPLACED)
     way: Forwarding | None = None
+    stream = BegunStream(request)
     try:
-        async with engine.turn(dialect, body, request.headers) as way:
+        async with engine.turn(dialect, body, request.headers, stream.wait) as way:
             target = relay.raw_target(request)
             async with engine.upstream.open("POST", target, headers, way.body) as reply:
+                if stream.response is not None:
+                    await check(reply)
                 asked = way.shows and way.marked
-                return await relay.send(request, reply, way.observe, way.headers, asked)
+                return await relay.send(
+                    request, reply, way.observe, way.headers, asked, stream.response
+                )
+    except (EvokeError, ConnectionResetError) as error:
+        if stream.response is None:
+            raise
+        return await stream.fail(error)
     finally:
         if way is not None:
             DECISION.set(way.summary())

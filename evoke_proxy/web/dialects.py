@@ -7,22 +7,27 @@ import math
 import orjson
 from aiohttp import web
 
-from evoke_proxy.errors import EvokeError
+from evoke_proxy.errors import EvokeError, UpstreamRejected
 
-# The paths that carry a conversation, with the name of their dialect.
-CHAT_PATHS = {
+# The paths that make llama-server generate, with the name of their dialect. Raw prompts carry no
+# conversation, but take a slot as every other.
+ANSWER_PATHS = {
     "/v1/chat/completions": "chat",
     "/chat/completions": "chat",
     "/v1/responses": "responses",
     "/responses": "responses",
     "/v1/messages": "messages",
+    "/v1/completions": "completions",
+    "/completions": "completions",
+    "/completion": "completions",
+    "/infill": "completions",
 }
 
 _OTHER_PATHS = frozenset(
     """
-    / /health /v1/health /metrics /props /models /v1/models /completion /completions /v1/completions
+    / /health /v1/health /metrics /props /models /v1/models
     /v1/chat/completions/input_tokens /v1/responses/input_tokens /v1/messages/count_tokens
-    /infill /embedding /embeddings /v1/embeddings /rerank /reranking
+    /embedding /embeddings /v1/embeddings /rerank /reranking
     /v1/rerank /tokenize /detokenize /apply-template /lora-adapters /slots
     /evoke/health /evoke/ready /evoke/sessions
     """.split()
@@ -42,15 +47,20 @@ _ANTHROPIC_TYPES = {
 
 def endpoint_label(path: str) -> str:
     """A path as a metric label: known ones by name, the rest as `other`."""
-    if path in CHAT_PATHS or path in _OTHER_PATHS:
+    if path in ANSWER_PATHS or path in _OTHER_PATHS:
         return path
     return "/slots/{id}" if path.startswith("/slots/") else "other"
 
 
+def error_event(path: str, error: EvokeError) -> bytes:
+    """The last event of a stream of `path` that fails, as llama-server would send it."""
+    event = b"event: error\n" if _speaks_anthropic(path) else b""
+    return event + b"data: " + orjson.dumps(_body(path, error)) + b"\n\n"
+
+
 def error_response(path: str, error: EvokeError) -> web.Response:
     """Our error as the client of `path` expects errors to look."""
-    speaks_anthropic = path.startswith("/v1/messages")
-    body = _anthropic(error) if speaks_anthropic else _openai(error)
+    body = _body(path, error)
     response = web.Response(
         status=error.status, body=orjson.dumps(body), content_type="application/json"
     )
@@ -58,6 +68,18 @@ def error_response(path: str, error: EvokeError) -> web.Response:
     if retry_after is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
     return response
+
+
+def _speaks_anthropic(path: str) -> bool:
+    return path.startswith("/v1/messages")
+
+
+def _body(path: str, error: EvokeError) -> dict[str, object]:
+    if isinstance(error, UpstreamRejected) and error.error:
+        # Its own words, in its own shape.
+        anthropic = {"type": "error"} if _speaks_anthropic(path) else {}
+        return anthropic | {"error": error.error}
+    return _anthropic(error) if _speaks_anthropic(path) else _openai(error)
 
 
 def _openai(error: EvokeError) -> dict[str, object]:

@@ -31,11 +31,9 @@ class Relayed(web.StreamResponse):
     `broken` says why it broke off upstream, `unheard` that the client was gone before its end.
     """
 
-    def __init__(self, reply: Reply, extra: Mapping[str, str]) -> None:
-        headers = _without(reply.headers, _HOP_BY_HOP)
-        super().__init__(status=reply.status, reason=reply.reason, headers=headers)
+    def __init__(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:
+        super().__init__(status=status, reason=reason, headers=headers)
         self.absent = tuple(name for name in _FILLED_IN if name not in headers)
-        self.headers.update(extra)
         self.broken: UpstreamError | None = None
         self.unheard = False
 
@@ -74,18 +72,21 @@ async def send(
     observe: Callable[[bytes], None] | None = None,
     extra: Mapping[str, str] | None = None,
     books_in_usage: bool = False,
+    begun: Relayed | None = None,
 ) -> web.StreamResponse:
     """Relay an answer chunk by chunk; `observe` sees a copy before the client does.
 
+    `begun` is an event stream that the client was sent already, and that this one continues.
     When llama-server breaks off, the client's connection is cut too: a clean end would be a lie.
     Raises UpstreamError when it does before anything of the answer is sent.
     """
-    response = Relayed(reply, extra or {})
+    response = begun or _opened(reply, extra or {})
     chunks = reply.chunks() if observe is None else _observed(reply, observe)
     try:
         if books_in_usage:
             chunks = await _with_books(chunks, response)
-        await response.prepare(request)
+        if begun is None:
+            await response.prepare(request)
         async for chunk in chunks:
             await response.write(chunk)
     except ConnectionResetError:
@@ -98,6 +99,12 @@ async def send(
         response.broken = error
         if request.transport is not None:
             request.transport.close()
+    return response
+
+
+def _opened(reply: Reply, extra: Mapping[str, str]) -> Relayed:
+    response = Relayed(reply.status, reply.reason, _without(reply.headers, _HOP_BY_HOP))
+    response.headers.update(extra)
     return response
 
 

@@ -214,5 +214,6 @@ def test_media_bypass_the_budget() -> None:
     )
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         ask(running.port, "POST", "/v1/chat/completions", image, JSON)
-        assert [seen.body for seen in fake.requests] == [image]
+        # A slot of its own, and nothing else: what is marked has "evoke" beside it.
+        assert [seen.body for seen in fake.requests] == [b'{"id_slot":0,' + image[1:]]
         assert running.metric("evoke_bypass_total", reason="media") == 1

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from evoke_proxy.core.identity import find, hint_of
+from evoke_proxy.core.identity import SOURCES, Hint, find, hint_of
 from evoke_proxy.core.rendered import Tokens
+
+UUID = "4a5c0e4b-98c1-4f0e-a0a5-0c9d1a0c7a11"
 
 
 @dataclass
@@ -15,12 +21,25 @@ class Session:
     id: str
     tokens: Tokens
     tenant: str = ""
-    hint: str | None = None
+    hint: Hint | None = None
+    head: int = 0
+
+    @property
+    def generation(self) -> int:
+        return len(self.tokens) - 2
 
 
 def prompt(*parts: int) -> Tokens:
     """Runs of 50 tokens, one a number."""
     return np.concatenate([np.arange(50, dtype=np.int32) + part * 1000 for part in parts])
+
+
+def named(text: str) -> Hint:
+    return Hint(text, "X-Session-Id")
+
+
+def person(text: str) -> Hint:
+    return Hint(text, "user", weak=True)
 
 
 SYSTEM, ONE, TWO, MORE = 1, 2, 3, 4
@@ -37,6 +56,14 @@ def test_a_shared_system_prompt_is_not_a_conversation() -> None:
     assert find(sessions, None, "", prompt(SYSTEM, SYSTEM, TWO)) is None
 
 
+@pytest.mark.parametrize("hint", [None, named("h"), named("new"), person("u")])
+def test_a_long_system_prompt_is_not_a_conversation_either(hint: Hint | None) -> None:
+    # 450 of 500 tokens are the same, but the first question is another.
+    sessions = [Session("a", prompt(*[SYSTEM] * 9, ONE), hint=named("h"), head=498)]
+    assert find(sessions, hint, "", prompt(*[SYSTEM] * 9, TWO)) is None
+    assert find(sessions, hint, "", prompt(*[SYSTEM] * 9, TWO, MORE, MORE)) is None
+
+
 def test_the_longest_prefix_wins_and_short_ones_do_not_count() -> None:
     sessions = [Session("a", prompt(SYSTEM, ONE)), Session("b", prompt(SYSTEM, ONE, TWO))]
     assert find(sessions, None, "", prompt(SYSTEM, ONE, TWO, MORE)) == "b"
@@ -44,31 +71,133 @@ def test_the_longest_prefix_wins_and_short_ones_do_not_count() -> None:
 
 
 def test_a_hint_lets_short_prompts_match() -> None:
-    sessions = [Session("a", prompt(SYSTEM), hint="h"), Session("b", prompt(SYSTEM))]
-    assert find(sessions, "h", "", prompt(SYSTEM, ONE)) == "a"
+    sessions = [Session("a", prompt(SYSTEM), hint=named("h")), Session("b", prompt(SYSTEM))]
+    assert find(sessions, named("h"), "", prompt(SYSTEM, ONE)) == "a"
 
 
-def test_a_wrong_hint_makes_a_new_session_and_takes_nobody_elses() -> None:
-    sessions = [Session("a", prompt(SYSTEM, ONE), hint="h"), Session("b", prompt(TWO, TWO))]
-    assert find(sessions, "h", "", prompt(TWO, TWO, MORE)) is None
-    assert find(sessions, "unknown", "", prompt(SYSTEM, ONE, MORE)) is None
+def test_a_new_hint_does_not_hide_a_session() -> None:
+    sessions = [Session("a", prompt(SYSTEM, ONE), head=90)]
+    assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, MORE)) == "a"
+    assert find(sessions, person("u"), "", prompt(SYSTEM, ONE, MORE)) == "a"
+    assert find(sessions, named("new"), "", prompt(SYSTEM, TWO, MORE)) is None
+    assert find([Session("s", prompt(SYSTEM))], named("new"), "", prompt(SYSTEM, MORE)) is None
+
+
+def test_a_resumed_conversation_is_found_under_its_new_name() -> None:
+    sessions = [Session("a", prompt(SYSTEM, ONE, TWO), hint=named("old"), head=90)]
+    assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, TWO, MORE)) == "a"
+    # The same words said by somebody else, and a branch of somebody else's: not ours to take.
+    assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, TWO)) is None
+    assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, MORE, MORE)) is None
+    # Its owner may go back to an earlier point.
+    assert find(sessions, named("old"), "", prompt(SYSTEM, ONE, MORE, MORE)) == "a"
+
+
+def test_a_wrong_hint_takes_nobody_elses() -> None:
+    sessions = [Session("a", prompt(SYSTEM, ONE), hint=named("h")), Session("b", prompt(TWO, TWO))]
+    assert find(sessions, named("h"), "", prompt(MORE, MORE, MORE)) is None
+    assert find(sessions, named("h"), "", prompt(TWO, TWO, MORE)) == "b"
 
 
 def test_one_hint_may_have_branches() -> None:
     sessions = [
-        Session("a", prompt(SYSTEM, ONE, ONE), hint="h"),
-        Session("b", prompt(SYSTEM, TWO, TWO), hint="h"),
+        Session("a", prompt(SYSTEM, ONE, ONE), hint=named("h"), head=100),
+        Session("b", prompt(SYSTEM, TWO, TWO), hint=named("h"), head=100),
     ]
-    assert find(sessions, "h", "", prompt(SYSTEM, TWO, TWO, MORE)) == "b"
+    assert find(sessions, named("h"), "", prompt(SYSTEM, ONE, ONE, MORE)) == "a"
+    assert find(sessions, named("h"), "", prompt(SYSTEM, TWO, TWO, MORE)) == "b"
+    assert find(sessions, named("h"), "", prompt(SYSTEM, MORE, MORE)) is None
+
+
+def test_a_person_only_decides_between_equals() -> None:
+    sessions = [
+        Session("a", prompt(SYSTEM, ONE), hint=person("ann")),
+        Session("b", prompt(SYSTEM, ONE), hint=person("bob")),
+        Session("c", prompt(SYSTEM, ONE, TWO), hint=person("bob")),
+    ]
+    assert find(sessions, person("ann"), "", prompt(SYSTEM, ONE, MORE)) == "a"
+    assert find(sessions, person("bob"), "", prompt(SYSTEM, ONE, MORE)) in ("b", "c")
+    assert find(sessions, person("ann"), "", prompt(SYSTEM, ONE, TWO, MORE)) == "c"
+    assert find(sessions, person("ann"), "", prompt(MORE, TWO, TWO)) is None
 
 
 def test_tenants_never_meet() -> None:
-    sessions = [Session("a", prompt(SYSTEM, ONE), tenant="x", hint="h")]
+    sessions = [Session("a", prompt(SYSTEM, ONE), tenant="x", hint=named("h"))]
     assert find(sessions, None, "y", prompt(SYSTEM, ONE, MORE)) is None
-    assert find(sessions, "h", "y", prompt(SYSTEM, ONE, MORE)) is None
+    assert find(sessions, named("h"), "y", prompt(SYSTEM, ONE, MORE)) is None
 
 
-def test_our_field_goes_before_our_header() -> None:
-    assert hint_of({"X-Evoke-Session": "header"}, "field") == "field"
-    assert hint_of({"X-Evoke-Session": "header"}, None) == "header"
-    assert hint_of({}, None) is None
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), max_size=5),
+    st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    st.sampled_from([None, named("0"), named("1"), named("new"), person("0")]),
+)
+def test_whatever_the_hint_two_conversations_are_never_one(
+    known: list[list[int]], asked: list[int], hint: Hint | None
+) -> None:
+    sessions = [
+        Session(str(i), prompt(SYSTEM, *parts), hint=named(str(i % 2)), head=100)
+        for i, parts in enumerate(known)
+    ]
+    found = find(sessions, hint, "", prompt(SYSTEM, *asked))
+    assert found is None or known[int(found)][0] == asked[0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "text"),
+    [
+        ({"X-Claude-Code-Session-Id": UUID}, {}, UUID),
+        ({}, {"metadata": {"user_id": f"user_0a1b_account_9_session_{UUID}"}}, UUID),
+        ({}, {"metadata": {"user_id": f'{{"device_id":"d","session_id":"{UUID}"}}'}}, UUID),
+        ({"x-session-affinity": "ses_1"}, {}, "ses_1"),
+        ({"X-Session-Id": "ses_2"}, {}, "ses_2"),
+        ({"x-opencode-session": "ses_3"}, {}, "ses_3"),
+        ({"session_id": "codex"}, {"prompt_cache_key": "other"}, "codex"),
+        ({"session-id": "codex"}, {}, "codex"),
+        ({}, {"prompt_cache_key": "codex"}, "codex"),
+        ({"X-OpenWebUI-Chat-Id": "c1", "X-OpenWebUI-User-Id": "u"}, {"user": "u"}, "c1"),
+        ({"X-Conversation-Id": "conv"}, {}, "conv"),
+        ({"x-litellm-session-id": "lite"}, {}, "lite"),
+        ({}, {"session_id": "s"}, "s"),
+        ({}, {"conversation_id": "c"}, "c"),
+        ({}, {"user": "ann"}, "ann"),
+        ({"X-EVOKE-SESSION": "ours", "X-Session-Id": "theirs"}, {}, "ours"),
+        ({"X-Evoke-Session": "header"}, {"evoke_session": "field"}, "field"),
+    ],
+)
+def test_what_clients_call_a_conversation(
+    headers: dict[str, str], body: dict[str, Any], text: str
+) -> None:
+    hint = hint_of(headers, body)
+    assert hint is not None
+    assert (hint.text, hint.weak) == (text, text == "ann")
+    assert hint.ours == (text in ("ours", "field", "header"))
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({}, {}),
+        ({"X-Session-Id": ""}, {}),
+        ({"X-Session-Id": "two\r\nlines"}, {}),
+        ({"X-Session-Id": "x" * 257}, {}),
+        ({}, {"user": 3, "session_id": None, "prompt_cache_key": ["a"]}),
+        ({}, {"metadata": "text"}),
+        ({}, {"metadata": {"user_id": "user_of_somebody"}}),
+        ({}, {"metadata": {"user_id": "{broken"}}),
+        ({}, {"metadata": {"user_id": "{" * 100_000}}),
+        ({}, {"metadata": {"user_id": '{"session_id":7}'}}),
+    ],
+)
+def test_what_is_no_name_is_no_hint(headers: dict[str, str], body: dict[str, Any]) -> None:
+    assert hint_of(headers, body) is None
+
+
+def test_an_unusable_name_leaves_the_word_to_the_next() -> None:
+    hint = hint_of({"X-Session-Id": "\u00fc"}, {"prompt_cache_key": "key"})
+    assert hint is not None and hint.source == "prompt_cache_key"
+
+
+def test_only_a_person_is_weak_and_comes_last() -> None:
+    assert [name for _, name, weak in SOURCES if weak] == ["user"]
+    assert SOURCES[-1][1] == "user"

@@ -66,7 +66,7 @@ def test_forgotten_sessions_hold_nothing() -> None:
     assert pool.request("b", "", 2) == Grant(0, victim=None)
 
 
-@given(st.lists(st.tuples(st.sampled_from("rfc"), st.integers(0, 5)), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from("rgfc"), st.integers(0, 5)), max_size=80))
 def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
     pool = SlotPool(2, 3)
     running: set[int] = set()
@@ -79,8 +79,8 @@ def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]])
             running.add(grant.slot)
 
     for now, (kind, who) in enumerate(steps):
-        if kind == "r":
-            answer = pool.request(f"s{who}", f"t{who % 2}", now)
+        if kind in "rg":
+            answer = pool.request(f"{kind}{who}", f"t{who % 2}", now, guest=kind == "g")
             if isinstance(answer, Grant):
                 assert answer.slot not in running
                 running.add(answer.slot)
@@ -97,7 +97,54 @@ def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]])
             waiting.discard(ticket)
             granted(pool.cancel(ticket, now))
         assert pool.queued == len(waiting)
+        holders = [pool.holder(slot) for slot in range(2) if pool.holder(slot) is not None]
+        assert len(set(holders)) == len(holders)
+        assert not any(str(holder).startswith("g") for holder in holders)
     while running:
         slot = running.pop()
         granted(pool.release(slot, 1000))
     assert not waiting
+
+
+def test_a_guest_takes_the_spare_slot_and_leaves_no_trace() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    pool.release(0, 1)
+    assert pool.request("title", "", 5, guest=True) == Grant(1)
+    assert pool.release(1, 6) == []
+    assert pool.slot_of("title") is None and pool.holder(1) is None
+    assert pool.request("tags", "", 7, guest=True) == Grant(1)
+
+
+def test_a_guest_without_a_spare_slot_names_whose_it_is_and_hands_it_back() -> None:
+    pool = SlotPool(2, 4)
+    for now, name in enumerate("ab"):
+        pool.request(name, "", now)
+    for now, slot in enumerate((0, 1), 2):
+        pool.release(slot, now)
+    assert pool.request("title", "", 9, guest=True) == Grant(0, victim="a")
+    pool.release(0, 10)
+    assert (pool.holder(0), pool.holder(1)) == ("a", "b")
+    # "a" is still the one idle for longest.
+    assert pool.request("c", "", 11) == Grant(0, victim="a")
+
+
+def test_a_session_waits_for_a_guest_in_its_slot_only_when_every_slot_is_busy() -> None:
+    pool = SlotPool(2, 4)
+    for now, name in enumerate("ab"):
+        pool.request(name, "", now)
+    pool.release(0, 2)
+    assert pool.request("title", "", 3, guest=True) == Grant(0, victim="a")
+    assert pool.request("a", "", 4) == Wait(1)
+    assert pool.release(1, 5) == [(1, Grant(1, victim="b"))]
+    assert pool.slot_of("a") == 1
+    assert pool.release(0, 6) == [] and pool.holder(0) is None
+
+
+def test_a_guest_waits_its_turn() -> None:
+    pool = SlotPool(1, 4)
+    pool.request("a", "", 0)
+    assert pool.request("title", "", 1, guest=True) == Wait(1)
+    assert pool.request("b", "", 2) == Wait(2)
+    assert pool.release(0, 3) == [(1, Grant(0, victim="a"))]
+    assert pool.release(0, 4) == [(2, Grant(0, victim="a"))]
