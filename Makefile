@@ -11,7 +11,7 @@ ARGS   ?=
 demo: venv
 	@$(BIN)/evoke-proxy demo
 
-test: build
+test: build .venv/clients
 	@$(BIN)/python tests/run.py --continue-on-collection-errors $(TESTS)
 
 check: venv
@@ -44,6 +44,11 @@ venv: .venv/stamp
 .venv/stamp: pyproject.toml | tools
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+# The client libraries that tests/clients lets talk to the proxy: large, and for the tests only.
+.venv/clients: .venv/stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'
 	@touch $@
 
 # Says what is missing before minutes are spent, and how to get it.

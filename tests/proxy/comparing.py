@@ -6,12 +6,16 @@ Without what differs each time: ids, clocks, times, our own fields.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from running import Answer, ask, llama_server, server_binary
+
+# Asks the server or proxy on a port; asking both gives the direct and the proxied answer.
+Ask = Callable[[int], Any]
+Sides = Callable[[Ask], tuple[Any, Any]]
 
 # `timings` also carry the books of a marked request.
 _EACH_TIME = frozenset(

@@ -1,0 +1,161 @@
+"""The `openai` package through the proxy gets what it gets directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from comparing import Sides
+from running import RunningProxy
+from weather import BEGUN, CALL, QUESTION, TOOLS
+
+PLAIN: list[Any] = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Remember: the door code of the Oslo lab is 4821."},
+    {"role": "assistant", "content": "Got it."},
+    {"role": "user", "content": "What is the door code of the Oslo lab?"},
+]
+CHATS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": PLAIN},
+    "tool call": {
+        "messages": [
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "content": BEGUN},
+        ],
+        **TOOLS["/v1/chat/completions"],
+    },
+    "tool result": {
+        "messages": [
+            {"role": "user", "content": QUESTION},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain and wind"},
+        ],
+        "tools": TOOLS["/v1/chat/completions"]["tools"],
+    },
+}
+RESPONSES: dict[str, dict[str, Any]] = {
+    "plain": {"instructions": PLAIN[0]["content"], "input": PLAIN[3]["content"]},
+    "tool call": {
+        "input": [
+            {"role": "user", "content": QUESTION},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": BEGUN}],
+            },
+        ],
+        **TOOLS["/v1/responses"],
+    },
+    "tool result": {
+        "input": [
+            {"role": "user", "content": QUESTION},
+            {"type": "function_call", "call_id": "call_1", **CALL},
+            {"type": "function_call_output", "call_id": "call_1", "output": "rain and wind"},
+        ],
+        "tools": TOOLS["/v1/responses"]["tools"],
+    },
+}
+KINDS = pytest.mark.parametrize("kind", CHATS)
+USAGE = {"include_usage": True}
+
+
+def client(port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
+
+
+def chat(port: int, **asked: Any) -> Any:
+    """A completion, or the list of its chunks."""
+    given = {"model": "tiny", "temperature": 0, "max_tokens": 24} | asked
+    with client(port) as asking:
+        answer = asking.chat.completions.create(**given)
+        return list(answer) if asked.get("stream") else answer
+
+
+def respond(port: int, **asked: Any) -> Any:
+    """A response, or the list of its events."""
+    given = {"model": "tiny", "temperature": 0, "max_output_tokens": 24} | asked
+    with client(port) as asking:
+        answer = asking.responses.create(**given)
+        return list(answer) if asked.get("stream") else answer
+
+
+def dumped(items: list[Any]) -> list[dict[str, Any]]:
+    return [item.model_dump() for item in items]
+
+
+@KINDS
+def test_chat_completions(both_sides: Sides, kind: str) -> None:
+    direct, proxied = both_sides(lambda port: chat(port, **CHATS[kind]).model_dump())
+    assert proxied == direct
+    assert "get_weather" in repr(proxied) or kind != "tool call"
+
+
+@KINDS
+def test_streamed_chat_completions(both_sides: Sides, kind: str) -> None:
+    def ask(port: int) -> list[dict[str, Any]]:
+        return dumped(chat(port, stream=True, stream_options=USAGE, **CHATS[kind]))
+
+    direct, proxied = both_sides(ask)
+    assert proxied == direct
+    assert len(proxied) > 3
+
+
+@KINDS
+def test_responses(both_sides: Sides, kind: str) -> None:
+    direct, proxied = both_sides(lambda port: respond(port, **RESPONSES[kind]).model_dump())
+    assert proxied == direct
+    assert "get_weather" in repr(proxied) or kind != "tool call"
+
+
+@KINDS
+def test_streamed_responses(both_sides: Sides, kind: str) -> None:
+    direct, proxied = both_sides(lambda port: dumped(respond(port, stream=True, **RESPONSES[kind])))
+    assert proxied == direct
+    assert dict(proxied[-1])["type"] == "response.completed"
+
+
+def test_a_tool_is_called_and_its_result_answered(both_sides: Sides) -> None:
+    def ask(port: int) -> list[Any]:
+        begun = chat(port, parallel_tool_calls=False, **CHATS["tool call"])
+        message = begun.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+        said = [{"role": "user", "content": QUESTION}, message.model_dump(), result]
+        tools = TOOLS["/v1/chat/completions"]["tools"]
+        return [begun.model_dump(), chat(port, messages=said, tools=tools).model_dump()]
+
+    direct, proxied = both_sides(ask)
+    assert proxied == direct
+
+
+def test_our_fields_pass_and_the_books_come_back(between: RunningProxy) -> None:
+    asked = {"extra_body": {"evoke_budget": 400}, "extra_headers": {"X-Evoke-Session": "mine"}}
+    chunks = chat(between.port, messages=PLAIN, stream=True, stream_options=USAGE, **asked)
+    events = respond(between.port, stream=True, **RESPONSES["plain"], **asked)
+    for usage in (
+        chat(between.port, messages=PLAIN, **asked).usage,
+        chunks[-1].usage,
+        respond(between.port, **RESPONSES["plain"], **asked).usage,
+        events[-1].response.usage,
+    ):
+        books = usage.model_extra["evoke"]
+        prompt = getattr(usage, "prompt_tokens", None) or usage.input_tokens
+        assert books["decoded"] + books["recovered"] + books["resident_before"] == prompt
+        assert (books["omitted"], books["budget"]) == (0, 400)
+
+
+def test_errors_are_the_librarys_own(direct_port: int, between: RunningProxy) -> None:
+    for ask in (lambda port: chat(port, messages=3), lambda port: respond(port, input=[1])):
+        told = []
+        for port in (direct_port, between.port):
+            with pytest.raises(openai.APIStatusError) as refused:
+                ask(port)
+            told.append((refused.value.status_code, refused.value.body))
+        assert told[0] == told[1]
+    with pytest.raises(openai.BadRequestError) as wrong:
+        chat(between.port, messages=PLAIN, extra_body={"evoke_budget": "much"})
+    assert wrong.value.code == "evoke_budget_invalid"
