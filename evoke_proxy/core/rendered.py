@@ -60,6 +60,13 @@ class SlotView:
         except (KeyError, TypeError, ValueError) as error:
             raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
 
+    @property
+    def whole_to(self) -> int | None:
+        """Where the first gap in what is common begins; None when there is none."""
+        edge = next((span.end for span in self.resident if span.start == 0), 0)
+        behind = any(edge < span.start < self.n_common for span in self.resident)
+        return edge if behind else None
+
     def n_past(self, n_prompt: int) -> int:
         """How many positions of a prompt of `n_prompt` tokens will not be decoded.
 

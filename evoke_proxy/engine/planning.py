@@ -14,8 +14,9 @@ import orjson
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.chat import ChatRequest, parse_chat, truncate_messages
-from evoke_proxy.core.plan import Plan
+from evoke_proxy.core.plan import Adopt, Drop, Plan, Save
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session import Turn, effective
 from evoke_proxy.core.side import is_side
@@ -169,6 +170,8 @@ class Planner:
         way.stage = "decide"
         view = _slot(rendered, way.lease.slot)
         session = way.conversation.session
+        if way.conversation.epoch != view.epoch:
+            view = await self._without_foreign_holes(view, rendered, way.conversation, client)
         turn = session.begin(rendered, view, request)
         plan = session.plan(turn)
         way.stage = "plan"
@@ -177,6 +180,35 @@ class Planner:
         way.stage = "splice"
         way.body = _marked(way.body, view.id, epoch)
         self._note(way, turn, plan, epoch)
+
+    async def _without_foreign_holes(
+        self, view: SlotView, rendered: Rendered, known: Conversation, client: Mapping[str, str]
+    ) -> SlotView:
+        """A slot that holds somebody else's rows, cut off where the first of them is missing.
+
+        What was evicted from a shared beginning is missing for us too, and we have no copy of it:
+        what is there before it stays, the rest is to be decoded again.
+        """
+        edge = view.whole_to
+        if edge is None:
+            return view
+        # Evicting the rest would not do: decoding always goes on from the last row.
+        part = Span(0, edge)
+        label = f"{known.id}/0-{edge}/kept"
+        saving = Plan(saves=(Save(label, part),))
+        epoch = await self._run(saving, view, known, client)
+        adopting = Plan(adopt=Adopt(edge, (label,), (part,)), drops=(Drop(label),))
+        saved = replace(view, epoch=epoch)
+        epoch = await self._run(adopting, saved, known, client, rendered.tokens)
+        freed = sum(len(span) for span in view.resident) - edge
+        return replace(
+            view,
+            epoch=epoch,
+            n_tokens=edge,
+            n_common=edge,
+            resident=(part,),
+            n_free=view.n_free + freed,
+        )
 
     def _note(self, way: Forwarding, turn: Turn, plan: Plan, epoch: int) -> None:
         assert way.conversation is not None

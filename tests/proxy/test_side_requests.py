@@ -1,0 +1,154 @@
+"""Side requests and subagents beside a conversation: none of them costs it anything."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from running import RunningProxy, ask, proxy
+from talking import FILLER, Talk
+
+JSON = {"Content-Type": "application/json"}
+BUDGET = 320
+TITLE = {
+    "messages": [{"role": "user", "content": f"### Task:\nGenerate a 3 word title.\n{FILLER}"}],
+    "max_tokens": 8,
+}
+PROMPT = {"prompt": f"def sort(items): {FILLER}", "n_predict": 4, "max_tokens": 4}
+INFILL = {"input_prefix": "def sort(items):", "input_suffix": "return items", "n_predict": 4}
+ASIDE = [
+    ("/v1/chat/completions", TITLE),
+    ("/v1/chat/completions", TITLE | {"stream": True}),
+    ("/v1/messages", TITLE),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 1}),
+    ("/v1/chat/completions", TITLE | {"evoke": False}),
+    ("/v1/chat/completions", TITLE | {"cache_prompt": False}),
+    ("/v1/completions", PROMPT),
+    ("/completion", PROMPT | {"stream": True}),
+    ("/infill", INFILL),
+]
+
+
+def _sessions(running: RunningProxy) -> list[dict[str, Any]]:
+    running.quiet()
+    found: list[dict[str, Any]] = json.loads(ask(running.port, "GET", "/evoke/sessions").body)[
+        "sessions"
+    ]
+    return found
+
+
+def _no_fault(running: RunningProxy) -> bool:
+    stages = ("session", "slot", "decide", "plan", "render", "seat", "splice")
+    return sum(running.metric("evoke_degraded_total", stage=stage) for stage in stages) == 0
+
+
+@pytest.mark.parametrize("budget", [BUDGET, None])
+def test_the_only_slot_is_handed_back_with_everything_in_it(
+    patched_port: int, budget: int | None
+) -> None:
+    with proxy(patched_port, policy__budget=budget) as running:
+        talk = Talk(running.port)
+        for number in range(4):
+            talk.say(f"Number {number}. {FILLER}")
+        for path, body in ASIDE:
+            aside = ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
+            assert aside.status == 200 or path == "/infill", aside.body
+            talk.messages.append({"role": "user", "content": "Go on."})
+            reply = json.loads(talk.post().body)
+            talk.messages.append(reply["choices"][0]["message"])
+            books = reply["timings"]["evoke"]
+            assert books["marker"] == "ok"
+            assert books["decoded"] < 64, path
+            assert budget is None or books["n_resident_peak"] <= budget
+        assert [known["slot"] for known in _sessions(running)] == [0]
+        assert _no_fault(running)
+
+
+def test_a_spare_slot_is_used_and_stays_spare(two_slots_port: int) -> None:
+    with proxy(two_slots_port, policy__budget=BUDGET) as running:
+        talk = Talk(running.port, "talk")
+        talk.say(f"Hello. {FILLER}")
+        slot = _sessions(running)[0]["slot"]
+        for path, body in ASIDE[:4] + ASIDE[6:8]:
+            ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
+            said = talk.say("Go on.")
+            assert said.books["recovered"] == 0, path
+            assert said.books["decoded"] < 64, path
+        assert [(known["name"], known["slot"]) for known in _sessions(running)] == [("talk", slot)]
+        second = Talk(running.port, "second")
+        second.say(f"Something else. {FILLER}")
+        assert talk.say("Go on.").books["recovered"] == 0
+        assert {known["slot"] for known in _sessions(running)} == {0, 1}
+        assert _no_fault(running)
+
+
+def test_copies_of_a_side_request_are_dropped(patched_port: int) -> None:
+    ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
+    with proxy(patched_port, policy__budget=BUDGET) as running:
+        talk = Talk(running.port, "talk")
+        talk.say(FILLER)
+        long = {"messages": [{"role": "user", "content": f"### Task: title of {FILLER * 9}"}]}
+        body = json.dumps(long | {"max_tokens": 8}).encode()
+        reply = ask(running.port, "POST", "/v1/chat/completions", body, JSON)
+        books = json.loads(reply.body)["timings"]["evoke"]
+        assert books["n_prompt"] > BUDGET >= books["n_resident_peak"]
+        talk.say("Go on.")
+        own = _sessions(running)[0]["id"]
+        blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
+        assert {block["name"].partition("/")[0] for block in blocks} == {own}
+
+
+def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
+    with proxy(two_slots_port, policy__budget=800) as running:
+        system = {"role": "system", "content": f"You are an agent. {FILLER * 4}"}
+        tools = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]
+        agents = [
+            Talk(running.port, None, {"prompt_cache_key": "shared", "tools": tools}, [system])
+            for _ in range(2)
+        ]
+        for agent, task in zip(agents, ("Look at the left.", "Look at the right."), strict=True):
+            agent.say(f"{task} {FILLER}")
+        for number in range(3):
+            for agent in agents:
+                books = agent.say(f"Step {number}.").books
+                assert books["decoded"] < 64
+                assert books["recovered"] == 0
+        sessions = _sessions(running)
+        assert [known["name"] for known in sessions] == ["shared", "shared"]
+        assert {known["slot"] for known in sessions} == {0, 1}
+
+
+def test_a_person_has_many_conversations_and_is_no_name_for_one(two_slots_port: int) -> None:
+    with proxy(two_slots_port, policy__budget=BUDGET) as running:
+        fields = {"user": "ann", "max_tokens": 80}
+        talks = [Talk(running.port, None, fields) for _ in range(2)]
+        for number in range(3):
+            for topic, talk in enumerate(talks):
+                said = talk.say(f"Topic {topic}, {number}. {FILLER}")
+                assert number == 0 or said.books["decoded"] < 160
+        sessions = _sessions(running)
+        assert [(known["name"], known["turns"]) for known in sessions] == [(None, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ({"X-Claude-Code-Session-Id": "the-one"}, {}),
+        ({}, {"metadata": {"user_id": "user_1_account_2_session_the-one-0"}}),
+        ({"x-session-affinity": "the-one"}, {}),
+        ({"session_id": "the-one"}, {"prompt_cache_key": "less"}),
+        ({"X-OpenWebUI-Chat-Id": "the-one"}, {"user": "ann"}),
+        ({"X-Conversation-Id": "the-one"}, {}),
+        ({"x-litellm-session-id": "the-one"}, {}),
+        ({}, {"prompt_cache_key": "the-one"}),
+    ],
+)
+def test_clients_names_reach_the_list_of_sessions(
+    patched_proxy: RunningProxy, headers: dict[str, str], fields: dict[str, Any]
+) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2})
+    given = json.dumps(json.loads(body) | fields).encode()
+    answer = ask(patched_proxy.port, "POST", "/v1/chat/completions", given, JSON | headers)
+    assert answer.status == 200
+    assert [str(known["name"])[:7] for known in _sessions(patched_proxy)] == ["the-one"]
