@@ -214,7 +214,7 @@ def _marked(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _is_marked(item: object) -> bool:
-    return isinstance(item, dict) and any(key in item for key in MESSAGE_FIELDS)
+    return isinstance(item, dict) and not item.keys().isdisjoint(MESSAGE_FIELDS)
 
 
 def _check_marks(body: Mapping[str, Any]) -> None:

@@ -23,6 +23,10 @@ __all__ = ["Layout", "MessageSpan", "Rendered", "SavedRange", "SlotView"]
 _MAX_SESSION_BYTES = 100  # of the 200 bytes llama-server allows for a name
 
 
+_FACTS = [(resident, saved) for resident in (False, True) for saved in (False, True)]
+_STATES = {facts: BlockState.of(*facts) for facts in _FACTS}
+
+
 @dataclass(frozen=True, slots=True)
 class SavedRange:
     """A copy in the host pool that is no block of the prompt yet: tokens that were generated."""
@@ -63,8 +67,8 @@ class Layout:
         starts = np.array([block.span.start for block in self.blocks], dtype=np.int64)
         ends = np.array([block.span.end for block in self.blocks], dtype=np.int64)
         whole = (upto[ends] - upto[starts] == ends - starts).tolist()
-        blocks = zip(self.blocks, whole, strict=True)
-        return tuple(BlockState.of(held, block.label in self.saved) for block, held in blocks)
+        copied = [block.label in self.saved for block in self.blocks]
+        return tuple(_STATES[facts] for facts in zip(whole, copied, strict=True))
 
     def reconcile(
         self,
@@ -190,16 +194,17 @@ class Layout:
         self, blocks: Sequence[Block], tokens: Tokens, ranges: Iterable[SavedRange]
     ) -> tuple[tuple[Block, ...], frozenset[str]]:
         names = {item.span: item.label for item in ranges}
+        starts = {span.start for span in names}
         new = labels(self.session, tokens, [block.span for block in blocks if not block.label])
         fresh = iter(new)
         labelled: list[Block] = []
         saved: set[str] = set()
         for block in blocks:
             label = block.label or next(fresh)
-            if label not in self.saved and block.span in names:
-                label = names[block.span]
+            if label in self.saved:
                 saved.add(label)
-            elif label in self.saved:
+            elif block.span.start in starts and block.span in names:
+                label = names[block.span]
                 saved.add(label)
             labelled.append(block if label == block.label else replace(block, label=label))
         return tuple(labelled), frozenset(saved)

@@ -96,8 +96,9 @@ def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
 
 def has_media(body: Mapping[str, Any]) -> bool:
     """Whether any message carries an image, a sound or a file."""
-    items = [*_items(body.get("messages")), *_items(body.get("input"))]
-    parts = (part for item in items for part in _parts(item))
+    items = [*_objects(body.get("messages")), *_objects(body.get("input"))]
+    listed = (item for item in items if isinstance(item.get("content"), list) or "output" in item)
+    parts = (part for item in listed for part in _parts(item))
     return any(part.get("type") in _MEDIA_PARTS for part in parts)
 
 

@@ -55,14 +55,12 @@ def cut(
     end = min(generation, n_tokens)
     given = spans or (MessageSpan(0, Role.USER, Span(0, end)),)
     names = _Names(messages)
-    numbers = _last_numbers(keys)
     drafts: list[Draft] = []
     edges = sorted(cuts)
-    for item in given:
-        if item.span.end <= start:
-            continue
+    fresh = [(item, names.of(item)) for item in given if item.span.end > start]
+    numbers = _last_numbers(keys, [name.base for _, name in fresh])
+    for item, name in fresh:
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
-        name = names.of(item)
         for span in _pieces(item.span.clipped(end), start, edges, block_tokens):
             number = numbers[name.base]
             numbers[name.base] += 1
@@ -93,10 +91,11 @@ def share(text: str, whole: Span, part: Span) -> str:
     return text[max(0, begin) : end]
 
 
-def _last_numbers(keys: Iterable[str]) -> defaultdict[str, int]:
+def _last_numbers(keys: Iterable[str], names: Iterable[str]) -> defaultdict[str, int]:
     """The next free number of each name; keys are `name#2`, or `name#2.1` of a split block."""
     numbers: defaultdict[str, int] = defaultdict(int)
-    for key in keys:
+    beginnings = tuple({f"{name}#" for name in names})
+    for key in [key for key in keys if key.startswith(beginnings)]:
         base, _, rest = key.rpartition("#")
         digits = rest.partition(".")[0]
         if digits.isdecimal():
