@@ -50,7 +50,8 @@ def _install(home: Path) -> None:
         except subprocess.TimeoutExpired:
             pytest.skip(f"opencode is not installed: npm took more than {INSTALL_S} s")
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"opencode is not installed: {error.stderr.decode()[-300:]}")
+            said = error.stderr.decode().splitlines() or ["nothing"]
+            pytest.skip(f"opencode is not installed: npm says {said[0]}")
         # Another run may have been faster.
         if not home.exists():
             Path(part).rename(home)
