@@ -14,8 +14,8 @@ from evoke_proxy.web.begun import BegunStream, check
 
 # What the engine did with the request of the current task, for its log line.
 DECISION = ContextVar("DECISION", default="decision=relay")
-# The body may grow or shrink by the spliced fields.
-_REPLACED = frozenset(("content-length",))
+# The body may grow or shrink by the spliced fields; our own header is for us.
+_REPLACED = frozenset(("content-length", "x-evoke-session"))
 
 
 async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
