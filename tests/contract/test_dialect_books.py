@@ -1,4 +1,4 @@
-"""Every dialect's reply to a marked request brings the books; no other reply differs from stock."""
+"""Every dialect's reply to a marked request brings the books; no other reply has anything new."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def test_a_marked_reply_brings_its_books_once(one: Llama, path: str, stream: boo
 
 @PATHS
 @STREAM
-def test_an_unmarked_reply_has_the_keys_of_stock(
-    one: Llama, stock: Llama, path: str, stream: bool
-) -> None:
-    ours, theirs = (documents(server, path, stream=stream, seed=1) for server in (one, stock))
-    assert sorted(ours[-2 if stream else -1]) == sorted(theirs[-2 if stream else -1])
-    assert all("evoke" not in document.get("timings", {}) for document in ours)
+def test_an_unmarked_reply_has_what_upstream_gives_it(one: Llama, path: str, stream: bool) -> None:
+    timings = [document.get("timings", {}) for document in documents(one, path, stream=stream)]
+    assert all("evoke" not in given for given in timings)
+    has_some = path == "/v1/chat/completions" or (path == "/v1/responses" and stream)
+    assert any(timings) == has_some
