@@ -53,6 +53,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
 
 // tokens and message spans of a request, exactly as this server would decode it, and how much of it each slot holds
 std::unique_ptr<server_res_generator> server_routes::handle_render(const server_http_req & req) {
+    const auto awake = create_response(); // a server that sleeps has no vocabulary: wake it first
     const json request = json::parse(req.body);
     const std::string dialect = json_value(request, "dialect", std::string("chat"));
     if (!request.contains("body") || !request.at("body").is_object()) {

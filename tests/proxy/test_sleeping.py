@@ -1,0 +1,79 @@
+"""A llama-server that sleeps: looking at it does not wake it, and waking it costs only time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from running import RunningProxy, ask, llama_server, proxy, server_binary
+from talking import FILLER, Talk
+
+BUDGET = 320
+LOOKED_AT = ("/metrics", "/evoke/ready", "/evoke/health", "/evoke/sessions", "/props", "/health")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["stock", "patched"])
+def sleepy(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
+    """The port of a server that falls asleep after a second, and whether it is patched."""
+    patched: bool = request.param
+    options = ["-np", "1", "--metrics", "--sleep-idle-seconds", "1"]
+    options += ["--evoke-ram", "64"] if patched else []
+    with llama_server(server_binary(patched=patched), *options) as port:
+        yield port, patched
+
+
+def _sleeps(port: int) -> bool:
+    return json.loads(ask(port, "GET", "/props").body)["is_sleeping"] is True
+
+
+def _await_sleep(port: int) -> None:
+    deadline = time.monotonic() + 15
+    while not _sleeps(port):
+        assert time.monotonic() < deadline, "it does not fall asleep"
+        time.sleep(0.1)
+
+
+def test_nobody_wakes_it_by_looking(sleepy: tuple[int, bool]) -> None:
+    port, _ = sleepy
+    with proxy(port) as running:
+        awake = ask(running.port, "GET", "/metrics").body
+        assert b"llamacpp:prompt_tokens_total" in awake
+        _await_sleep(port)
+        for _ in range(3):
+            for path in LOOKED_AT:
+                assert ask(running.port, "GET", path).status == 200
+            assert _sleeps(port)
+        asleep = ask(running.port, "GET", "/metrics").body
+        assert asleep.startswith(b"# llama-server sleeps")
+        assert b"evoke_build_info" in asleep and b"llamacpp:" not in asleep
+
+
+def test_a_proxy_that_starts_does_not_wake_it(sleepy: tuple[int, bool]) -> None:
+    port, patched = sleepy
+    _await_sleep(port)
+    with proxy(port) as running:
+        assert running.engine.server.patched == patched
+        assert ask(running.port, "GET", "/evoke/ready").status == 200
+        assert _sleeps(port)
+
+
+def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) -> None:
+    port, patched = sleepy
+    with proxy(port) as running:
+        talk = Talk(running.port, "dream", {"evoke_budget": BUDGET})
+        for number in range(4):
+            talk.say(f"Turn {number}. {FILLER}")
+        _await_sleep(port)
+        first, second = talk.say("Are you awake?"), talk.say("Go on.")
+        if patched:
+            _kept_its_books(running, first.books, second.books)
+
+
+def _kept_its_books(running: RunningProxy, *turns: object) -> None:
+    for books in turns:
+        assert isinstance(books, dict)
+        assert books["marker"] == "ok"
+        assert books["n_resident_peak"] <= BUDGET
+    assert running.metric("evoke_degraded_total", stage="plan") == 0
