@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import orjson
@@ -11,6 +12,8 @@ from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Half of what Prometheus waits unless it is told otherwise.
+_SCRAPE_S = 5.0
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -56,16 +59,25 @@ async def _ready(engine: Engine) -> web.StreamResponse:
 
 
 async def _upstream_exposition(engine: Engine) -> bytes:
-    """llama-server's own metrics, empty when it has none, is down, or sleeps (never wake it)."""
+    """llama-server's own metrics, empty when it has none, is down, or sleeps (never wake it).
+
+    It answers between two decodes. A scraper has less patience than some decodes take, and is to
+    have our part then.
+    """
     try:
-        if (await engine.upstream.info()).sleeping:
-            return b"# llama-server sleeps: its metrics are left out\n"
-        headers = engine.upstream.own_headers()
-        async with engine.upstream.open("GET", "/metrics", headers) as reply:
-            body = await reply.read() if reply.status == 200 else b""
-    except EvokeError as error:
-        return f"# llama-server has no metrics now: {error}\n".encode()
+        async with asyncio.timeout(_SCRAPE_S):
+            body = await _asked_for_metrics(engine)
+    except (EvokeError, TimeoutError) as error:
+        return f"# llama-server has no metrics now: {str(error) or 'it is too slow'}\n".encode()
     return body if not body or body.endswith(b"\n") else body + b"\n"
+
+
+async def _asked_for_metrics(engine: Engine) -> bytes:
+    if (await engine.upstream.info()).sleeping:
+        return b"# llama-server sleeps: its metrics are left out\n"
+    headers = engine.upstream.own_headers()
+    async with engine.upstream.open("GET", "/metrics", headers) as reply:
+        return await reply.read() if reply.status == 200 else b""
 
 
 def _json(answer: object, status: int = 200) -> web.Response:

@@ -12,8 +12,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
+import pytest
 from fake_upstream import Exchange, chunked, fake_upstream
 from running import ask, free_port
 
@@ -114,3 +116,25 @@ def test_every_help_has_examples() -> None:
         ended = _run(*command, "--help")
         assert ended.returncode == 0
         assert "examples:" in ended.stdout.lower(), command
+
+
+def test_check_config_names_the_key_at_fault_and_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "evoke.yaml"
+    path.write_text("policy: {budgte: 3}\n")
+    ended = _run("check-config", "--config", str(path))
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "evoke-proxy: policy.budgte: unknown key; did you mean policy.budget?\n"
+    )
+
+
+def test_options_win_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "evoke.yaml"
+    path.write_text("upstream: {url: 'http://file:1'}\npolicy: {name: discard, budget: 111}\n")
+    monkeypatch.setenv("EVOKE_POLICY_BUDGET", "222")
+    monkeypatch.setenv("EVOKE_UPSTREAM_URL", "http://environment:2")
+    ended = _run("check-config", "--config", str(path), "--upstream", "http://option:3")
+    for line in ("upstream  http://option:3", "budget    222 tokens", "policy    discard"):
+        assert line in ended.stdout
