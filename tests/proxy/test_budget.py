@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from running import RunningProxy, ask, free_port, llama_server, proxy, server_binary
@@ -265,14 +266,16 @@ def test_a_restarted_server_is_found_out() -> None:
             assert said.books["recovered"] == 0
 
 
-def test_a_restart_nobody_noticed_costs_nothing_but_time() -> None:
-    binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
+def test_a_restart_nobody_noticed_costs_nothing_but_time(tmp_path: Path) -> None:
+    binary = server_binary(patched=True)
+    options = ("-np", "1", "--evoke-ram", "64", "--slot-save-path", str(tmp_path))
     with llama_server(binary, *options) as port, proxy(port) as running:
         talk = Talk(running.port, "restart", {"evoke_budget": BUDGET})
         for number in range(5):
             talk.say(f"Turn {number}. {FILLER}")
-        ask(port, "POST", "/slots/0?action=erase")
-        ask(port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
+        assert ask(port, "POST", "/slots/0?action=erase").status == 200
+        dropped = ask(port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
+        assert json.loads(dropped.body)["n_dropped"] > 0
         said = talk.say("Go on.")
         assert said.books["marker"] == "ok"
         assert said.books["n_resident_peak"] <= BUDGET

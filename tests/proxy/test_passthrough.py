@@ -97,10 +97,15 @@ def test_stream_arrives_in_many_chunks_before_its_end(stock_proxy: RunningProxy)
     assert answer.body.endswith(b"data: [DONE]\n\n")
 
 
+# Tokens that take far longer than _await_idle waits: only a cancelled generation is idle by then.
+NEVER_DONE = 7800
+
+
 def test_client_that_leaves_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
-    body = json.dumps(CHAT | {"stream": True, "max_tokens": 4000, "ignore_eos": True}).encode()
+    endless = {"stream": True, "max_tokens": NEVER_DONE, "ignore_eos": True}
+    body = json.dumps(CHAT | endless).encode()
     _leave_after_first_bytes(stock_proxy.port, body)
     _await_idle(stock_port)
 
@@ -108,7 +113,7 @@ def test_client_that_leaves_stops_the_generation(
 def test_client_that_leaves_before_a_whole_answer_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
-    body = json.dumps(CHAT | {"max_tokens": 4000, "ignore_eos": True}).encode()
+    body = json.dumps(CHAT | {"max_tokens": NEVER_DONE, "ignore_eos": True}).encode()
     connection = http.client.HTTPConnection("127.0.0.1", stock_proxy.port)
     connection.request("POST", "/v1/chat/completions", body, JSON)
     _await_busy(stock_port)
