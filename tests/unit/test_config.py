@@ -50,12 +50,16 @@ def test_environment_reads_each_type() -> None:
         "EVOKE_UPSTREAM_API_KEY": "0123",
         "EVOKE_UPSTREAM_CONNECT_TIMEOUT_S": "7",
         "EVOKE_POLICY_BUDGET": "null",
+        "EVOKE_EMBEDDER_QUERY_INSTRUCTION": "a text, not YAML: ",
+        "EVOKE_EMBEDDER_POOLING": "null",
     }
     config = load(None, env, {})
     assert config.listen == ("127.0.0.1:1", "[::1]:2")
     assert config.upstream.api_key == "0123"
     assert config.upstream.connect_timeout_s == 7.0
     assert config.policy.budget is None
+    assert config.embedder.query_instruction == "a text, not YAML: "
+    assert config.embedder.pooling is None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +81,9 @@ def test_environment_reads_each_type() -> None:
         ("listen: 3", "listen: must be a list of texts, not 3"),
         ("listen: []", "listen: must name at least one HOST:PORT"),
         ("listen: [nowhere]", "listen: 'nowhere' is not HOST:PORT"),
+        ("embedder: {device: tpu}", "embedder.device: 'tpu' is not one of auto, cpu, cuda"),
+        ("embedder: {pooling: max}", "embedder.pooling: 'max' is not one of cls, mean"),
+        ("embedder: {cache_mib: 0}", "embedder.cache_mib: must be more than 0, not 0"),
         ("log: {level: 3}", "log.level: must be a text, not 3"),
         ("log: {level: info}\nlog: {level: info}", "log: given twice (line 2)"),
         ("- 1", "the top level must be a mapping of keys"),

@@ -1,0 +1,200 @@
+"""Settings: frozen values, one strict loader; command line > EVOKE_* environment > file > default.
+
+Defaults live in these classes and nowhere else. `config/evoke.example.yaml` names every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from evoke_proxy.config.strict import (
+    build,
+    env_name,
+    fields_of,
+    keys_of,
+    parse_scalar,
+    put,
+    read,
+)
+from evoke_proxy.errors import ConfigError
+
+__all__ = [
+    "DEVICES", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
+    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PolicyConfig", "UpstreamConfig",
+    "env_name", "keys", "load", "parse_listen",
+]  # fmt: skip
+
+POLICIES = ("evoke", "discard", "no_eviction", "truncate")
+RECOVERIES = ("kv_restore", "discard")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEVICES = ("auto", "cpu", "cuda")
+POOLINGS = ("cls", "mean")
+_MAY_BE_ZERO = frozenset(
+    ("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamConfig:
+    """How llama-server is reached."""
+
+    url: str = "http://127.0.0.1:8080"
+    api_key: str = ""
+    connect_timeout_s: float = 5.0
+    call_timeout_s: float = 60.0
+    probe_interval_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """What a client may ask of the proxy."""
+
+    body_bytes: int = 64 * 1024 * 1024
+    sessions: int = 64
+    queue: int = 64
+    queue_timeout_s: float = 120.0
+    keepalive_s: float = 5.0
+    drain_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """What one session may keep resident, and how blocks are chosen. Counts are tokens."""
+
+    name: str = "evoke"
+    budget: int | None = None
+    recovery: str = "kv_restore"
+    block_tokens: int = 64
+    sink_tokens: int = 16
+    recent_tokens: int = 64
+    reserve_tokens: int = 256
+    pin_share: float = 0.6
+    margin: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderConfig:
+    """The ONNX encoder of questions and blocks; where a setting is None, its directory decides.
+
+    Without a directory blocks are ranked by their words alone.
+    """
+
+    directory: str = ""
+    device: str = "auto"
+    threads: int = 1
+    pooling: str | None = None
+    output: str | None = None
+    max_tokens: int | None = None
+    query_instruction: str | None = None
+    document_instruction: str | None = None
+    timeout_ms: int = 200
+    queue: int = 4096
+    cache_mib: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What the proxy writes to standard error."""
+
+    level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything `evoke-proxy serve` can be told."""
+
+    listen: tuple[str, ...] = ("127.0.0.1:8090",)
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def load(
+    path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """The configuration from a file, then `env` (EVOKE_*), then dotted `overrides`.
+
+    An `overrides` value of None means "not given". Raises ConfigError naming the dotted path.
+    """
+    tree = read(path) if path is not None else {}
+    for key, text in _from_environment(env or {}).items():
+        put(tree, key, text)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            put(tree, key, value)
+    config: Config = build(Config, tree)
+    _check(config)
+    return config
+
+
+def keys() -> tuple[str, ...]:
+    """Every dotted key a file may hold, in the order of the classes."""
+    return keys_of(Config)
+
+
+def parse_listen(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, `[v6]:PORT` or `:PORT`; ConfigError on anything else."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"listen: {address!r} is not HOST:PORT")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key in keys():
+        text = env.get(env_name(key))
+        if text is not None:
+            found[key] = parse_scalar(text, _kind_at(key), key)
+    return found
+
+
+def _kind_at(key: str) -> Any:
+    kind: Any = Config
+    for part in key.split("."):
+        kind = fields_of(kind)[part]
+    return kind
+
+
+def _check(config: Config) -> None:
+    for address in config.listen:
+        parse_listen(address)
+    _require(bool(config.listen), "listen", "must name at least one HOST:PORT")
+    url = urlsplit(config.upstream.url)
+    valid_url = url.scheme in ("http", "https") and bool(url.hostname)
+    _require(valid_url, "upstream.url", f"{config.upstream.url!r} is not http://HOST:PORT")
+    _one_of("policy.name", config.policy.name, POLICIES)
+    _one_of("policy.recovery", config.policy.recovery, RECOVERIES)
+    _one_of("embedder.device", config.embedder.device, DEVICES)
+    _one_of("embedder.pooling", config.embedder.pooling or "cls", POOLINGS)
+    _one_of("log.level", config.log.level, LOG_LEVELS)
+    _check_numbers(config)
+    _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
+
+
+def _check_numbers(config: Config) -> None:
+    for key in keys():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if isinstance(value, (int, float)):
+            enough = value >= 0 if key in _MAY_BE_ZERO else value > 0
+            least = "0 or more" if key in _MAY_BE_ZERO else "more than 0"
+            _require(enough, key, f"must be {least}, not {value}")
+
+
+def _one_of(path: str, value: str, known: tuple[str, ...]) -> None:
+    _require(value in known, path, f"{value!r} is not one of {', '.join(known)}")
+
+
+def _require(holds: bool, path: str, message: str) -> None:
+    if not holds:
+        raise ConfigError(f"{path}: {message}")

@@ -1,0 +1,145 @@
+"""Values of frozen dataclasses from YAML: an unknown key or a wrong type is refused by its path."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evoke_proxy.errors import ConfigError
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice: the second would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ConfigError(f"{key}: given twice (line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file, {} of an empty one; ConfigError on anything else."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of keys")
+    return tree
+
+
+def parse_scalar(text: str, kind: Any, key: str) -> object:
+    """What an environment variable says for a key of this type, not yet checked against it."""
+    if kind == tuple[str, ...]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if kind == str | None:  # any text may be meant, YAML or not
+        return None if text == "null" else text
+    if kind is str:
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {env_name(key)}={text!r} cannot be read") from error
+
+
+def put(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set a dotted key; ConfigError when something above it is no mapping."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = tree.get(parent)
+        if not isinstance(below, dict):
+            below = tree[parent] = {} if below is None else _refuse(parent, "a mapping", below)
+        tree = below
+    tree[last] = value
+
+
+def fields_of(cls: type) -> dict[str, Any]:
+    """Names and types of a dataclass's fields, in their order."""
+    hints = typing.get_type_hints(cls)
+    return {item.name: hints[item.name] for item in dataclasses.fields(cls)}
+
+
+def keys_of(cls: type, prefix: str = "") -> tuple[str, ...]:
+    """Every dotted key below a dataclass, in the order of the classes."""
+    found: list[str] = []
+    for name, kind in fields_of(cls).items():
+        nested = dataclasses.is_dataclass(kind)
+        found += keys_of(kind, f"{prefix}{name}.") if nested else [prefix + name]
+    return tuple(found)
+
+
+def env_name(key: str) -> str:
+    """The variable that overrides a dotted key: `upstream.url` is EVOKE_UPSTREAM_URL."""
+    return "EVOKE_" + key.replace(".", "_").upper()
+
+
+def build(root: type, tree: Mapping[Any, object]) -> Any:
+    """An instance of `root` from nested mappings; ConfigError names the path that is wrong."""
+    return _build(root, tree, "", keys_of(root))
+
+
+def _build(cls: type, tree: Mapping[Any, object], prefix: str, known: Sequence[str]) -> Any:
+    kinds = fields_of(cls)
+    for name in tree:
+        if name not in kinds:
+            raise ConfigError(_unknown(str(name), kinds, prefix, known))
+    given = {name: _value(kinds[name], tree[name], prefix + name, known) for name in tree}
+    return cls(**given)
+
+
+def _unknown(name: str, kinds: Mapping[str, Any], prefix: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, list(kinds), n=1, cutoff=0.5)
+    elsewhere = [key for key in known if key.rsplit(".", 1)[-1] == name]
+    nearest = prefix + near[0] if near else (elsewhere or [""])[0]
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(kinds)}"
+    return f"{prefix}{name}: unknown key; {hint}"
+
+
+def _value(kind: Any, value: object, path: str, known: Sequence[str]) -> object:
+    if dataclasses.is_dataclass(kind):
+        if value is None:
+            return kind()  # type: ignore[operator]
+        if not isinstance(value, dict):
+            _refuse(path, "a mapping", value)
+        below = typing.cast("dict[Any, object]", value)
+        return _build(typing.cast(type, kind), below, f"{path}.", known)
+    if kind == tuple[str, ...]:
+        return _texts(value, path)
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _value(typing.get_args(kind)[0], value, path, known)
+    return _scalar(kind, value, path)
+
+
+def _texts(value: object, path: str) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        _refuse(path, "a list of texts", value)
+    return tuple(typing.cast("list[str]", items))
+
+
+def _scalar(kind: type, value: object, path: str) -> object:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    return _refuse(path, names[kind], value)
+
+
+def _refuse(path: str, wanted: str, value: object) -> typing.NoReturn:
+    raise ConfigError(f"{path}: must be {wanted}, not {value!r}")
