@@ -2,6 +2,7 @@
 
 #include "server-blocks.h"
 
+#include "base64.hpp"
 #include "common.h"
 
 #include <algorithm>
@@ -110,6 +111,31 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
         }
     }
     return spans;
+}
+
+std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans) {
+    json columns { {"index", json::array()}, {"role", json::array()}, {"end", json::array()} };
+    for (const auto & span : spans) {
+        columns["index"].push_back(span.at("index"));
+        columns["role"] .push_back(span.at("role"));
+        columns["end"]  .push_back(span.at("p1"));
+    }
+    reply["spans"] = std::move(columns);
+
+    std::vector<uint8_t> bytes;
+    bytes.reserve(4*tokens.size());
+    for (const auto token : tokens) {
+        for (int shift = 0; shift < 32; shift += 8) {
+            bytes.push_back((uint8_t) ((uint32_t) token >> shift));
+        }
+    }
+    std::string encoded(base64::required_encode_size(bytes.size()), '=');
+    base64::encode(bytes.begin(), bytes.end(), encoded.begin());
+
+    // put in as text: the JSON writer would look at every character of it for what needs an escape
+    std::string res = safe_json_to_str(reply);
+    res.insert(res.size() - 1, ",\"tokens_b64\":\"" + encoded + "\"");
+    return res;
 }
 
 void server_blocks_carry(const json & from, json & to) {

@@ -59,6 +59,9 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     if (!request.contains("body") || !request.at("body").is_object()) {
         throw std::invalid_argument("\"body\" must be the request to render");
     }
+    if (request.contains("compact") && !request.at("compact").is_boolean()) {
+        throw std::invalid_argument("\"compact\" must be true or false");
+    }
     json body = request.at("body");
     if (dialect == "responses") {
         body = server_chat_convert_responses_to_chatcmpl(body);
@@ -93,9 +96,13 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
             json_value(parsed, "generation_prompt", std::string()), n_generation);
     }
     json data = json::parse(res->data);
-    data["tokens"]     = tokens;
     data["generation"] = n_generation;
-    data["spans"]      = spans;
+    if (json_value(request, "compact", false)) {
+        res->data = server_blocks_compact(std::move(data), tokens, spans);
+        return res;
+    }
+    data["tokens"] = tokens;
+    data["spans"]  = spans;
     res->ok(data);
     return res;
 }

@@ -220,5 +220,8 @@ int32_t server_ranges_count (const llama_kv_ranges & set, llama_pos p0, llama_po
 json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const std::string & prompt,
                          const json & messages, const std::string & generation_prompt, int32_t & n_generation);
 
+// `reply` as text, with the spans as columns and the tokens as base64 of little-endian int32
+std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans);
+
 // fields that a converter of another dialect does not know
 void server_blocks_carry(const json & from, json & to);

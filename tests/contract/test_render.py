@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+from itertools import pairwise
+from typing import Any
+
 import pytest
-from llama import Llama
+from llama import Llama, running, story
+
+from evoke_proxy.server_build.cache import cache_dir
 
 MESSAGES = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -13,9 +19,61 @@ MESSAGES = [
 ]
 
 
-def render(server: Llama, dialect: str, body: object) -> dict:
-    answer: dict = server.post("/evoke/render", {"dialect": dialect, "body": body})
+LONG = [
+    {"role": "system", "content": "Réponds, s'il te plaît. 日本語 ok \U0001f642"},
+    *(
+        {"role": ("user", "assistant")[i % 2], "content": f"Turn {i}. {story(60, seed=i)}"}
+        for i in range(20)
+    ),
+    {"role": "user", "content": "And now?"},
+]
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "chat": [{"messages": MESSAGES}, {"messages": LONG}],
+    "messages": [
+        {"system": "Short.", "messages": MESSAGES[1:], "max_tokens": 1},
+        {"messages": LONG[1:], "max_tokens": 1},
+    ],
+    "responses": [
+        {"instructions": "You are a helpful assistant.", "input": "Hello!"},
+        {"input": LONG[1:2]},
+    ],
+    "completions": [{"prompt": story(400)}, {"prompt": "a"}, {"prompt": [5, 6, 7, 2047]}],
+}
+
+
+def render(server: Llama, dialect: str, body: object, **more: object) -> dict[str, Any]:
+    answer: dict[str, Any] = server.post(
+        "/evoke/render", {"dialect": dialect, "body": body, **more}
+    )
     return answer
+
+
+def unpacked(compact: dict[str, Any]) -> dict[str, Any]:
+    """The plain reply that a compact one stands for."""
+    plain = dict(compact)
+    raw = base64.b64decode(plain.pop("tokens_b64"), validate=True)
+    assert len(raw) % 4 == 0
+    plain["tokens"] = [
+        int.from_bytes(raw[at : at + 4], "little", signed=True) for at in range(0, len(raw), 4)
+    ]
+    columns = plain.pop("spans")
+    assert columns.keys() == {"index", "role", "end"}
+    edges = pairwise([0, *columns["end"]])
+    plain["spans"] = [
+        {"index": index, "role": role, "p0": p0, "p1": p1}
+        for index, role, (p0, p1) in zip(columns["index"], columns["role"], edges, strict=True)
+    ]
+    return plain
+
+
+def check_compact_is_plain(server: Llama) -> None:
+    """Every body of every dialect."""
+    for dialect, bodies in BODIES.items():
+        for body in bodies:
+            plain = render(server, dialect, body)
+            assert plain["tokens"] and bool(plain["spans"]) == (dialect != "completions")
+            assert render(server, dialect, body, compact=False) == plain
+            assert unpacked(render(server, dialect, body, compact=True)) == plain
 
 
 def test_tokens_are_those_of_the_template(one: Llama) -> None:
@@ -97,8 +155,29 @@ def test_the_view_tells_what_each_slot_shares(two: Llama) -> None:
         {"dialect": "klingon", "body": {}},
         {"dialect": "chat", "body": {"messages": "x"}},
         {"dialect": "completions", "body": {"prompt": ["a", "b"]}},
+        *(
+            {"dialect": "completions", "body": {"prompt": "a"}, "compact": value}
+            for value in (1, 0, "true", None, [], {})
+        ),
     ],
 )
 def test_bad_requests_are_400(one: Llama, body: object) -> None:
     status, answer = one.ask("POST", "/evoke/render", body)
     assert status == 400 and answer["error"]["message"]
+    assert (answer["error"]["code"], answer["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_compact_rendering_says_the_same(one: Llama, two: Llama) -> None:
+    two.complete(two.tokens(story(100)), slot=1)
+    for server in (one, two):
+        check_compact_is_plain(server)
+
+
+@pytest.mark.parametrize(
+    "template", ["Qwen3.5-4B", "Mistral-Small-3.2-24B-Instruct-2506", "openai-gpt-oss-120b"]
+)
+def test_a_compact_rendering_says_the_same_with_other_templates(template: str) -> None:
+    (file,) = cache_dir().glob(f"source/*/models/templates/{template}.jinja")
+    options = ("-c", "512", "-np", "1", "--evoke-ram", "8", "--chat-template-file", str(file))
+    with running(True, *options) as server:
+        check_compact_is_plain(server)
