@@ -16,6 +16,8 @@
         UpstreamProtocolError     502 upstream_protocol      not JSON, or of the wrong shape
       PlanRefused                 502 plan_refused           caught in the engine: the request goes
                                                              on without a plan
+      EmbedderError               500 embedder_failed        caught in the engine: blocks are ranked
+                                                             by their words alone
 """
 
 from __future__ import annotations
@@ -171,3 +173,9 @@ class PlanRefused(EvokeError):
             name=name if isinstance(name, str) else None,
             op=op if isinstance(op, int) else None,
         )
+
+
+class EmbedderError(EvokeError):
+    """The embedder made no vectors of these texts; loading one fails with a ConfigError."""
+
+    code = "embedder_failed"

@@ -1,0 +1,250 @@
+"""A BERT-like encoder in ONNX, run by onnxruntime: texts in, vectors of unit length out.
+
+The two packages it needs come with the extra [cpu] or [gpu] and are imported only to load one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.encoding import FILES, Recipe, Vectors, pooled, recipe
+from evoke_proxy.errors import ConfigError, EmbedderError
+
+_MODELS = ("model.onnx", "onnx/model.onnx")
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
+_CUDA = "CUDAExecutionProvider"
+# One inference holds at most so many tokens, padding included: it bounds memory and time.
+_BATCH_TOKENS = 1024
+# Longer texts are cut before the tokenizer sees them, which would read a whole file for nothing.
+_CHARS_PER_TOKEN = 32
+_DOES_NOT_LOAD = "embedder.directory: {} cannot be loaded: {}; export or fetch it again"
+_OR_WITHOUT = "leave embedder.directory empty to rank blocks by their words alone"
+
+
+class Embedder:
+    """One loaded encoder; its methods may be called from several threads at a time.
+
+    `dimensions` is d, `fingerprint` (32 bytes) differs between encoders whose vectors differ.
+    """
+
+    def __init__(self, config: EmbedderConfig) -> None:
+        """Load the directory and try it once; ConfigError says what is wrong and what to do."""
+        self._directory = Path(config.directory).expanduser()
+        model = _model_file(self._directory)
+        self.recipe = recipe(_read_files(self._directory), config)
+        self._tokenizer = _tokenizer(self._directory, self.recipe)
+        self._pad = _pad_id(self._tokenizer)
+        self._session = _session(model, config)
+        self._inputs = _inputs(self._session, model)
+        self._output = _output(self._session, model, config.output)
+        self.fingerprint = _fingerprint(self._directory, model, self.recipe, self._output)
+        self.dimensions = self._try(model)
+
+    def described(self) -> str:
+        """One line for a person."""
+        device = "CUDA" if self._session.get_providers()[0] == _CUDA else "CPU"
+        return (
+            f"{self._directory}: {self.dimensions} dimensions, pooling {self.recipe.pooling},"
+            f" {self.recipe.max_tokens} tokens, {device}"
+        )
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        """Vectors [n, d] of questions: each text after the query instruction. See `documents`."""
+        return self._encoded([self.recipe.query_instruction + text for text in texts])
+
+    def documents(self, texts: Sequence[str]) -> Vectors:
+        """Vectors [n, d] of texts to be found, float32, each of length 1; in the texts' order.
+
+        A text longer than the encoder reads is cut. EmbedderError when inference fails.
+        """
+        return self._encoded([self.recipe.document_instruction + text for text in texts])
+
+    def _encoded(self, texts: Sequence[str]) -> Vectors:
+        limit = self.recipe.max_tokens * _CHARS_PER_TOKEN
+        # JSON may carry half of a surrogate pair, which no tokenizer takes.
+        sound = [text[:limit].encode("utf-8", "replace").decode("utf-8") for text in texts]
+        try:
+            tokens = [encoding.ids for encoding in self._tokenizer.encode_batch(sound)]
+            found = [(batch, self._run([tokens[i] for i in batch])) for batch in _batches(tokens)]
+        except Exception as error:  # onnxruntime's errors have no base of their own
+            raise EmbedderError(f"the embedder failed: {_first_line(error)}") from error
+        vectors = np.zeros((len(texts), found[0][1].shape[1] if found else 0), np.float32)
+        for batch, rows in found:
+            vectors[batch] = rows
+        if not np.isfinite(vectors).all():
+            raise EmbedderError("the embedder made vectors that are not numbers")
+        return vectors
+
+    def _run(self, batch: Sequence[Sequence[int]]) -> Vectors:
+        longest = max(len(ids) for ids in batch)
+        values = np.full((len(batch), longest), self._pad)
+        mask = np.zeros_like(values)
+        for row, ids in enumerate(batch):
+            values[row, : len(ids)] = ids
+            mask[row, : len(ids)] = 1
+        given = {_INPUTS[0]: values, _INPUTS[1]: mask, _INPUTS[2]: np.zeros_like(values)}
+        feed = {name: given[name].astype(kind) for name, kind in self._inputs.items()}
+        rows = self._session.run([self._output], feed)[0]
+        if rows.ndim not in (2, 3) or len(rows) != len(batch):
+            raise ValueError(f"output {self._output} has shape {list(rows.shape)}")
+        return pooled(rows, mask, self.recipe.pooling)
+
+    def _try(self, model: Path) -> int:
+        """The number of dimensions; also the first inference, which is the slowest."""
+        try:
+            return int(self.documents(["", "a " * self.recipe.max_tokens]).shape[1])
+        except EmbedderError as error:
+            hint = "see embedder.output, embedder.max_tokens and embedder.pooling"
+            raise ConfigError(f"embedder.directory: {model}: {error}; {hint}") from error
+
+
+def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Indexes of texts of similar length, so that little of a batch is padding."""
+    batch: list[int] = []
+    for index in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
+        if batch and (len(batch) + 1) * len(tokens[index]) > _BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _model_file(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise ConfigError(
+            f"embedder.directory: {directory} is not a directory; docker/fetch_embedder.py fetches"
+            f" an encoder into one, or {_OR_WITHOUT}"
+        )
+    for name in _MODELS:
+        if (directory / name).is_file():
+            return directory / name
+    raise ConfigError(
+        f"embedder.directory: {directory} has neither {' nor '.join(_MODELS)};"
+        f" put an encoder in ONNX format there, or {_OR_WITHOUT}"
+    )
+
+
+def _read_files(directory: Path) -> dict[str, Any]:
+    found = {}
+    for name in FILES:
+        path = directory / name
+        try:
+            if path.is_file():
+                found[name] = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(_DOES_NOT_LOAD.format(path, error)) from error
+    return found
+
+
+def _tokenizer(directory: Path, how: Recipe) -> Any:
+    tokenizers = _package("tokenizers")
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"embedder.directory: {path} is missing; it belongs to the model and comes with it"
+        )
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.enable_truncation(how.max_tokens)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(_DOES_NOT_LOAD.format(path, _first_line(error))) from error
+    return tokenizer
+
+
+def _pad_id(tokenizer: Any) -> int:
+    """What fills a batch up. Read before padding is off: some models count positions by it."""
+    padding = tokenizer.padding
+    tokenizer.no_padding()
+    if padding:
+        return int(padding["pad_id"])
+    known = (tokenizer.token_to_id(token) for token in ("[PAD]", "<pad>"))
+    return next((number for number in known if number is not None), 0)
+
+
+def _session(model: Path, config: EmbedderConfig) -> Any:
+    runtime = _package("onnxruntime")
+    available = runtime.get_available_providers()
+    if config.device == "cuda" and _CUDA not in available:
+        raise _no_cuda(f"onnxruntime offers only {', '.join(available)}")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = config.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # what goes wrong is raised, too
+    # Otherwise it remembers a plan for every shape it has seen, and spins between inferences.
+    options.enable_mem_pattern = False
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = runtime.InferenceSession(str(model), options, _providers(available, config))
+    except Exception as error:  # onnxruntime's errors have no base of their own
+        raise ConfigError(_DOES_NOT_LOAD.format(model, _first_line(error))) from error
+    if config.device == "cuda" and session.get_providers()[0] != _CUDA:
+        raise _no_cuda("onnxruntime found no usable GPU or CUDA library")
+    return session
+
+
+def _providers(available: Sequence[str], config: EmbedderConfig) -> list[Any]:
+    # llama-server shares the GPU: take no more memory than is asked for.
+    cuda = (_CUDA, {"arena_extend_strategy": "kSameAsRequested"})
+    wanted = config.device != "cpu" and _CUDA in available
+    return [cuda, "CPUExecutionProvider"] if wanted else ["CPUExecutionProvider"]
+
+
+def _no_cuda(why: str) -> ConfigError:
+    return ConfigError(
+        f"embedder.device: {why}; install the extra [gpu] in place of [cpu] and the CUDA that it"
+        " wants, or set embedder.device to cpu"
+    )
+
+
+def _inputs(session: Any, model: Path) -> dict[str, npt.DTypeLike]:
+    """The inputs that the graph declares, with their types."""
+    kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
+    found = {value.name: kinds.get(value.type) for value in session.get_inputs()}
+    if not set(found) <= set(_INPUTS) or None in found.values() or _INPUTS[0] not in found:
+        raise ConfigError(
+            f"embedder.directory: {model} takes {', '.join(found)}; the proxy can give"
+            f" {', '.join(_INPUTS)} as whole numbers: export a text encoder with these"
+        )
+    return found  # type: ignore[return-value]
+
+
+def _output(session: Any, model: Path, wanted: str | None) -> str:
+    found = [value.name for value in session.get_outputs()]
+    if wanted is not None and wanted not in found:
+        raise ConfigError(f"embedder.output: {model} has {', '.join(found)}, not {wanted!r}")
+    return wanted or next((name for name in _TOKEN_OUTPUTS if name in found), str(found[0]))
+
+
+def _fingerprint(directory: Path, model: Path, how: Recipe, output: str) -> bytes:
+    digest = hashlib.blake2b(repr((how, output)).encode(), digest_size=32)
+    # Weights over 2 GB lie beside the graph, in files that begin with its name.
+    for path in [*sorted(model.parent.glob(f"{model.name}*")), directory / "tokenizer.json"]:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.digest()
+
+
+def _package(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"embedder.directory: {name} is not installed; pip install 'evoke-proxy[cpu]'"
+            f" (or [gpu]), or {_OR_WITHOUT}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,123 @@
+"""How an encoder of texts is to be run, and what its rows become: vectors of unit length.
+
+A directory may hold the files that sentence-transformers writes; the configuration overrides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evoke_proxy.config import POOLINGS, EmbedderConfig
+from evoke_proxy.errors import ConfigError
+
+Vectors = npt.NDArray[np.float32]
+
+POOLING_FILE = "1_Pooling/config.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+MODULES_FILE = "modules.json"
+# Each with the key that bounds the length of a text in it.
+LENGTHS = {
+    "sentence_bert_config.json": "max_seq_length",
+    "tokenizer_config.json": "model_max_length",
+    "config.json": "max_position_embeddings",
+}
+FILES = (POOLING_FILE, PROMPTS_FILE, MODULES_FILE, *LENGTHS)
+
+# What the model card of bge-small-en-v1.5 says; no file of its directory does. Most encoders that
+# pool the first token and name no prompts are of this family.
+BGE_QUERY = "Represent this sentence for searching relevant passages: "
+_MAX_TOKENS = 512
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """From a text to a vector: what goes before it, where it is cut, what becomes of its rows."""
+
+    pooling: str
+    max_tokens: int
+    query_instruction: str
+    document_instruction: str
+
+
+def recipe(files: Mapping[str, Any], config: EmbedderConfig) -> Recipe:
+    """What the parsed JSON `files` of a directory say, by path, and the configuration overrides.
+
+    ConfigError when the directory wants what we do not do: its vectors would be wrong, silently.
+    """
+    _check_modules(files.get(MODULES_FILE))
+    pooling = config.pooling or _pooling(_mapping(files, POOLING_FILE))
+    prompts = _prompts(_mapping(files, PROMPTS_FILE).get("prompts"))
+    ask, tell = config.query_instruction, config.document_instruction
+    if ask is None:
+        ask = prompts.get("query") or (BGE_QUERY if pooling == "cls" and not prompts else "")
+    if tell is None:
+        tell = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
+    return Recipe(pooling, config.max_tokens or _max_tokens(files), ask, tell)
+
+
+def pooled(rows: npt.NDArray[Any], mask: npt.NDArray[Any], pooling: str) -> Vectors:
+    """One unit vector [n, d] a text from the rows [n, t, d] of its tokens, padded on the right.
+
+    `mask` [n, t] is 1 for a token, 0 for padding. cls takes the first token's row, mean the mean
+    over tokens. Rows [n, d] were pooled in the graph already and are only scaled.
+    """
+    rows = rows.astype(np.float32, copy=False)
+    if rows.ndim == 3 and pooling == "cls":
+        rows = rows[:, 0]
+    elif rows.ndim == 3:
+        weight = mask.astype(np.float32)
+        rows = np.einsum("ntd,nt->nd", rows, weight) / np.maximum(weight.sum(1, keepdims=True), 1)
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: Vectors = (rows / np.maximum(length, 1e-12)).astype(np.float32, copy=False)
+    return unit
+
+
+def _mapping(files: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = files.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _check_modules(modules: object) -> None:
+    for module in modules if isinstance(modules, list) else []:
+        kind = str(module.get("type")) if isinstance(module, dict) else ""
+        if kind.rsplit(".", 1)[-1] not in ("Transformer", "Pooling", "Normalize"):
+            raise ConfigError(
+                f"embedder.directory: {MODULES_FILE} wants {kind} after the encoder, which the"
+                " proxy does not run; take an encoder without it"
+            )
+
+
+def _pooling(file: Mapping[str, Any]) -> str:
+    """The pooling of the file, in its old spelling (a flag each) or its new one (a name)."""
+    flags = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+    named = file.get("pooling_mode")
+    wanted = {str(name) for name in (named if isinstance(named, list) else [named]) if name}
+    wanted |= {
+        flags.get(key, key.removeprefix("pooling_mode_"))
+        for key, value in file.items()
+        if key.startswith("pooling_mode_") and value is True
+    }
+    if not wanted <= set(POOLINGS) or len(wanted) > 1:
+        raise ConfigError(
+            f"embedder.directory: {POOLING_FILE} wants pooling {' and '.join(sorted(wanted))};"
+            f" the proxy has {' or '.join(POOLINGS)} (embedder.pooling overrides the file)"
+        )
+    return next(iter(wanted), "cls")
+
+
+def _prompts(found: object) -> dict[str, str]:
+    """Prompts by name; empty ones are written for every model, and say nothing."""
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(name): text for name, text in pairs if isinstance(text, str) and text}
+
+
+def _max_tokens(files: Mapping[str, Any]) -> int:
+    found = [_mapping(files, name).get(key) for name, key in LENGTHS.items()]
+    # Some say 1e30 where they mean "not known".
+    return min((n for n in found if isinstance(n, int) and 0 < n < 1 << 20), default=_MAX_TOKENS)
