@@ -20,8 +20,7 @@ from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
 from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.session import effective
-from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.core.splice import edit_top_level, parse_object
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
@@ -139,13 +138,12 @@ class Engine:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
         if client.get("Content-Encoding", "identity").lower() != "identity":
             return "content_encoding"
-        given = way.body
         try:
-            way.body = edit_top_level(given, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS)
+            body = parse_object(way.body)
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"
-        body = json.loads(given)
+        way.body = edit_top_level(way.body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS, is_object=True)
         way.hint = hint_of(client, body)
         return parse_chat(dialect, body)
 
@@ -155,8 +153,7 @@ class Engine:
         await self._watch.look(client)
         if not self.server.patched:
             return self.server.lacking
-        truncates = effective(self.config.policy, request).name == "truncate"
-        return request.bypass or ("truncate" if truncates and request.dialect != "chat" else "")
+        return request.bypass
 
     def _degrade(self, way: Forwarding, error: Exception) -> None:
         """Go on without a plan: our fault, or llama-server's, must not cost the answer."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,12 +14,13 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.chat import ChatRequest, parse_chat, truncate_messages
+from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.plan import Adopt, Drop, Plan, Save
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session import Turn, effective
 from evoke_proxy.core.side import is_side
 from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.core.truncate import prompt_limit, truncate_messages
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.waiting import Lease, SlotQueue
@@ -120,17 +120,16 @@ class Planner:
         if config.name != "truncate" or config.budget is None:
             return request, False
         reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens
-        shorter = truncate_messages(
-            way.body, rendered.spans, rendered.tokens, config.budget, reserve
+        limit = prompt_limit(config.budget, reserve)
+        body, messages = truncate_messages(
+            way.body, request.dialect, request.messages, rendered, limit
         )
-        if shorter == way.body:
+        if body == way.body:
             return request, False
-        way.body = shorter
-        return replace(parse_chat(request.dialect, json.loads(shorter)), tags=request.tags), True
+        way.body = body
+        return replace(request, messages=messages), True
 
-    async def _make_room(
-        self, way: Forwarding, view: SlotView, client: Mapping[str, str]
-    ) -> None:
+    async def _make_room(self, way: Forwarding, view: SlotView, client: Mapping[str, str]) -> None:
         """Save what the session before us leaves in the slot; if that fails, it decodes again."""
         assert way.lease is not None
         victim = self._conversations.get(way.lease.victim)

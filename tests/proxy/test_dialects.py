@@ -272,13 +272,6 @@ def test_what_cannot_have_a_budget_bypasses_it(
     _went_by(patched_proxy, answer, reason)
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_only_chat_completions_can_be_truncated(patched_proxy: RunningProxy, path: str) -> None:
-    fields = {"evoke_policy": "truncate", "evoke_budget": BUDGET}
-    answer = post(patched_proxy.port, path, ["hello"], "by", **fields)
-    _went_by(patched_proxy, answer, "truncate")
-
-
 def _went_by(running: RunningProxy, answer: Answer, reason: str) -> None:
     assert answer.status == 200
     assert b'"evoke"' not in answer.body

@@ -450,13 +450,19 @@ def test_the_reserve_is_the_answers_limit_but_not_most_of_the_budget() -> None:
     assert [kept(limit) for limit in (0, None, 64, 100, 128, 100_000)] == [7, 6, 6, 5, 5, 5]
 
 
-@pytest.mark.parametrize("name", ["no_eviction", "truncate"])
-def test_policies_that_move_nothing_turn_the_stream_off(name: str) -> None:
+def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
     view = replace(line(FILLER[:9], "rssrrrrrr"), stale=("old",))
-    plan = decide(view, "number1", replace(CONFIG, name=name))
+    plan = decide(view, "number1", replace(CONFIG, name="no_eviction"))
     assert plan.moves_nothing
     assert plan.stream == Stream(0)
     assert [drop.label for drop in plan.drops] == ["old"]
+
+
+def test_what_is_left_of_a_truncated_prompt_is_held_in_the_budget_too() -> None:
+    config = replace(CONFIG, name="truncate")
+    plan = decide(line(FILLER[:9], "rrrrrrrrr", tail=40), "number1", config)
+    assert plan.evicts and not plan.saves and not plan.loads
+    assert plan.stream is not None and plan.stream.budget == CONFIG.budget
 
 
 def test_an_unknown_policy_is_a_configuration_error() -> None:

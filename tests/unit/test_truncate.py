@@ -1,29 +1,47 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.blocks import Role, Span
-from evoke_proxy.core.chat import truncate_messages
-from evoke_proxy.core.rendered import MessageSpan
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.chat import parse_chat, truncate_messages
+from evoke_proxy.core.rendered import MessageSpan, Rendered
+from evoke_proxy.core.truncate import prompt_limit
 from evoke_proxy.errors import RequestError
 
 COST = 10
+Json = dict[str, Any]
 
 
-def truncated(roles: str, budget: int, reserve: int = 0) -> str:
-    """The roles (s, u, a, t) left of a conversation whose messages are 10 tokens each."""
+def truncate(dialect: str, body: Json, limit: int) -> tuple[Json, list[str]]:
+    """What is left of a body whose messages are 10 tokens each, and the texts of its messages."""
+    messages = parse_chat(dialect, body).messages
+    spans = [
+        MessageSpan(i, m.role, Span(i * COST, i * COST + COST)) for i, m in enumerate(messages)
+    ]
+    n_tokens = len(messages) * COST
+    rendered = Rendered(np.zeros(n_tokens, np.int32), n_tokens, tuple(spans))
+    raw = json.dumps(body).encode()
+    edited, left = truncate_messages(raw, dialect, messages, rendered, limit)
+    parsed: Json = json.loads(edited)
+    # What is said to be left is what a reader of the shorter request finds.
+    assert left == parse_chat(dialect, parsed).messages
+    return parsed, [message.shown for message in left]
+
+
+def truncated(roles: str, limit: int) -> str:
+    """The roles (s, u, a, t) left of a chat completions conversation."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
-    spans = [MessageSpan(i, Role.USER, Span(i * COST, i * COST + COST)) for i in range(len(roles))]
-    body = json.dumps({"messages": messages, "x": 1.0}).encode()
-    edited = truncate_messages(body, spans, range(len(roles) * COST), budget, reserve)
-    left = json.loads(edited)
+    left, texts = truncate("chat", {"messages": messages, "x": 1.0}, limit)
     assert left["x"] == 1.0
-    return "".join(roles[int(message["content"])] for message in left["messages"])
+    assert [message["content"] for message in left["messages"]] == texts
+    return "".join(roles[int(text)] for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +72,14 @@ def test_the_oldest_go_first_in_wholes(roles: str, budget: int, left: str) -> No
     assert truncated(roles, budget) == left
 
 
-def test_the_reserve_is_kept_free() -> None:
-    assert truncated("suau", 45, reserve=5) == "suau"
-    assert truncated("suau", 45, reserve=6) == "su"
+def test_the_reserve_is_kept_free_but_not_most_of_the_budget() -> None:
+    assert [prompt_limit(100, reserve) for reserve in (0, 10, 25, 26, 9999)] == [
+        100,
+        90,
+        75,
+        75,
+        75,
+    ]
 
 
 @given(st.text("suat", max_size=12), st.integers(0, 130))
@@ -64,7 +87,7 @@ def test_what_must_stay_stays_and_order_is_kept(roles: str, budget: int) -> None
     left = truncated(roles, budget)
     assert left.count("s") == roles.count("s")
     assert ("u" in left) == ("u" in roles)
-    # a call and its results go together: no result loses the message before it
+    # a step goes as a whole: no result loses the message before it
     kept = iter(roles)
     assert all(role in kept for role in left)
     for i, role in enumerate(left):
@@ -72,12 +95,124 @@ def test_what_must_stay_stays_and_order_is_kept(roles: str, budget: int) -> None
             assert left[:i].strip("s") or roles.strip("s").startswith("t")
 
 
+def _responses(*items: str) -> Json:
+    """Items as words: `!id` is a call, `=id` its output, `~` reasoning, else the user speaks."""
+    made: list[Json] = []
+    for item in items:
+        if item == "~":
+            made.append({"type": "reasoning", "summary": [], "content": [{"text": "hm"}]})
+        elif item.startswith("!"):
+            named = {"name": f"call {item[1:]}", "arguments": "."}
+            made.append({"type": "function_call", "call_id": item[1:], **named})
+        elif item.startswith("="):
+            output = {"call_id": item[1:], "output": f"result {item[1:]}"}
+            made.append({"type": "function_call_output", **output})
+        else:
+            made.append({"role": "user", "content": [{"type": "input_text", "text": item}]})
+    return {"instructions": "brief", "input": made, "store": False}
+
+
+@pytest.mark.parametrize(
+    ("limit", "n_items", "left"),
+    [
+        (90, 10, ["brief", "one", "call a .", "result a", "two", "call b .\ncall c .", "result b"]),
+        (89, 6, ["brief", "two", "call b .\ncall c .", "result b", "result c", "three"]),
+        (50, 1, ["brief", "three"]),
+        (1, 1, ["brief", "three"]),
+    ],
+)
+def test_of_responses_a_call_goes_with_its_output(
+    limit: int, n_items: int, left: list[str]
+) -> None:
+    body = _responses("one", "~", "!a", "=a", "two", "!b", "!c", "=b", "=c", "three")
+    parsed, texts = truncate("responses", body, limit)
+    assert texts[: len(left)] == left
+    assert len(parsed["input"]) == n_items
+    assert (parsed["instructions"], parsed["store"]) == ("brief", False)
+
+
+def test_of_one_long_task_in_responses_whole_steps_go() -> None:
+    body = _responses("do it", "~", "!a", "!b", "=a", "=b", "~", "!c", "=c", "!d", "=d")
+    assert truncate("responses", body, 70)[1] == [
+        *("brief", "do it", "call c .", "result c", "call d .", "result d")
+    ]
+    assert truncate("responses", body, 1)[1] == ["brief", "do it", "call d .", "result d"]
+
+
+def test_an_output_that_comes_late_holds_its_call() -> None:
+    body = _responses("do it", "!a", "!b", "=b", "!c", "=a", "=c", "!d", "=d")
+    assert truncate("responses", body, 1)[1] == ["brief", "do it", "call d .", "result d"]
+    body = _responses("do it", "!a", "meanwhile", "=a", "!b", "=b")
+    assert truncate("responses", body, 1)[1][1:4] == ["do it", "call a .", "meanwhile"]
+
+
+def test_responses_without_a_list_stay_as_they_are() -> None:
+    body = {"instructions": "brief", "input": "very long"}
+    assert truncate("responses", body, 1) == (body, ["brief", "very long"])
+
+
+def _said(role: str, *parts: Json | str) -> Json:
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": role, "content": texts}
+
+
+def _use(id: str) -> Json:
+    return {"type": "tool_use", "id": id, "name": f"call {id}", "input": {}}
+
+
+def _result(id: str) -> Json:
+    return {"type": "tool_result", "tool_use_id": id, "content": f"result {id}"}
+
+
+TASK = [
+    {"role": "user", "content": "one"},
+    _said("assistant", "ok", _use("a")),
+    _said("user", _result("a"), "a reminder"),
+    _said("assistant", "done"),
+    _said("user", "two"),
+    _said("assistant", _use("b"), _use("c")),
+    _said("user", _result("b"), _result("c")),
+    _said("assistant", _use("d")),
+    _said("user", _result("d"), "go on"),
+]
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        (130, "brief, one, ok+a, a reminder, result a, done, two, b+c, result b, result c, d"),
+        (129, "brief, two, b+c, result b, result c, d, go on, result d"),
+        (79, "brief, two, d, go on, result d"),
+        (1, "brief, two, d, go on, result d"),
+    ],
+)
+def test_of_messages_no_result_is_without_its_call(limit: int, left: str) -> None:
+    body = {"system": "brief", "messages": TASK, "max_tokens": 9}
+    parsed, texts = truncate("messages", body, limit)
+    short = [text.replace(" {}", "").replace("call ", "").replace("\n", "+") for text in texts]
+    assert ", ".join(short).startswith(left)
+    assert parsed["system"] == "brief"
+    blocks = [b for m in parsed["messages"] for b in m["content"] if isinstance(b, dict)]
+    made = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    assert made == [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
+
+
+def test_what_is_pinned_stays() -> None:
+    said = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "a")]
+    said[0] |= {"evoke_keep": "pin"}
+    for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
+        texts = truncate(dialect, {key: said}, 1)[1]
+        assert texts[0] == "user 0" and texts[-2] == "user 2"
+
+
 def test_a_body_is_not_changed_when_it_fits() -> None:
     body = b'{"messages": [ {"role":"user"} ]}'
-    assert truncate_messages(body, [], range(5), 10, 0) is body
+    rendered = Rendered(np.zeros(5, np.int32), 5, ())
+    assert truncate_messages(body, "chat", (), rendered, 5)[0] is body
 
 
 def test_what_is_no_json_is_a_request_error() -> None:
+    rendered = Rendered(np.zeros(5, np.int32), 5, ())
     with pytest.raises(RequestError, match="not JSON"):
-        truncate_messages(b"{", [], [], 0, 0)
-    assert truncate_messages(b'{"messages":3}', [], [1], 0, 0) == b'{"messages":3}'
+        truncate_messages(b"{", "chat", (), rendered, 0)
+    assert truncate_messages(b'{"messages":3}', "chat", (), rendered, 0) == (b'{"messages":3}', ())

@@ -19,10 +19,10 @@ def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
     Ties break by block key, and deciding again on the plan's own result moves nothing. Without a
     budget nothing is evicted. ConfigError for an unknown policy.
     """
-    if config.name in ("no_eviction", "truncate"):
+    if config.name == "no_eviction":
         # A slot must not go on holding the budget of the session it had before.
         return Plan(drops=_drops(view), stream=Stream(0), reason=config.name)
-    if config.name not in ("evoke", "discard"):
+    if config.name not in ("evoke", "discard", "truncate"):  # a truncated prompt fits, or nearly
         raise ConfigError(f"policy.name: {config.name!r} is not a policy")
     return evoke.decide(view, query, config, recovers(config))
 
