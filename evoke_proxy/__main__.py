@@ -141,8 +141,18 @@ def _described(config: Config) -> str:
         f"upstream  {config.upstream.url}\n"
         f"policy    {config.policy.name}\n"
         f"budget    {budget}\n"
+        f"embedder  {_embedder(config)}\n"
         "the configuration is valid"
     )
+
+
+def _embedder(config: Config) -> str:
+    """What the embedder's directory holds; ConfigError when it does not load."""
+    if not config.embedder.directory:
+        return "none (blocks are ranked by words alone)"
+    from evoke_proxy.adapters.embedder import Embedder
+
+    return Embedder(config.embedder).described()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class Metrics:
         self._register_load()
         self._register_books()
         self._register_faults()
+        self._register_embedder()
 
     def _register_load(self) -> None:
         self.requests = self._counter(
@@ -69,6 +70,16 @@ class Metrics:
         self.upstream_errors = self._counter(
             "evoke_upstream_errors", "Failures of llama-server.", "kind"
         )
+
+    def _register_embedder(self) -> None:
+        self.embedded = self._counter("evoke_embedded", "Texts that got a vector.", "kind")
+        self.embed_failures = self._counter(
+            "evoke_embed_failures", "Questions or batches of blocks left without vectors.", "reason"
+        )
+        self.embed_seconds = self._histogram(
+            "evoke_embed_seconds", "Waiting for the vectors of a question.", _PLAN_BUCKETS
+        )
+        self.embed_waiting = self._gauge("evoke_embed_waiting", "Blocks waiting for a vector.")
 
     def count_books(self, books: Mapping[str, int]) -> None:
         """Add the four books of one reply; missing kinds count as zero."""

@@ -22,6 +22,7 @@ from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.splice import edit_top_level, parse_object
 from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
 from evoke_proxy.engine.waiting import Patience, SlotQueue
@@ -52,6 +53,7 @@ class Engine:
         self.config = config
         self.metrics = Metrics()
         self.upstream = Upstream(config.upstream)
+        self.embedding = Embedding(config.embedder, self.metrics)
         self.draining = False
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
@@ -62,6 +64,7 @@ class Engine:
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Engine:
+        await self.embedding.__aenter__()
         await self.upstream.__aenter__()
         await self._tasks.__aenter__()
         await self._watch.look()
@@ -69,6 +72,7 @@ class Engine:
 
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.__aexit__(None, None, None)
+        await self.embedding.__aexit__()
         await self.upstream.__aexit__()
 
     @property
