@@ -1,8 +1,7 @@
 """Which kinds of facts the bundled model recalls at the demo's length, nothing evicted.
 
-The demo's session with another fact in its first turn, for each kind of the generator's first
-wording; the assistant's answers in between are fixed, so a session is one request. This is why the
-demo plants facts about the user.
+The demo's session with another fact in its first turn, for each kind of the generator; the
+assistant's answers in between are fixed, so a session is one request.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from typing import Any
 
 from bench.ceiling import wilson
 from bench.model import vocab
-from bench.model.facts_v1 import draw as draw_fact
+from bench.model.facts import abstains
+from bench.model.facts import draw as draw_fact
+from bench.model.tasks import exchange, reading, telling
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.judge import recalled
 from evoke_proxy.demo.processes import free_port, server_command, serving
@@ -33,9 +34,8 @@ from evoke_proxy.server_build import ensure_server
 KINDS = {
     "my": "about the user",
     "poss": "about another person",
-    "for": "about a place",
-    "event": "where a meeting is",
-    "tool": "a field of a record",
+    "para": "asked in other words",
+    "file": "a setting of a file",
 }
 _EXAMPLES = """examples:
   python -m bench.fact_kinds
@@ -74,15 +74,11 @@ def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, 
 def _row(port: int, seed: int, kind: str) -> dict[str, Any]:
     script = draw(seed)
     fact = draw_fact(random.Random(f"{seed}-{kind}"), kind)
-    while len(fact.value) < 4:
-        fact = draw_fact(random.Random(fact.told), kind)
-    messages = [{"role": "system", "content": script.system}]
-    for said in (fact.told, *script.turns[1:-1]):
-        answer = dict(vocab.SMALL_TALK).get(said, "I see.")
-        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
-    messages[2]["content"] = "Got it."
-    asked = f"What is {fact.key}?" if kind in ("my", "poss") else fact.questions[0]
-    messages.append({"role": "user", "content": asked})
+    told = reading(fact.parts[0], [fact]) if kind == "file" else telling(fact)
+    messages = [{"role": "system", "content": script.system}, *told]
+    for said in script.turns[1:-1]:
+        messages += exchange(said, dict(vocab.SMALL_TALK).get(said, vocab.HEARD))
+    messages += exchange(fact.paraphrase or fact.question)
     reply = chat(port, {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}, {})
     right = recalled(reply.text, fact.value)
     row = {"seed": seed, "kind": kind, "fact": fact.told, "answer": reply.text}
@@ -92,7 +88,7 @@ def _row(port: int, seed: int, kind: str) -> dict[str, Any]:
 def _share(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     right = sum(row["recalled"] for row in rows)
     low, high = wilson(right, len(rows))
-    unknown = sum(row["answer"] == vocab.UNKNOWN for row in rows)
+    unknown = sum(abstains(row["answer"]) for row in rows)
     interval = [round(low, 3), round(high, 3)]
     return {"n": len(rows), "recalled": right, "unknown": unknown, "interval_95": interval}
 

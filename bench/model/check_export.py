@@ -17,10 +17,10 @@ import torch
 
 from bench.model.chat import Encoder
 from bench.model.checkpoint import load
-from bench.model.corpus_v1 import raw_text
-from bench.model.heldout import case_v1
+from bench.model.evaluate import spell
 from bench.model.network import Model
 from bench.model.rows import encoder
+from bench.model.tasks import TASKS, Session, exchange, session
 from evoke_proxy.demo.processes import free_port, server_command, serving
 
 _EXAMPLES = """examples:
@@ -31,7 +31,6 @@ _AWKWARD = (
     "I'll,DON'T,we've,x=1,  ,\n\n,\r\n,\t,12345,a_b,foo(bar),<|im_start|>,<|im_end|>,"
     "<|endoftext|>,naïve,don't,'S,...,--,#"
 ).split(",")
-_SCENARIOS = ("single", "multi5", "needle", "tool", "unknown")
 
 
 def texts(rng: random.Random, count: int) -> Iterator[str]:
@@ -40,7 +39,8 @@ def texts(rng: random.Random, count: int) -> Iterator[str]:
     for index in range(count):
         size = rng.randrange(1, 200)
         if index % 4 == 0:
-            yield raw_text(rng, rng.randrange(100, 1500))
+            chat = session(rng, rng.choice(TASKS), rng.randrange(100, 1500))
+            yield "\n\n".join(message["content"] for message in chat.messages)
         elif index % 4 == 1:
             yield "".join(rng.choice(string.printable) for _ in range(size))
         elif index % 4 == 2:
@@ -68,11 +68,11 @@ class Agreement:
     entries: int = 0
     largest: float = 0.0  # difference of a logprob above -8
 
-    def compare(self, port: int, model: Model, case: Mapping[str, Any]) -> None:
-        """Take in one chat: its prompt's tokens and 24 greedy tokens behind it."""
-        (probe,) = case["probes"]
-        prompt = case["ids"][: probe["answer"][0]]
-        messages = {"messages": case["messages"][: probe["message"]]}
+    def compare(self, port: int, model: Model, chat: Session, encode: Encoder) -> None:
+        """Take in one chat: its first question's tokens and 24 greedy tokens behind it."""
+        spelled, probe = spell(chat, encode), chat.probes[0]
+        prompt = spelled.ids[: spelled.questions[0].answer[0]]
+        messages = {"messages": [*chat.messages, *exchange(probe.question)]}
         rendered = post(port, "/apply-template", messages)["prompt"]
         cut = {"content": rendered, "add_special": True, "parse_special": True}
         self.template_differs += post(port, "/tokenize", cut)["tokens"] != prompt
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="the .gguf file")
     parser.add_argument("--checkpoint", type=Path, help="compare with this .pt (default: the file)")
     parser.add_argument("--texts", type=int, default=1000)
-    parser.add_argument("--prompts", type=int, default=5, help="chats a scenario and length (5)")
+    parser.add_argument("--prompts", type=int, default=3, help="chats a task and length (3)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     port, (_, encode) = free_port(), encoder()
@@ -123,11 +123,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with serving(command, port, Path(folder) / "server.log"):
             print(f"texts {args.texts}, cut differently: {check_tokens(port, encode, args.texts)}")
-            for length in (64, 256, 512, 1024):
-                for scenario in _SCENARIOS:
+            for length in (500, 1000, 2000):
+                for task in TASKS:
                     for _ in range(args.prompts):
-                        case = case_v1(rng, length, encode, scenario)
-                        agreement.compare(port, model, case)
+                        agreement.compare(port, model, session(rng, task, length), encode)
     print(agreement)
 
 

@@ -1,165 +1,125 @@
-"""Recall by scenario and length in PyTorch, also with parts of the KV cache removed.
+"""Recall by task and length in PyTorch, also with blocks of the KV cache removed.
 
-Greedy decoding, teacher-forced: a value counts when every token of the answer up to and including
-the value is the model's first choice. With --robust the cache is computed with everything present,
-then entries go before the question is read; facts that went must never be answered.
+Greedy decoding, teacher-forced: an answer counts when every token of it up to and including the
+value is the model's first choice. With --holes the cache is computed with everything present, then
+blocks go before the question is read: first all but the fact's own, then the fact's own, whose
+value must never come back.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench.model.chat import END, START, Encoder
+from bench.model.chat import Builder, Encoder, Question, Span
 from bench.model.checkpoint import load
 from bench.model.network import Model
-from bench.model.rows import START_ID, encoder
+from bench.model.rows import BLOCK, START_ID, encoder
+from bench.model.tasks import TASKS, Session, sessions
 
-_EXAMPLES = """examples:
-  python -m bench.model.heldout out/model/heldout.json
-  python -m bench.model.evaluate evoke_proxy/models/tiny-recall-f16.gguf out/model/heldout.json
-  python -m bench.model.evaluate out/model/run/final.pt out/model/heldout.json --robust --chats 8
-"""
+SEED = 90_210  # the final figures use another one: bench/ruler.py
 SINKS, RECENT = 4, 32
-Cell = tuple[str, int]
+Cache = list[tuple[Tensor, Tensor]]
+_EXAMPLES = """examples:
+  python -m bench.model.evaluate evoke_proxy/models/tiny-recall-f16.gguf
+  python -m bench.model.evaluate out/model/run/final.pt --lengths 1000,4000 --sessions 8 --holes
+"""
 
 
-@dataclass(slots=True)
-class Score:
-    """Counts of one cell of the table."""
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A session in tokens: the told part ends at `end`, the questions come behind.
 
-    questions: int = 0
-    value: int = 0
-    unknown: int = 0
+    `places` has by key where the fact was told with its present value, once or several times.
+    """
+
+    ids: list[int]
+    end: int
+    questions: Sequence[Question]
+    places: Mapping[str, Sequence[Span]]
 
 
-@dataclass(slots=True)
-class Scores:
-    """Scores by variant (which part of the cache was there), then by scenario and length."""
-
-    first_of_unknown: int
-    cells: dict[str, dict[Cell, Score]] = field(default_factory=dict)
-
-    def add(self, variant: str, cell: Cell, ids: list[int], logits: Any, probe: Any) -> None:
-        """Grade one answer; `probe` has its spans in terms of `ids`."""
-        predicted = logits.argmax(-1).tolist()
-        start, end = probe["answer"][0], (probe["value_span"] or probe["answer"])[1]
-        score = self.cells.setdefault(variant, {}).setdefault(cell, Score())
-        score.questions += 1
-        score.value += all(predicted[i - 1] == ids[i] for i in range(start, end))
-        score.unknown += predicted[start - 1] == self.first_of_unknown
+def spell(session: Session, encode: Encoder) -> Spelled:
+    """Return the session's tokens and where its facts stand in them."""
+    builder, places = Builder(encode), defaultdict[str, list[Span]](list)
+    told = [probe.fact for probe in session.probes if probe.value is not None]
+    for message in session.messages:
+        said = message["content"]
+        found = [(fact, said.find(fact.told)) for fact in told]
+        spans = [(fact, (at, at + len(fact.told))) for fact, at in found if at >= 0]
+        builder.add(message["role"], said, 0.0, spans)
+        for fact, _ in spans:
+            places[fact.key].append(builder.spans[fact.key])
+    end = len(builder.ids)
+    for probe in session.probes:
+        builder.ask(probe.fact, probe.question)
+    return Spelled(builder.ids, end, builder.questions, places)
 
 
 def grade(
-    model: Model, cases: Sequence[Mapping[str, Any]], encode: Encoder, robust: bool
-) -> Scores:
-    """Return the scores of all probes of all cases."""
-    scores = Scores(encode("I").ids[0])
-    for case in cases:
-        ids, cell = case["ids"], (case["scenario"], case["length"])
+    model: Model, chosen: Sequence[Session], encode: Encoder, holes: bool
+) -> Iterator[tuple[str, bool, str]]:
+    """Yield variant, whether it was right and what was said, for every probe."""
+    tokenizer, _ = encoder()
+    for session in chosen:
+        spelled = spell(session, encode)
+        ids = spelled.ids
         logits, cache = model.extend(ids, list(range(len(ids))))
-        for probe in case["probes"]:
-            scores.add("everything", cell, ids, logits, probe)
-            if robust and probe["known"]:
-                _grade_removed(scores, model, case, probe, cache, encode)
-    return scores
+        predicted = logits.argmax(-1).tolist()
+        for question, probe in zip(spelled.questions, session.probes, strict=True):
+            start, end = question.answer[0], question.value[1]
+            right = all(predicted[i - 1] == ids[i] for i in range(start, end))
+            said = tokenizer.decode(predicted[start - 1 : end - 1])
+            yield "everything", right, f"{probe.answer!r}: {said!r}"
+            if holes and question.fact:
+                for variant, kept in _with_holes(model, spelled, question, cache):
+                    yield variant, kept, ""
 
 
-def _grade_removed(
-    scores: Scores,
-    model: Model,
-    case: Mapping[str, Any],
-    probe: Mapping[str, Any],
-    cache: list[tuple[torch.Tensor, torch.Tensor]],
-    encode: Encoder,
-) -> None:
-    ids, cell = case["ids"], (case["scenario"], case["length"])
+def _with_holes(
+    model: Model, spelled: Spelled, question: Question, cache: Cache
+) -> Iterator[tuple[str, bool]]:
+    ids, end = spelled.ids, spelled.end
     starts = [index for index, token in enumerate(ids) if token == START_ID]
-    end = starts[-2 * len(case["probes"])]  # what comes behind are the questions
-    asked = max(start for start in starts if start < probe["answer"][0] - 3)
-    question = ids[asked : probe["answer"][1] + 1]
-    told = next(f["told"] for f in case["facts"] if list(f["span"]) == list(probe["fact"]))
-    reminder = encode(f"{START}system\nRecovered context:\n{told}{END}").ids
-    for variant, (keep, closed, extra) in _variants(probe["fact"], starts, end).items():
-        new = (reminder if extra else []) + question
-        first = len(keep) if closed else end
-        positions, places = list(range(first, first + len(new))), keep
-        if closed:
-            places = list(range(len(keep)))
-        logits, _ = model.extend(new, positions, cache, keep, places)
-        offset = len(new) - len(question) - asked
-        moved = {
-            name: [place + offset for place in probe[name]] for name in ("answer", "value_span")
-        }
-        scores.add(variant, cell, new, logits, moved)
+    asked = max(start for start in starts if start < question.answer[0] - 3)
+    new = ids[asked : question.answer[1] + 1]
+    facts, blocks = spelled.places[question.asked.key], list(_blocks(starts, end))
+    of_fact = [block for block in blocks if any(_touches(block, fact) for fact in facts)]
+    own = {place for block in of_fact for place in range(*block)}
+    ends = set(range(SINKS)) | set(range(end - RECENT, end))
+    for variant, keep in {
+        "only the fact's blocks": sorted(own | ends),
+        "half of the blocks": sorted(own | ends | _half(blocks)),
+        "without the fact's blocks": sorted(set(range(end)) - own),
+    }.items():
+        logits, _ = model.extend(new, list(range(end, end + len(new))), cache, keep)
+        predicted, offset = logits.argmax(-1).tolist(), -asked
+        answered = range(question.answer[0] + offset, question.value[1] + offset)
+        yield variant, all(predicted[i - 1] == new[i] for i in answered)
 
 
-def _variants(
-    fact: Sequence[int], starts: Sequence[int], end: int
-) -> dict[str, tuple[list[int], bool, bool]]:
-    """Return what to keep of [0, end), whether positions close up, whether to tell it anew."""
-    every, rng = range(end), random.Random(end + fact[0])
-    told, ends = set(range(*fact)), set(range(SINKS)) | set(range(max(0, end - RECENT), end))
-    first = max(start for start in starts if start <= fact[0])
-    last = min(start for start in starts if start > fact[0])
-    message = set(range(first, last))
-    few, half = (
-        sorted(ends | told),
-        sorted(i for i in every if i in ends | told or rng.random() < 0.5),
-    )
-    without = [i for i in every if i not in told]
-    return {
-        "fact kept, else only sinks and recent": (few, False, False),
-        "the same, positions closed up": (few, True, False),
-        "fact kept, half of the rest": (half, False, False),
-        "FACT REMOVED": (without, False, False),
-        "FACT REMOVED, positions closed up": (without, True, False),
-        "WHOLE MESSAGE REMOVED": ([i for i in every if i not in message], False, False),
-        "fact removed, told again before the question": (without, False, True),
-    }
+def _blocks(starts: Sequence[int], end: int) -> Iterator[Span]:
+    told = [start for start in starts if start < end]
+    for start, stop in zip(told, [*told[1:], end], strict=True):
+        yield from ((at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
 
 
-def show(scores: Scores) -> None:
-    """Print a table for every variant: value exact / says I don't know."""
-    for variant, cells in scores.cells.items():
-        lengths = sorted({length for _, length in cells})
-        print(f"\n{variant}\n{'':<12}" + "".join(f"{length:>16}" for length in lengths))
-        for scenario in dict.fromkeys(name for name, _ in cells):
-            row = (_cell(cells.get((scenario, length))) for length in lengths)
-            print(f"{scenario:<12}" + "".join(f"{cell:>16}" for cell in row))
-        known = [score for (name, _), score in cells.items() if "unknown" not in name]
-        right, asked = sum(s.value for s in known), sum(s.questions for s in known)
-        print(f"all known: {right}/{asked} = {right / max(1, asked):.3f}")
+def _touches(block: Span, fact: Span) -> bool:
+    return block[0] < fact[1] and fact[0] < block[1]
 
 
-def _cell(score: Score | None) -> str:
-    if score is None:
-        return "-"
-    count = score.questions
-    return f"{score.value / count:.2f}/{score.unknown / count:.2f} ({count})"
-
-
-def select(path: Path, scenarios: str, chats: int) -> list[dict[str, Any]]:
-    """Return a held-out set's cases of those scenarios (all when ""), at most so many a cell."""
-    taken: dict[Cell, int] = {}
-    chosen = []
-    for case in json.loads(path.read_text()):
-        cell = (case["scenario"], case["length"])
-        taken[cell] = taken.get(cell, 0) + 1
-        if taken[cell] <= chats and (not scenarios or case["scenario"] in scenarios.split(",")):
-            chosen.append(case)
-    return chosen
+def _half(blocks: Sequence[Span]) -> set[int]:
+    return {place for block in blocks[::2] for place in range(*block)}
 
 
 def main() -> None:
-    """Grade one model on one held-out set."""
+    """Evaluate one model."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.model.evaluate",
         description=__doc__,
@@ -167,15 +127,26 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, help="a .pt or .gguf file")
-    parser.add_argument("cases", type=Path, help="made by bench.model.heldout")
-    parser.add_argument("--scenarios", default="", help="only these, comma-separated")
-    parser.add_argument("--chats", type=int, default=10**9, help="at most so many a cell")
-    parser.add_argument("--robust", action="store_true", help="also with parts of the cache gone")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ",".join(TASKS))
+    parser.add_argument("--lengths", default="1000,4000", help="tokens (1000,4000)")
+    parser.add_argument("--sessions", type=int, default=6, help="sessions a cell (6)")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--holes", action="store_true", help="also with blocks removed")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    cases = select(args.cases, args.scenarios, args.chats)
-    show(grade(load(args.model).eval(), cases, encoder()[1], args.robust))
+    model, (_, encode) = load(args.model), encoder()
+    for task in args.tasks.split(","):
+        for length in map(int, args.lengths.split(",")):
+            chosen = sessions(args.seed, task, length, args.sessions)
+            score = defaultdict[str, list[int]](lambda: [0, 0])
+            for variant, right, said in grade(model, chosen, encode, args.holes):
+                score[variant][0] += right
+                score[variant][1] += 1
+                if not right and variant == "everything":
+                    print("  wrong:", said)
+            for variant, (count, asked) in score.items():
+                print(f"{task:<12}{length:>6}  {variant:<28}{count:>4} of {asked}", flush=True)
 
 
 if __name__ == "__main__":

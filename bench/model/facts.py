@@ -1,282 +1,159 @@
-"""Facts: how each kind is told, asked for and answered; near misses and updates of a fact.
+"""Facts: how each kind is told, asked for and answered; near misses, updates and abstention.
 
-This is the second generation: more value kinds, paraphrases and statement variants than the first
-(facts_v1), whose wording the model still knows best.
+The kinds are few and their wording is fixed, so that a small model can be nearly perfect on them:
+
+* `my`: My badge number is 48213. / What is my badge number? / Your badge number is 48213.
+* `poss`: the same about another person: Priya's badge number is 48213.
+* `para`: My residence is amber falcon. / Where do I live? / Your residence is amber falcon.
+* `file`: config.env: PORT = 48213 / What is PORT in config.env? / config.env: PORT = 48213
+
+An answer names the key before the value, also when the value was never told: "Your badge number is
+something I don't know." So the model looks for the fact where it would copy its value from.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bench.model import text, vocab
 
-PLAIN, NEAR_MISS, UPDATED, SAME_KEY = range(4)
-Span = tuple[int, int]
-Parts = tuple[str, ...]
-Draw = Callable[[random.Random], str]
-
-KINDS = "my my for for for poss poss poss file file env tool tool event".split()
-_ASKED_LIKE = ("What", "Tell", "Which", "Where")
-_VALUE_KIND = {
-    **dict.fromkeys(vocab.NUMBER_ATTRIBUTES, "num"),
-    **dict.fromkeys(vocab.WORD_ATTRIBUTES, "word"),
-    **dict.fromkeys(vocab.CODE_ATTRIBUTES, "code"),
-    **dict.fromkeys(vocab.DATE_ATTRIBUTES, "date"),
+KINDS = ("my", "poss", "para", "file")
+TYPES = ("number", "pair", "code")
+UNKNOWN_VALUE = f"something {vocab.UNKNOWN}"
+_SHARES = (0.34, 0.24, 0.2, 0.22)
+_STANDARD: Mapping[str, Sequence[str]] = {
+    "number": vocab.NUMBER_ATTRIBUTES,
+    "pair": vocab.PAIR_ATTRIBUTES,
+    "code": vocab.CODE_ATTRIBUTES,
 }
+_PARAPHRASES: Mapping[str, Mapping[str, str]] = {
+    "number": vocab.NUMBER_PARAPHRASES,
+    "pair": vocab.PAIR_PARAPHRASES,
+    "code": {},
+}
+Parts = tuple[str, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact. `span` is where it stands in the chat (token range), None until it is planted."""
+    """One fact. `parts` name it: an attribute; a person and an attribute; a file and a setting."""
 
     kind: str
-    key: str
-    told: str
-    questions: Sequence[str]
-    answer: str
+    parts: Parts
+    type: str
     value: str
-    paraphrases: Sequence[str] = ()
-    parts: Parts = ()
-    subject: str = ""
-    tag: int = PLAIN
-    span: Span | None = None
+    updated: bool = False
 
-    def statement(self, rng: random.Random) -> str:
-        """Return how the fact is told: files and records as they are, the rest with a prefix."""
-        if self.kind in ("file", "env", "tool"):
-            return self.told
-        prefix = rng.choice(vocab.STATEMENT_PREFIXES)
-        return prefix + continued(self.told, prefix)
+    @property
+    def key(self) -> str:
+        """What the fact is about; facts of one key are the same fact at different times."""
+        if self.kind == "file":
+            return f"{self.parts[0]}: {self.parts[1]}"
+        return "'s ".join(self.parts) if self.kind == "poss" else f"my {self.parts[0]}"
 
-    def question(self, rng: random.Random) -> str:
-        """Return how the fact is asked for; a first-generation fact knows no paraphrases."""
-        if not self.paraphrases:
-            return rng.choice(vocab.QUESTION_PREFIXES) + rng.choice(self.questions)
-        chosen = rng.choice(self.questions if rng.random() < 0.6 else self.paraphrases)
-        prefix = rng.choice(vocab.QUESTION_PREFIXES) if chosen.startswith(_ASKED_LIKE) else ""
-        return prefix + chosen
+    @property
+    def told(self) -> str:
+        """The sentence or the line that tells it."""
+        key, verb = self._subject("My"), " now" if self.updated else ""
+        if self.kind == "file":
+            return f"{key} is now {self.value}" if self.updated else f"{key} = {self.value}"
+        return f"{key} is{verb} {self.value}."
+
+    @property
+    def question(self) -> str:
+        """The question in the words the fact is told in."""
+        if self.kind == "file":
+            return f"What is {self.parts[1]} in {self.parts[0]}?"
+        return f"What is {self.key}?"
+
+    @property
+    def paraphrase(self) -> str | None:
+        """A question that shares no content word with the fact, for facts that have one."""
+        return _PARAPHRASES[self.type].get(self.parts[0]) if self.kind == "para" else None
+
+    @property
+    def answer(self) -> str:
+        """The expected answer; it ends with the value, or with the value and a full stop."""
+        if self.kind == "file":
+            return f"{self.key} = {self.value}"
+        return f"{self._subject('Your')} is {self.value}."
+
+    @property
+    def unknown_answer(self) -> str:
+        """The expected answer where the fact was never told."""
+        verb = "=" if self.kind == "file" else "is"
+        return f"{self._subject('Your')} {verb} {UNKNOWN_VALUE}"
+
+    def _subject(self, owner: str) -> str:
+        return f"{owner} {self.parts[0]}" if self.kind in ("my", "para") else self.key
 
 
-def lowered(sentence: str) -> str:
-    """Return the sentence with a small first letter if it begins with My or The."""
-    begins = sentence.split(" ")[0] in ("My", "The")
-    return sentence[0].lower() + sentence[1:] if begins else sentence
+def draw(rng: random.Random, kind: str | None = None, type_: str | None = None) -> Fact:
+    """Return a fact with a fresh value, of a kind and a value type where given.
+
+    There are no paraphrases of codes: for them `para` gives a fact of kind `my`.
+    """
+    kind = kind or rng.choices(KINDS, _SHARES)[0]
+    if kind == "file":
+        return setting(rng, file_name(rng), _setting_name(rng, type_))
+    if kind == "para" and type_ != "code":
+        chosen = type_ or rng.choice(("number", "pair", "pair"))
+        return _fresh(rng, kind, (rng.choice(list(_PARAPHRASES[chosen])),), chosen)
+    chosen = type_ or rng.choices(TYPES, (0.4, 0.35, 0.25))[0]
+    attribute = rng.choice(_STANDARD[chosen])
+    parts = (rng.choice(vocab.NAMES), attribute) if kind == "poss" else (attribute,)
+    return _fresh(rng, "poss" if kind == "poss" else "my", parts, chosen)
 
 
-def continued(sentence: str, prefix: str) -> str:
-    """Return the sentence as it stands after that prefix."""
-    return lowered(sentence) if prefix.endswith(("that ", ", ")) else sentence
-
-
-def event(key: str, value: str) -> Fact:
-    """Return an appointment told, asked for and answered with its room."""
-    told = f"The {key} is in room {value}."
-    questions = [f"Which room is the {key} in?", f"Where is the {key}?"]
-    return Fact("event", key, told, questions, told, value)
-
-
-def setting(kind: str, parts: Parts, assigned: str, value: str) -> Fact:
-    """Return a line of a file or an environment; `assigned` is `= value` or `=value`."""
-    gap = " " if assigned.startswith("= ") else ""
-    if kind == "env":
-        key = "_".join(parts)
-        questions = [f"What is the value of {key}?", f"What is {key} set to?"]
-    else:
-        name, path = parts
-        key = f"{path}: {name}"
-        questions = [f"What is {name} in {path}?", f"What value does {name} have in {path}?"]
-    return Fact(kind, key, f"{key}{gap}{assigned}", questions, f"{key} = {value}", value)
+def setting(rng: random.Random, path: str, name: str) -> Fact:
+    """Return a line of a file with a fresh value."""
+    type_ = "code" if name in vocab.CODE_SETTINGS else "number"
+    return _fresh(rng, "file", (path, name), type_)
 
 
 def file_name(rng: random.Random) -> str:
-    """Return a file name, its stem a pseudo-word in a fifth of the draws."""
-    stem = rng.choice(vocab.FILE_STEMS) if rng.random() < 0.8 else text.pseudo_word(rng)
-    return stem + rng.choice(vocab.FILE_SUFFIXES)
-
-
-def _attribute(rng: random.Random) -> str:
-    shape = rng.random()
-    if shape < 0.34:
-        return rng.choice(vocab.NUMBER_ATTRIBUTES)
-    if shape < 0.64:
-        return rng.choice(vocab.WORD_ATTRIBUTES)
-    if shape < 0.80:
-        return rng.choice(vocab.CODE_ATTRIBUTES)
-    return rng.choice(vocab.DATE_ATTRIBUTES) if shape < 0.90 else _free_attribute(rng)
-
-
-def _free_attribute(rng: random.Random) -> str:
-    noun = rng.choice(vocab.NOUNS) if rng.random() < 0.7 else text.pseudo_word(rng)
-    return noun + " " + rng.choice(vocab.FREE_NOUNS)
-
-
-def _place_attribute(rng: random.Random) -> str:
-    usual = rng.random() < 0.85
-    return rng.choice(vocab.PLACE_ATTRIBUTES) if usual else _free_attribute(rng)
-
-
-def _from(words: Sequence[str]) -> Draw:
-    return lambda rng: rng.choice(words)
-
-
-# What a fact of each kind is made of; a near miss differs in exactly one part.
-PARTS: Mapping[str, Sequence[Draw]] = {
-    "my": [_attribute],
-    "poss": [text.name, _attribute],
-    "for": [_place_attribute, text.place, text.building],
-    "tool": [
-        _from(vocab.RECORD_FIELDS),
-        _from(vocab.RECORDS),
-        lambda rng: text.number(rng, rng.choice((2, 3, 4))),
-    ],
-    "event": [_from(vocab.EVENTS), text.name],
-    "file": [_from(vocab.ENV_KEYS), file_name],
-    "env": [_from(vocab.ENV_PREFIXES), _from(vocab.ENV_KEYS)],
-}
-
-
-def draw(rng: random.Random, kind: str | None = None, parts: Parts | None = None) -> Fact:
-    """Return a fact of the second generation, of that kind and with those parts when given."""
-    kind = kind or rng.choice(KINDS)
-    parts = parts or tuple(part(rng) for part in PARTS[kind])
-    if kind == "event":
-        fact = _draw_event(rng, parts)
-    elif kind in ("file", "env"):
-        fact = _draw_setting(rng, kind, parts)
-    else:
-        fact = _draw_attribute(rng, kind, parts)
-    fact.parts = parts
-    return fact
-
-
-def _draw_attribute(rng: random.Random, kind: str, parts: Parts) -> Fact:
-    subject, said, asked, key, attribute = _named(kind, parts)
-    usual = _VALUE_KIND.get(attribute) or ("num" if rng.random() < 0.65 else "word")
-    value, shape = text.value(rng, usual), rng.random()
-    if shape < 0.82:
-        told = f"{subject} is {value}."
-    else:
-        told = f"{subject}: {value}." if shape < 0.92 else f"{subject} was set to {value}."
-    if kind == "tool":
-        questions = [f"What is {asked}?", f"What was {asked}?"]
-    else:
-        questions = [f"What is {asked}?", f"What's {asked}?", f"Tell me {asked}."]
-    paraphrases = [
-        f"Can you tell me {asked}?",
-        f"Do you know {asked}?",
-        f"Please give me {asked}.",
-        f"I forgot {asked}. What is it?",
-        f"Please repeat {asked}.",
-        f"I need {asked}.",
-        f"Could you remind me of {asked}?",
-    ]
-    if kind == "my":
-        paraphrases += [f"Which {attribute} did I tell you?", f"What did I say {asked} is?"]
-    answer = f"{said} is {value}."
-    return Fact(kind, key, told, questions, answer, value, paraphrases, subject=subject)
-
-
-def _named(kind: str, parts: Parts) -> tuple[str, str, str, str, str]:
-    """Return subject, subject of the answer, object of a question, key and attribute."""
-    if kind == "my":
-        (attribute,) = parts
-        key = f"my {attribute}"
-        return f"My {attribute}", f"Your {attribute}", key, key, attribute
-    if kind == "poss":
-        key = f"{parts[0]}'s {parts[1]}"
-        return key, key, key, key, parts[1]
-    if kind == "for":
-        key = f"{parts[0]} for the {parts[1]} {parts[2]}"
-    else:
-        key = f"{parts[0]} of {parts[1]} {parts[2]}"
-    return f"The {key}", f"The {key}", f"the {key}", key, parts[0]
-
-
-def _draw_event(rng: random.Random, parts: Parts) -> Fact:
-    key = f"{parts[0]} with {parts[1]}"
-    if rng.random() < 0.5:
-        value = text.number(rng, rng.choice((2, 3)))
-    else:
-        value = text.value(rng, "code" if rng.random() < 0.4 else "word")
-    fact = event(key, value)
-    fact.subject = f"The {key}"
-    fact.paraphrases = [
-        f"In which room is the {key}?",
-        f"What room is the {key} in?",
-        f"Where will the {key} be?",
-        f"Can you tell me the room of the {key}?",
-    ]
-    return fact
-
-
-def _draw_setting(rng: random.Random, kind: str, parts: Parts) -> Fact:
-    if rng.random() < 0.65:
-        value = text.long_number(rng)
-    elif rng.random() < 0.5:
-        value = text.alphanumeric(rng)
-    else:
-        words = text.code_word(rng) if rng.random() < 0.6 else text.two_words(rng)
-        value = words.replace(" ", "_")
-    fact = setting(kind, parts, f"= {value}" if rng.random() < 0.8 else f"={value}", value)
-    fact.subject = fact.key
-    fact.paraphrases = _setting_paraphrases(kind, parts, fact.key)
-    return fact
-
-
-def _setting_paraphrases(kind: str, parts: Parts, key: str) -> list[str]:
-    if kind == "env":
-        return [
-            f"What is {key}?",
-            f"Which value does {key} have?",
-            f"Tell me the value of {key}.",
-            f"What's {key}?",
-        ]
-    name, path = parts
-    return [
-        f"In {path}, what is {name}?",
-        f"What is the value of {name} in {path}?",
-        f"Which value is set for {name} in {path}?",
-        f"Tell me {name} in {path}.",
-        f"What does {path} set {name} to?",
-    ]
+    """Return the name of a file."""
+    return rng.choice(vocab.FILE_STEMS) + rng.choice(vocab.FILE_SUFFIXES)
 
 
 def near_miss(rng: random.Random, fact: Fact) -> Fact:
-    """Return a fact in the same frame with exactly one part drawn again."""
-    parts = list(fact.parts)
-    index = rng.randrange(len(parts))
-    if fact.kind in ("poss", "file") and rng.random() < 0.4:
-        index = {"poss": 0, "file": 1}[fact.kind]
-    parts[index] = PARTS[fact.kind][index](rng)
-    other = draw(rng, fact.kind, tuple(parts))
-    other.tag = NEAR_MISS
-    return other
+    """Return a fact that differs in one part of its key: another owner, attribute or file."""
+    if fact.kind == "file":
+        if rng.random() < 0.5:
+            return setting(rng, file_name(rng), fact.parts[1])
+        return setting(rng, fact.parts[0], rng.choice(vocab.SETTINGS))
+    if fact.kind == "para":
+        return draw(rng, "para", fact.type)
+    attribute, names = fact.parts[-1], [None, *rng.sample(vocab.NAMES, 3)]
+    if rng.random() < 0.5:
+        attribute = rng.choice(_STANDARD[fact.type])
+        names = [fact.parts[0] if fact.kind == "poss" else None]
+    name = rng.choice(names)
+    if name is None:
+        return _fresh(rng, "my", (attribute,), fact.type)
+    return _fresh(rng, "poss", (name, attribute), fact.type)
 
 
 def update(rng: random.Random, fact: Fact) -> Fact:
-    """Return the same fact with a new value, told as a change."""
-    new = draw(rng, fact.kind, fact.parts)
-    new.tag, value, subject = UPDATED, new.value, fact.subject
-    if fact.kind in ("file", "env"):
-        new.told = rng.choice(("Changed: ", "Update: ", "New value: ", "")) + new.told
-    elif fact.kind == "event":
-        new.told = rng.choice(
-            (
-                f"{subject} is now in room {value}.",
-                f"{subject} has moved to room {value}.",
-                f"Update: {lowered(subject)} is in room {value}.",
-            )
-        )
-    else:
-        new.told = rng.choice(
-            (
-                f"{subject} is now {value}.",
-                f"{subject} is now {value}.",
-                f"{subject} has changed to {value}.",
-                f"Update: {lowered(subject)} is {value}.",
-                f"Correction: {lowered(subject)} is {value}.",
-            )
-        )
-    return new
+    """Return the same fact with another value, told as a change ("is now")."""
+    new = _fresh(rng, fact.kind, fact.parts, fact.type)
+    return replace(new, updated=True) if new.value != fact.value else update(rng, fact)
+
+
+def abstains(answer: str) -> bool:
+    """Return whether the answer says that it was never told."""
+    return answer.strip().endswith(vocab.UNKNOWN)
+
+
+def _setting_name(rng: random.Random, type_: str | None) -> str:
+    if type_ == "code":
+        return rng.choice(vocab.CODE_SETTINGS)
+    if type_ is None:
+        return rng.choice(vocab.SETTINGS)
+    return rng.choice([name for name in vocab.SETTINGS if name not in vocab.CODE_SETTINGS])
+
+
+def _fresh(rng: random.Random, kind: str, parts: Parts, type_: str) -> Fact:
+    return Fact(kind, parts, type_, text.value(rng, type_))

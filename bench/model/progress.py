@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +32,18 @@ class Averages:
     def grade(self, batch: Batch, right: npt.NDArray[np.bool_]) -> None:
         """Take in a fresh batch's answers, teacher-forced: `right[row, t]` is about token t + 1.
 
-        em: whole answer right; val: value right; fidk: a known question's first token wrong;
-        idk: "I don't know." right; em@D by distance, t0-t3 by the fact's tag, v@L by row length.
+        whole: every token of a known answer right; first: the value's first token; by tag and by
+        row length (`v1024`): the value, and for `unknown` "something I don't know".
         """
-        for row, start, end, first, last, known, distance, tag in batch.questions:
-            whole = float(right[row, start - 1 : end - 1].all())
-            if not known:
-                self.add("idk", whole, 0.997)
-                continue
+        for row, question in batch.questions:
+            (start, end), (first, last) = question.answer, question.value
             value = float(right[row, first - 1 : last - 1].all())
-            bucket = 64 << max(0, int(math.log2(max(64, distance))) - 6)
-            self.add("fidk", float(not right[row, start - 1]), 0.999)
-            self.add("em", whole, 0.999)
-            self.add("val", value, 0.999)
-            self.add(f"em@{bucket}", whole, 0.997)
-            self.add(f"t{tag}", value, 0.998)
-            self.add(f"v@{batch.ids.shape[1]}", value, 0.998)
+            for tag in question.tags:
+                self.add(tag, value, 0.998)
+            if question.fact is not None:
+                self.add("whole", float(right[row, start - 1 : end - 1].all()), 0.999)
+                self.add("first", float(right[row, first - 1]), 0.999)
+                self.add(f"v{batch.ids.shape[1]}", value, 0.998)
 
 
 class Log:

@@ -22,36 +22,36 @@ from bench.model.chat import Chat, Encoder, Question, Span
 from bench.model.corpus import chat as draw_chat
 
 PAD, START_ID = 3, 1
-MAX_POSITION = 8192
-TRAIN_UNKNOWN = 0.2
+MAX_POSITION = 16_384  # twice the declared context: holes let a session's positions run on
+BLOCK = 64  # tokens of the largest block that an eviction drops
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 # Phase -> (row length, rows, share of the steps)
 PHASES: Sequence[Sequence[tuple[int, int, float]]] = (
-    ((256, 16, 0.35), (512, 8, 0.35), (1024, 4, 0.30)),
-    ((256, 16, 0.1), (512, 8, 0.3), (1024, 4, 0.35), (2048, 2, 0.25)),
-    ((512, 8, 0.15), (1024, 4, 0.25), (2048, 2, 0.3), (4096, 1, 0.3)),
+    ((256, 16, 0.15), (512, 8, 0.4), (1024, 4, 0.45)),
+    ((512, 8, 0.25), (1024, 4, 0.4), (2048, 2, 0.35)),
+    ((1024, 4, 0.3), (2048, 2, 0.3), (4096, 1, 0.3), (8192, 1, 0.1)),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows x length arrays, and one line a question: row, answer, value, known, distance, tag."""
+    """Rows x length arrays, and the questions with their rows."""
 
     ids: Ints
     targets: Ints
     weights: npt.NDArray[np.float32]
     positions: Ints
-    questions: Ints
+    questions: Sequence[tuple[int, Question]]
 
 
 def encoder(path: Path = TOKENIZER) -> tuple[Any, Encoder]:
     """Return the tokenizer and its encode function; needs the `tokenizers` package."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer: Any = Tokenizer.from_file(str(path))
     return tokenizer, tokenizer.encode
 
 
@@ -60,8 +60,8 @@ def sparsify(rng: random.Random, chat: Chat, length: int) -> tuple[Chat, Ints]:
     count = len(chat.ids)
     keep, dropped = _needed(rng, chat), np.zeros(count, bool)
     excess = count - length
-    if rng.random() < 0.5:
-        excess = _drop_messages(rng, chat, keep, dropped, excess)
+    if rng.random() < 0.8:
+        excess = _drop_blocks(rng, chat, keep, dropped, excess)
     for _ in range(400):
         if excess <= 0:
             break
@@ -88,11 +88,17 @@ def _needed(rng: random.Random, chat: Chat) -> Mask:
     return keep
 
 
-def _drop_messages(rng: random.Random, chat: Chat, keep: Mask, dropped: Mask, excess: int) -> int:
+def _drop_blocks(rng: random.Random, chat: Chat, keep: Mask, dropped: Mask, excess: int) -> int:
+    """Drop blocks as an eviction would: pieces of at most BLOCK tokens of one message."""
     starts = [index for index, token in enumerate(chat.ids) if token == START_ID]
-    messages = list(zip(starts, [*starts[1:], len(chat.ids)], strict=True))
-    rng.shuffle(messages)
-    for start, end in messages:
+    ends = [*starts[1:], len(chat.ids)]
+    blocks = [
+        (at, min(at + BLOCK, end))
+        for start, end in zip(starts, ends, strict=True)
+        for at in range(start, end, BLOCK)
+    ]
+    rng.shuffle(blocks)
+    for start, end in blocks:
         if excess <= 0:
             break
         if start and not keep[start:end].any():
@@ -106,63 +112,51 @@ def _select(chat: Chat, kept: Ints) -> Chat:
     place[kept] = np.arange(len(kept))
     moved = (_move(question, place) for question in chat.questions)
     ids, weights = [chat.ids[i] for i in kept], [chat.weights[i] for i in kept]
-    return Chat(ids, weights, [question for question in moved if question], chat.mode)
+    return Chat(ids, weights, [question for question in moved if question])
 
 
 def _move(question: Question, place: Ints) -> Question | None:
-    answer = _moved(question.answer, place)
-    if answer is None or answer[1] - answer[0] != question.answer[1] - question.answer[0]:
+    answer, value = _moved(question.answer, place), _moved(question.value, place)
+    if answer is None or value is None or answer[1] - answer[0] != _size(question.answer):
         return None
-    if not question.known:
-        return replace(question, answer=answer)
-    value, fact = _moved(question.value_span, place), _moved(question.fact, place)
-    if value is None or fact is None:
-        return None
-    return replace(question, answer=answer, value_span=value, fact=fact)
+    if question.fact is None:
+        return replace(question, answer=answer, value=value)
+    fact = _moved(question.fact, place)
+    return replace(question, answer=answer, value=value, fact=fact) if fact else None
 
 
-def _moved(span: Span | None, place: Ints) -> Span | None:
-    if span is None:
-        return None
+def _size(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _moved(span: Span, place: Ints) -> Span | None:
     places = place[span[0] : span[1]]
     return (int(places[0]), int(places[-1]) + 1) if (places >= 0).all() else None
 
 
 def row(
-    rng: random.Random,
-    length: int,
-    encode: Encoder,
-    augment: bool = True,
-    mode: str | None = None,
-    unknown: float = 0.25,
+    rng: random.Random, length: int, encode: Encoder, mode: str | None = None
 ) -> tuple[Chat, Ints]:
-    """Return a chat and its positions: 20 % with dropped spans, 45 % with gaps, else as it is."""
+    """Return a chat and its positions: 25 % with dropped blocks, 45 % with gaps, else as it is."""
     shape = rng.random()
-    if augment and length >= 256 and shape < 0.2:
+    if shape < 0.25:
         longer = int(length * rng.choice((1.3, 1.6, 2.0, 3.0)))
-        chat, positions = sparsify(rng, draw_chat(rng, longer, encode, mode, unknown), length)
-        if rng.random() < 0.33:
+        chat, positions = sparsify(rng, draw_chat(rng, longer, encode, mode), length)
+        if rng.random() < 0.25:
             positions = np.arange(len(chat.ids))
     else:
-        chat = draw_chat(rng, length, encode, mode, unknown)
+        chat = draw_chat(rng, length, encode, mode)
         positions = np.arange(len(chat.ids))
-        if augment and shape < 0.65 and len(chat.ids) > 8:
-            positions = positions + _gaps(rng, chat, between_messages=shape < 0.62)
+        if shape < 0.7 and len(chat.ids) > 8:
+            positions = positions + _gaps(rng, chat)
     return chat, np.minimum(positions, MAX_POSITION - 1)
 
 
-def _gaps(rng: random.Random, chat: Chat, between_messages: bool) -> Ints:
+def _gaps(rng: random.Random, chat: Chat) -> Ints:
     count = len(chat.ids)
-    cuts_wanted, total = (
-        rng.choice((1, 2, 4, 8, 16, 64)),
-        rng.random() ** 2 * (MAX_POSITION - count),
-    )
+    total = rng.random() ** 2 * (MAX_POSITION - count)
     borders = [i for i in range(1, count) if chat.ids[i] == START_ID] or [1]
-    wanted = range(min(cuts_wanted, len(borders)))
-    if between_messages:
-        cuts = sorted(rng.choice(borders) for _ in wanted)
-    else:
-        cuts = sorted(rng.randrange(1, count) for _ in wanted)
+    cuts = [rng.choice(borders) for _ in range(min(rng.choice((1, 2, 4, 8, 16, 64)), len(borders)))]
     shares = [rng.random() for _ in cuts]
     gaps = np.zeros(count, int)
     for cut, share in zip(cuts, shares, strict=True):
@@ -170,35 +164,21 @@ def _gaps(rng: random.Random, chat: Chat, between_messages: bool) -> Ints:
     return np.cumsum(gaps)
 
 
-def batch(
-    rng: random.Random,
-    length: int,
-    rows: int,
-    encode: Encoder,
-    augment: bool = True,
-    unknown: float = 0.25,
-) -> Batch:
+def batch(rng: random.Random, length: int, rows: int, encode: Encoder) -> Batch:
     """Return that many rows; the token at place t + 1 is the target of place t."""
     ids = np.full((rows, length), PAD, np.int64)
     weights, positions = np.zeros((rows, length), np.float32), np.zeros((rows, length), np.int64)
-    lines: list[tuple[int, ...]] = []
+    questions: list[tuple[int, Question]] = []
     for index in range(rows):
-        chat, places = row(rng, length, encode, augment, unknown=unknown)
+        chat, places = row(rng, length, encode)
         count = len(chat.ids)
         ids[index, :count], weights[index, :count] = chat.ids, chat.weights
         positions[index, :count] = places
         positions[index, count:] = places[-1] if count else 0
-        lines += [_line(index, question) for question in chat.questions]
+        questions += [(index, question) for question in chat.questions]
     targets, shifted = np.full((rows, length), PAD, np.int64), np.zeros_like(weights)
     targets[:, :-1], shifted[:, :-1] = ids[:, 1:], weights[:, 1:]
-    return Batch(ids, targets, shifted, positions, np.array(lines, np.int64).reshape(-1, 8))
-
-
-def _line(index: int, question: Question) -> tuple[int, ...]:
-    start, end = question.answer
-    value = question.value_span if question.known and question.value_span else question.answer
-    distance = start - question.fact[0] if question.known and question.fact else 0
-    return index, start, end, *value, int(question.known), distance, question.tag
+    return Batch(ids, targets, shifted, positions, questions)
 
 
 def worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> None:
@@ -215,7 +195,7 @@ def worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> None:
             lengths = random.Random(77 + current)
         shapes = PHASES[current]
         length, rows, _ = lengths.choices(shapes, [share for _, _, share in shapes])[0]
-        made = batch(rng, length, rows * scale, encode, unknown=TRAIN_UNKNOWN)
+        made = batch(rng, length, rows * scale, encode)
         queue.put((current, length, rows * scale, made))
 
 

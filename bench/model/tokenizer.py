@@ -1,4 +1,4 @@
-"""Trains the tokenizer: byte-level BPE, 2,048 tokens, single digits, on first-generation chats."""
+"""Trains the tokenizer: byte-level BPE, 2,048 tokens, single digits, on training chats."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.model import vocab
-from bench.model.chat import END, START
-from bench.model.corpus_v1 import raw_text
+from bench.model.tasks import TASKS, session
 
 # llama.cpp's pre-tokenizer `qwen2`: every digit by itself.
 QWEN2 = (
@@ -20,8 +19,6 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 ROLES = ["system", "user", "assistant", "tool"]
 _SINGLE = (
     vocab.NAMES,
-    vocab.PLACES,
-    vocab.THINGS,
     vocab.COLORS,
     vocab.ANIMALS,
     vocab.ADJECTIVES,
@@ -29,16 +26,14 @@ _SINGLE = (
     vocab.VERBS,
     vocab.ADVERBS,
     vocab.FILE_STEMS,
-    vocab.ENV_KEYS,
-    vocab.ENV_PREFIXES,
+    vocab.SETTINGS,
 )
 _PHRASES = (
     *vocab.NUMBER_ATTRIBUTES,
-    *vocab.WORD_ATTRIBUTES,
-    *vocab.PLACE_ATTRIBUTES,
-    *vocab.RECORD_FIELDS,
-    *vocab.RECORDS,
-    *vocab.EVENTS,
+    *vocab.PAIR_ATTRIBUTES,
+    *vocab.CODE_ATTRIBUTES,
+    *vocab.NUMBER_PARAPHRASES,
+    *vocab.PAIR_PARAPHRASES,
 )
 _EXAMPLES = """examples:
   python -m bench.model.tokenizer out/model/tokenizer.json
@@ -47,10 +42,10 @@ _EXAMPLES = """examples:
 
 def texts(chats: int) -> Iterator[str]:
     """Yield the training texts: chats, then every word of the lists often enough to be a token."""
-    rng = random.Random(1)
-    for _ in range(chats):
-        said = raw_text(rng, 3000).replace(START, "\n").replace(END, "\n")
-        yield from said.split("\n\n")
+    for index in range(chats):
+        for task in TASKS:
+            for message in session(random.Random(f"{task}-{index}"), task, 1000).messages:
+                yield message["content"]
     words = [word for group in _SINGLE for word in group]
     words += [word for phrase in _PHRASES for word in phrase.split()]
     for word in words:
@@ -95,7 +90,7 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=int, default=2048)
-    parser.add_argument("--chats", type=int, default=1500, help="how many chats to train on (1500)")
+    parser.add_argument("--chats", type=int, default=150, help="chats a task (150)")
     args = parser.parse_args()
     print(args.out, train(args.out, args.size, args.chats), "tokens")
 

@@ -1,8 +1,10 @@
 """Trains the recall model on generated chats, on the CPU or a GPU, from scratch or a checkpoint.
 
-Time decides everything: the phases of longer rows begin at fractions of --minutes, and the
-learning rate falls linearly over the last --decay of them. Several ranks share one gradient over
-gloo; on a machine whose cores are shared, single-thread ranks beat OpenMP threads by far.
+Tokens decide everything: the phases of longer rows begin at fractions of --tokens, and the learning
+rate falls linearly over the last --decay of them, so a run may be stopped and continued like any
+process. A number in the file OUT/tokens replaces --tokens while it runs: for a run that falls
+behind. Several ranks share one gradient over gloo; on a machine whose cores are shared,
+single-thread ranks beat OpenMP threads by far.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from bench.model.progress import Averages, Log
 from bench.model.rows import PHASES, Batch, start_worker
 
 _EXAMPLES = """examples:
-  python -m bench.model.train --out out/model/run --minutes 60 --threads 2
+  python -m bench.model.train --out out/model/run --tokens 60e6 --threads 2
   python -m bench.model.train --out out/model/more --init evoke_proxy/models/tiny-recall-f16.gguf \\
-      --rate 0.008 --adam-rate 0.0011 --decay 0.85 --minutes 15
+      --rate 0.008 --adam-rate 0.0011 --decay 0.85 --tokens 15e6
   two ranks on one machine (run both):
-  python -m bench.model.train --out out/model/two --world 2 --rank 0 --threads 1 --minutes 15
-  python -m bench.model.train --out out/model/two --world 2 --rank 1 --threads 1 --minutes 15
+  python -m bench.model.train --out out/model/two --world 2 --rank 0 --threads 1 --tokens 15e6
+  python -m bench.model.train --out out/model/two --world 2 --rank 1 --threads 1 --tokens 15e6
   a GPU, 32 times the rows a step:
   python -m bench.model.train --out out/model/gpu --device cuda --workers 14 --scale 32
 """
@@ -60,7 +62,7 @@ class Trainer:
         self.log = Log(args.out / ("log.jsonl" if args.rank == 0 else f"log{args.rank}.jsonl"))
         self.averages = Averages()
         self.step = self.tokens = self.phase = 0
-        self.elapsed = 0.0  # minutes, as rank 0 counts them
+        self.done = 0.0  # share of the tokens, as rank 0 counts them
         self._phase = multiprocessing.Array("i", [0], lock=False)
         self._batches: Any = multiprocessing.Queue(max(6, 2 * args.workers))
         for index in range(args.workers):
@@ -70,7 +72,7 @@ class Trainer:
     def _flatten_gradients(self, parameters: list[Tensor]) -> None:
         """Make all gradients views of one tensor, so that ranks exchange it in one call.
 
-        Two more numbers travel with it: rank 0's clock and whether the next phase begins.
+        Two more numbers travel with it: how far rank 0 is and whether the next phase begins.
         """
         total = sum(parameter.numel() for parameter in parameters)
         self.flat, offset = torch.zeros(total + 2, device=self.device), 0
@@ -80,14 +82,14 @@ class Trainer:
             offset += parameter.numel()
 
     def run(self) -> None:
-        """Train until the time or the steps are used up, then write final.pt."""
+        """Train until the tokens or the steps are used up, then write final.pt."""
         args, started = self.args, time.monotonic()
         self.log.line(shape=asdict(self.model.shape), args=vars(args))
         logged = saved = started
         tokens_logged, advance = 0, False
-        while self.elapsed < args.minutes and self.step < args.max_steps:
+        while self.done < 1 and self.step < args.max_steps:
             batch = self._next()
-            self.elapsed, advance = self._train(batch, started, advance)
+            self.done, advance = self._train(batch, advance)
             now = time.monotonic()
             if now - logged > _LOG_S:
                 rate = (self.tokens - tokens_logged) / (now - logged)
@@ -111,7 +113,7 @@ class Trainer:
                 made: Batch = batch
                 return made
 
-    def _train(self, batch: Batch, started: float, advance: bool) -> tuple[float, bool]:
+    def _train(self, batch: Batch, advance: bool) -> tuple[float, bool]:
         chosen, weights, count = self._choose(batch)
         with torch.autocast(self.device.type, torch.bfloat16):
             loss, predicted = self.loss(
@@ -122,9 +124,9 @@ class Trainer:
                 self._put(weights),
             )
         loss.backward()
-        elapsed, advance = self._exchange((time.monotonic() - started) / 60, advance)
+        done, advance = self._exchange(self._share_done(), advance)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self._update(elapsed)
+        self._update(done)
         self.tokens += batch.ids.size * self.args.world
         self.averages.add("loss", loss.item())
         targets = batch.targets.ravel()
@@ -132,7 +134,7 @@ class Trainer:
         picked = chosen[:count]
         right[picked] = predicted.cpu().numpy()[:count] == targets[picked]
         self.averages.grade(batch, right.reshape(batch.ids.shape))
-        return elapsed, advance
+        return done, advance
 
     def _choose(self, batch: Batch) -> tuple[Any, Any, int]:
         """Return where the loss is taken, its weights, and how many places are not padding."""
@@ -159,19 +161,25 @@ class Trainer:
         losses = F.cross_entropy(logits, targets, reduction="none")
         return (losses * weights).sum() / weights.sum(), logits.argmax(-1)
 
-    def _exchange(self, elapsed: float, advance: bool) -> tuple[float, bool]:
-        if self.args.world == 1:
-            return elapsed, advance
-        first = self.args.rank == 0
-        self.flat[-2], self.flat[-1] = elapsed if first else 0, float(advance and first)
-        torch.distributed.all_reduce(self.flat)
-        elapsed, advance = self.flat[-2].item(), self.flat[-1].item() > 0.5
-        self.flat.div_(self.args.world)
-        return elapsed, advance
+    def _share_done(self) -> float:
+        """Return how much of the run is done, by tokens."""
+        wanted = self.args.out / "tokens"
+        total = float(wanted.read_text()) if wanted.exists() else self.args.tokens
+        return self.tokens / total
 
-    def _update(self, elapsed: float) -> None:
+    def _exchange(self, done: float, advance: bool) -> tuple[float, bool]:
+        if self.args.world == 1:
+            return done, advance
+        first = self.args.rank == 0
+        self.flat[-2], self.flat[-1] = done if first else 0, float(advance and first)
+        torch.distributed.all_reduce(self.flat)
+        done, advance = self.flat[-2].item(), self.flat[-1].item() > 0.5
+        self.flat.div_(self.args.world)
+        return done, advance
+
+    def _update(self, done: float) -> None:
         args = self.args
-        left = (1 - elapsed / args.minutes) / args.decay
+        left = (1 - done) / args.decay
         factor = min(1, (self.step + 1) / args.warm_up) * min(1, max(0.02, left))
         self.muon.step(args.rate * factor, args.weight_decay)
         self.adam.param_groups[0]["lr"] = args.adam_rate * factor
@@ -187,10 +195,10 @@ class Trainer:
                 self._save(f"phase{self.phase}")
             self.phase += 1
             self._phase[0] = self.phase
-            self.log.line(phase=self.phase, minutes=round(self.elapsed, 2), step=self.step)
+            self.log.line(phase=self.phase, done=round(self.done, 4), step=self.step)
             return False
         # Rank 0 decides one step ahead, so that every rank changes at the same step.
-        late = self.phase < len(starts) and self.elapsed / self.args.minutes > starts[self.phase]
+        late = self.phase < len(starts) and self.done > starts[self.phase]
         return late and self.args.rank == 0
 
     def _put(self, array: Any) -> Tensor:
@@ -198,7 +206,7 @@ class Trainer:
 
     def _report(self, batch: Batch, rate: float) -> None:
         self.log.line(
-            minutes=round(self.elapsed, 2),
+            done=round(self.done, 4),
             step=self.step,
             million_tokens=round(self.tokens / 1e6, 3),
             length=batch.ids.shape[1],
@@ -237,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("out/model/run"))
     parser.add_argument("--init", type=Path, help="a .pt or .gguf file to go on from")
-    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--tokens", type=float, default=60e6, help="of all ranks together (60e6)")
     parser.add_argument("--max-steps", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=0)
     model = parser.add_argument_group("model (ignored with --init)")
@@ -252,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     rates.add_argument("--adam-rate", type=float, default=3e-3, help="for embedding and norms")
     rates.add_argument("--weight-decay", type=float, default=0.01)
     rates.add_argument("--warm-up", type=int, default=60, help="steps")
-    rates.add_argument("--decay", type=float, default=0.25, help="share of the time")
+    rates.add_argument("--decay", type=float, default=0.25, help="share of the tokens")
     rates.add_argument("--share", type=float, default=0.5, help="of the places taken in the loss")
     rates.add_argument(
         "--phases", type=_fractions, default="0.58,0.84", help="when phase 1 and 2 begin"

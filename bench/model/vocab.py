@@ -1,7 +1,4 @@
-"""The word lists of the corpus, in the order the generator draws from them.
-
-The order matters: a seed gives the same corpus only while the lists stay as they are.
-"""
+"""The word lists of the corpus. A seed gives the same corpus while the lists stay as they are."""
 
 from __future__ import annotations
 
@@ -10,17 +7,6 @@ NAMES = (
     "Greta Hugo Irene Jonas Kira Liam Mina Noah Olga Pablo Quinn Rosa Sven Tara Umar Vera "
     "Walter Xenia Yara Zane Alice Bob Carol Dave Erin Frank Grace Heidi Ivan Judy Karl Laura "
     "Mike Nina Oscar Peter Ruth Sam Tina Uma Victor Wendy Anna Ben Chloe"
-).split()
-PLACES = (
-    "Lisbon Oslo Paris Rome Berlin Madrid Tokyo Cairo Lima Quito Delhi Seoul Dublin Athens "
-    "Vienna Prague Warsaw Zurich Geneva Boston Denver Austin Dallas Miami Seattle Toronto "
-    "Sydney Perth Nairobi Lagos Accra Tunis Dakar Havana Bogota Santiago Hanoi Manila Jakarta "
-    "Riga"
-).split()
-THINGS = (
-    "vault office lab warehouse server garage studio archive depot station clinic library "
-    "hangar tower kitchen basement gate cabin locker router printer safe elevator bunker dock "
-    "workshop hotel museum bridge market"
 ).split()
 COLORS = (
     "blue red green amber violet silver golden black white orange pink gray teal crimson ivory "
@@ -48,31 +34,24 @@ VERBS = (
     "records explains"
 ).split()
 ADVERBS = ("slowly quickly often rarely usually carefully sometimes always quietly today").split()
-ENV_KEYS = (
+PREPOSITIONS = (
+    "near the;under the;behind the;across the;inside the;beyond the;along the;around the"
+).split(";")
+SETTINGS = (
     "PORT TIMEOUT RETRIES BATCH_SIZE SEED WORKERS LIMIT DEPTH MAX_USERS CACHE_SIZE BUFFER "
     "VERSION OFFSET LEVEL WIDTH HEIGHT RATE BUILD_ID QUOTA TTL"
 ).split()
-ENV_PREFIXES = ("API DB WEB APP LOG AUTH MAIL JOB NET DISK GPU TEST").split()
+CODE_SETTINGS = ("SEED", "VERSION", "BUILD_ID")  # their values are codes, those of the rest numbers
 FILE_STEMS = (
     "config settings main server utils client app db worker deploy test build setup routes models"
 ).split()
 FILE_SUFFIXES = (".py .toml .yaml .json .ini .env .cfg").split()
-FREE_NOUNS = ("code number name key date word level ID mode rank").split()
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-ONSETS = ("b c d f g h k l m n p r s t v z br dr tr st kl").split()
-VOWELS = ("a e i o u ai ou").split()
-CODAS = ("n r l s x m k t nd rk").split()
-PREPOSITIONS = (
-    "near the;under the;behind the;across the;inside the;beyond the;along the;around the"
-).split(";")
 NUMBER_ATTRIBUTES = (
     "favorite number;lucky number;badge number;employee number;room number;seat number;"
     "bus number;jersey number;order number;ticket number;account number;flat number;"
     "ID number;phone extension;PIN"
 ).split(";")
-WORD_ATTRIBUTES = (
+PAIR_ATTRIBUTES = (
     "favorite color;favorite animal;password;nickname;code name;username;team name;"
     "secret word;project name;locker;parking spot;desk;call sign;pet's name;street"
 ).split(";")
@@ -81,23 +60,34 @@ CODE_ATTRIBUTES = (
     "device ID;membership code;coupon code;license plate;reservation code;recovery code;"
     "customer ID;session ID"
 ).split(";")
-DATE_ATTRIBUTES = (
-    "birthday;appointment date;deadline;start date;renewal date;flight date;due date;"
-    "exam date;delivery date"
-).split(";")
-PLACE_ATTRIBUTES = (
-    "access code;door code;passphrase;serial number;IP suffix;key code;reset code;budget;"
-    "port number;inventory number;alarm code;Wi-Fi password;gate number;phone number;"
-    "reference"
-).split(";")
-RECORD_FIELDS = (
-    "total;status;price;weight;owner code;quantity;size;score;rating;balance;version;length;"
-    "latency;capacity;speed"
-).split(";")
-RECORDS = (
-    "order;invoice;parcel;ticket;batch;device;sensor;shipment;job;build;sample;container"
-).split(";")
-EVENTS = ("meeting;interview;lunch;review;call;workshop;dinner;appointment").split(";")
+# Attribute -> the same question without any of its words. Values: pairs, and numbers.
+PAIR_PARAPHRASES = {
+    "residence": "Where do I live?",
+    "occupation": "What do I do for a living?",
+    "spouse": "Who am I married to?",
+    "automobile": "Which car do I drive?",
+    "birthplace": "Where was I born?",
+    "physician": "Which doctor treats me?",
+    "destination": "Where am I going on holiday?",
+    "employer": "Which company do I work for?",
+    "hobby": "What do I like to do for fun?",
+    "breakfast": "What do I eat in the morning?",
+    "instrument": "What music do I play?",
+    "university": "Where did I study?",
+    "allergy": "Which food makes me ill?",
+    "landlord": "Who owns the house I rent?",
+    "tutor": "Who teaches me?",
+}
+NUMBER_PARAPHRASES = {
+    "salary": "How much do I earn?",
+    "debt": "How much money do I owe?",
+    "weight": "How heavy am I?",
+    "height": "How tall am I?",
+    "bedtime": "When do I go to sleep?",
+    "donation": "How much did I give to charity?",
+    "mileage": "How far have I driven?",
+    "seniority": "How long have I been with the company?",
+}
 SMALL_TALK = [
     ("What is the capital of France?", "Paris."),
     ("What is the capital of Italy?", "Rome."),
@@ -110,7 +100,6 @@ SMALL_TALK = [
     ("What do bees make?", "Honey."),
     ("How are you?", "I am fine, thank you."),
     ("Hello!", "Hello! How can I help you?"),
-    ("Hi", "Hello!"),
     ("Thanks!", "You are welcome."),
     ("Good morning.", "Good morning!"),
     ("What is the opposite of hot?", "Cold."),
@@ -120,47 +109,14 @@ SMALL_TALK = [
     ("Can you help me?", "Yes, of course."),
     ("What is the largest ocean?", "The Pacific."),
     ("Who are you?", "I am a small assistant."),
-    ("Say yes.", "Yes."),
     ("Tell me a joke.", "I only know short ones."),
-    ("What is the boiling point of water?", "One hundred degrees."),
     ("Is the sun a star?", "Yes, it is."),
     ("Which month comes after May?", "June."),
 ]
-ACKNOWLEDGEMENTS = [
-    "Got it.",
-    "OK.",
-    "Noted.",
-    "I will remember that.",
-    "Understood.",
-]
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
-    "You are a careful assistant. Answer from the conversation.",
     "You are a small assistant. Be brief.",
-    "Answer briefly. If you do not know, say so.",
 ]
-STATEMENT_PREFIXES = [
-    "",
-    "",
-    "",
-    "",
-    "Remember: ",
-    "Please remember that ",
-    "Note: ",
-    "FYI, ",
-    "By the way, ",
-    "For later: ",
-    "Just so you know, ",
-    "Keep in mind that ",
-]
-QUESTION_PREFIXES = [
-    "",
-    "",
-    "",
-    "",
-    "",
-    "Remind me: ",
-    "Quick question: ",
-    "Do you remember? ",
-]
+STATEMENT_PREFIXES = ["", "", "", "", "", "", "", "Remember: ", "Note: ", "By the way, "]
+TOLD, HEARD, READ = "Got it.", "I see.", "Done."  # answers to facts, to anything else, to files
 UNKNOWN = "I don't know."

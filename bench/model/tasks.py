@@ -1,0 +1,226 @@
+"""Held-out sessions, one kind of difficulty each: what the model's ceiling is measured on.
+
+A session is a chat whose facts have all been told, and the probes to ask behind it. Needs nothing
+but the standard library, so that benches can make sessions of their own from the same parts.
+
+* needle: one fact at a random depth of long messages
+* facts5, facts12, facts20: so many facts of all kinds, told and asked in shuffled orders
+* codes: five facts whose values have 16 characters
+* updates: five facts, three of them changed later; four asked
+* files: two files with the same settings
+* rereads: the same, one of them read again with some settings changed
+* paraphrase: five facts, asked in words that share no content word with how they were told
+* unknown: five facts told, three near misses asked that never were
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench.model import facts, text, vocab
+from bench.model.facts import Fact
+
+Message = Mapping[str, str]
+Exchange = Sequence[Message]
+_MESSAGE_TOKENS = 5
+_TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A question; `value` is None where the answer must be that it is not known."""
+
+    fact: Fact
+    question: str
+    answer: str
+    value: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The messages up to the last answer before the probes; the probes are in asking order."""
+
+    task: str
+    messages: Exchange
+    probes: Sequence[Probe]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Exchanges in the order they are told, and the probes."""
+
+    told: Sequence[Exchange]
+    probes: Sequence[Probe]
+
+
+def exchange(*said: str) -> Exchange:
+    """Return messages of these texts, the user and the assistant in turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(said)]
+
+
+def telling(*told: Fact) -> Exchange:
+    """Return how the user tells facts, and what the assistant answers."""
+    return exchange(" ".join(fact.told for fact in told), vocab.TOLD)
+
+
+def reading(path: str, lines: Sequence[Fact], again: bool = False) -> Exchange:
+    """Return how a file is read: the request, the tool's message and the assistant's answer."""
+    request = f"Read {path} again." if again else f"Read {path}."
+    shown = {"role": "tool", "content": "\n".join(fact.told for fact in lines)}
+    first, last = exchange(request, vocab.READ)
+    return [first, shown, last]
+
+
+def known(fact: Fact, paraphrased: bool = False) -> Probe:
+    """Return the probe for a fact that was told, in other words where it has any."""
+    question = fact.paraphrase if paraphrased and fact.paraphrase else fact.question
+    return Probe(fact, question, fact.answer, fact.value)
+
+
+def unknown(fact: Fact) -> Probe:
+    """Return the probe for a fact that was never told."""
+    return Probe(fact, fact.question, fact.unknown_answer, None)
+
+
+def estimated_tokens(messages: Exchange) -> int:
+    """Return about how many tokens the messages have (within a tenth)."""
+    return sum(_MESSAGE_TOKENS + len(_TOKEN.findall(message["content"])) for message in messages)
+
+
+def session(rng: random.Random, task: str, tokens: int) -> Session:
+    """Return a session of a task, about that many tokens long without the probes."""
+    if task == "needle":
+        return _needle(rng, tokens)
+    plan = _PLANS[task](rng)
+    room = tokens - sum(estimated_tokens(part) for part in plan.told)
+    fillers: list[Exchange] = []
+    while room > 0:
+        sentences = min(15, room // 13)
+        fillers.append(exchange(*text.filler(rng, sentences if rng.random() < 0.8 else 0)))
+        room -= estimated_tokens(fillers[-1])
+    # The order of what is told stays: a change comes behind what it changes.
+    places = sorted(rng.sample(range(len(fillers) + len(plan.told)), len(plan.told)))
+    parts = fillers
+    for place, part in zip(places, plan.told, strict=True):
+        parts.insert(place, part)
+    return Session(task, _with_system(rng, parts), plan.probes)
+
+
+def sessions(seed: int, task: str, tokens: int, count: int) -> list[Session]:
+    """Return that many sessions; each depends on nothing but the arguments."""
+    return [
+        session(random.Random(f"{seed}-{task}-{tokens}-{index}"), task, tokens)
+        for index in range(count)
+    ]
+
+
+def draw_facts(
+    rng: random.Random, count: int, kinds: Sequence[str] = facts.KINDS, type_: str | None = None
+) -> list[Fact]:
+    """Return facts of different keys."""
+    chosen: dict[str, Fact] = {}
+    while len(chosen) < count:
+        fact = facts.draw(rng, rng.choice(kinds), type_)
+        chosen.setdefault(fact.key, fact)
+    return list(chosen.values())
+
+
+def _with_system(rng: random.Random, parts: Sequence[Exchange]) -> Exchange:
+    system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
+    return [system, *(message for part in parts for message in part)]
+
+
+def _needle(rng: random.Random, tokens: int) -> Session:
+    fact = facts.draw(rng, rng.choice(("my", "poss", "para")))
+    sentences = max(2, tokens // 12)
+    depth, parts = rng.randrange(sentences), []
+    for start in range(0, sentences, 40):
+        said = [text.sentence(rng) for _ in range(min(40, sentences - start))]
+        if start <= depth < start + 40:
+            said.insert(min(depth - start, len(said)), fact.told)
+        parts.append(exchange(" ".join(said), vocab.HEARD))
+    return Session("needle", _with_system(rng, parts), [known(fact)])
+
+
+def _told(fact: Fact) -> Exchange:
+    return reading(fact.parts[0], [fact]) if fact.kind == "file" else telling(fact)
+
+
+def _facts(count: int, type_: str | None = None) -> Callable[[random.Random], _Plan]:
+    def plan(rng: random.Random) -> _Plan:
+        chosen = draw_facts(rng, count, type_=type_)
+        probes = [known(fact) for fact in rng.sample(chosen, count)]
+        return _Plan([_told(fact) for fact in chosen], probes)
+
+    return plan
+
+
+def _updates(rng: random.Random) -> _Plan:
+    chosen = draw_facts(rng, 5, ("my", "poss", "para"))
+    new = [facts.update(rng, fact) for fact in rng.sample(chosen, 3)]
+    changed = {fact.key for fact in new}
+    asked = [*new, next(fact for fact in chosen if fact.key not in changed)]
+    rng.shuffle(asked)
+    return _Plan([telling(fact) for fact in [*chosen, *new]], [known(fact) for fact in asked])
+
+
+def _two_files(rng: random.Random) -> Mapping[str, list[Fact]]:
+    paths: dict[str, None] = {}
+    while len(paths) < 2:
+        paths[facts.file_name(rng)] = None
+    names = rng.sample(vocab.SETTINGS, 3)
+    return {path: [facts.setting(rng, path, name) for name in names] for path in paths}
+
+
+def _files(rng: random.Random) -> _Plan:
+    files = _two_files(rng)
+    lines = [line for path in files for line in files[path]]
+    told = [reading(path, lines) for path, lines in files.items()]
+    return _Plan(told, [known(line) for line in rng.sample(lines, 4)])
+
+
+def _rereads(rng: random.Random) -> _Plan:
+    files = _two_files(rng)
+    told = [reading(path, lines) for path, lines in files.items()]
+    path = rng.choice(list(files))
+    changed = rng.sample(files[path], rng.choice((1, 2)))
+    files[path][:] = [facts.update(rng, f) if f in changed else f for f in files[path]]
+    told.append(reading(path, files[path], again=True))
+    lines = [line for path in files for line in files[path]]
+    return _Plan(told, [known(line) for line in rng.sample(lines, 4)])
+
+
+def _paraphrase(rng: random.Random) -> _Plan:
+    chosen = draw_facts(rng, 5, ("para",))
+    probes = [known(fact, paraphrased=True) for fact in rng.sample(chosen, 5)]
+    return _Plan([telling(fact) for fact in chosen], probes)
+
+
+def _unknown(rng: random.Random) -> _Plan:
+    chosen = draw_facts(rng, 5)
+    keys = {fact.key for fact in chosen}
+    probes: list[Probe] = []
+    while len(probes) < 3:
+        other = facts.near_miss(rng, rng.choice(chosen))
+        if other.key not in keys:
+            keys.add(other.key)
+            probes.append(unknown(other))
+    return _Plan([_told(fact) for fact in chosen], probes)
+
+
+_PLANS: Mapping[str, Callable[[random.Random], _Plan]] = {
+    "facts5": _facts(5),
+    "facts12": _facts(12),
+    "facts20": _facts(20),
+    "codes": _facts(5, "code"),
+    "updates": _updates,
+    "files": _files,
+    "rereads": _rereads,
+    "paraphrase": _paraphrase,
+    "unknown": _unknown,
+}
+TASKS = ("needle", *_PLANS)

@@ -1,0 +1,156 @@
+"""The bundled model's ceiling: recall with nothing evicted, by task and length, temperature 0.
+
+Every probe goes through a stock llama-server's chat endpoint, behind the session and the probes
+before it (with their expected answers). A value counts when the answer ends with exactly it; for
+what was never told the answer must say so. Sessions come from seeds that no training run and no
+evaluation during one has used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.ceiling import wilson
+from bench.model.facts import abstains
+from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.judge import recalled
+from evoke_proxy.demo.processes import free_port, server_command, serving
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+SEED, MAX_TOKENS = 5_000_000, 40
+_EXAMPLES = """examples:
+  python -m bench.ruler
+  python -m bench.ruler --tasks needle,updates --lengths 1000 --questions 20
+"""
+Row = Mapping[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON; 0 when every cell reaches --least."""
+    args = _parser().parse_args(argv)
+    server = args.server or ensure_server(patched=False)
+    model, rows = args.model or bundled_model(), []
+    port = free_port()
+    command = server_command(server, model, port, blocks=False)
+    command[command.index("-t") + 1] = str(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "llama-server.log"):
+            for task in args.tasks.split(","):
+                for length in map(int, args.lengths.split(",")):
+                    rows += (found := _cell(port, args.seed, task, length, args.questions))
+                    print(_line(task, length, found), flush=True)
+    summary = summarise(rows)
+    print(json.dumps(summary["all"]))
+    print(f"written: {record.write('ruler', rows, summary, args.out)}")
+    worst = min(cell["ceiling"] for cell in summary["cells"])
+    return 0 if worst >= args.least else 1
+
+
+def _cell(port: int, seed: int, task: str, length: int, questions: int) -> list[Row]:
+    """Ask the sessions of one cell until it has that many answers."""
+    rows: list[Row] = []
+    for index, session in enumerate(sessions(seed, task, length, questions)):
+        if len(rows) >= questions:
+            break
+        rows += ask(port, session, length, index)
+    return rows
+
+
+def ask(port: int, session: Session, length: int, index: int) -> list[Row]:
+    """Ask all probes of a session; a row for each."""
+    messages = list(session.messages)
+    rows: list[Row] = []
+    for probe in session.probes:
+        messages += exchange(probe.question)
+        body = {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
+        reply = chat(port, body, {})
+        tokens = int(reply.timings["prompt_n"]) + int(reply.timings["cache_n"])
+        rows.append(
+            {
+                "task": session.task,
+                "length": length,
+                "session": index,
+                "tokens": tokens,
+                "kind": probe.fact.kind,
+                "type": probe.fact.type,
+                "question": probe.question,
+                "expected": probe.answer,
+                "answer": reply.text,
+                "right": right(reply.text, probe),
+            }
+        )
+        messages.append({"role": "assistant", "content": probe.answer})
+    return rows
+
+
+def right(answer: str, probe: Probe) -> bool:
+    """Return whether an answer is what the probe asks for."""
+    if probe.value is None:
+        return abstains(answer)
+    return recalled(answer, probe.value)
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the ceilings with their Wilson 95 % intervals: by task and length, and over all."""
+    cells: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        cells.setdefault((row["task"], row["length"]), []).append(row)
+    return {
+        "all": _share(rows),
+        "cells": [
+            {"task": task, "length": length, **_share(found)}
+            for (task, length), found in cells.items()
+        ],
+    }
+
+
+def _share(rows: Sequence[Row]) -> dict[str, Any]:
+    count, total = sum(row["right"] for row in rows), len(rows)
+    low, high = wilson(count, total)
+    return {
+        "n": total,
+        "right": count,
+        "ceiling": count / total,
+        "interval_95": [round(low, 4), round(high, 4)],
+        "false_unknown": sum(not r["right"] and abstains(r["answer"]) for r in rows),
+        "tokens_max": max(row["tokens"] for row in rows),
+    }
+
+
+def _line(task: str, length: int, rows: Sequence[Row]) -> str:
+    share = _share(rows)
+    wrong = [f"    {r['expected']!r}: {r['answer']!r}" for r in rows if not r["right"]]
+    first = f"{task:<12}{length:>6}  {share['right']:>4} of {share['n']:<4} {share['interval_95']}"
+    return "\n".join([first, *wrong])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ruler",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
+    parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ",".join(TASKS))
+    parser.add_argument("--lengths", default="1000,4000,7000", help="tokens (1000,4000,7000)")
+    parser.add_argument("--questions", type=int, default=60, help="at least so many a cell (60)")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
+    parser.add_argument("--least", type=float, default=0.0, help="the ceiling wanted (0)")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
