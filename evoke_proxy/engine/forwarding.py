@@ -20,7 +20,8 @@ class Forwarding:
     """`body` is what to forward, `headers` go into the answer, `observe` wants its bytes.
 
     `lease`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
-    carries the marker, so that the reply will bring the engine's books. `stage` is where planning
+    carries the marker, so that the reply will bring the engine's books. `held` is the budget of one
+    that has no plan but is held in a budget all the same. `stage` is where planning
     stands, for counting what fails. `hint` is what the client calls its conversation, `patience`
     what to do for it while it waits for a slot. `waits` are seconds by what was waited for, `own_s`
     the rest of the time until forwarding, `after_s` what was left to do when the answer had ended.
@@ -38,6 +39,7 @@ class Forwarding:
     lease: Lease | None = None
     conversation: Conversation | None = None
     turn: Turn | None = None
+    held: int | None = None
     plan: Plan = Plan.EMPTY
     observer: Observer = field(default_factory=Observer)
     first_byte_s: float | None = None
@@ -48,7 +50,7 @@ class Forwarding:
     @property
     def budget(self) -> int | None:
         """What the session may keep; None when it may keep everything."""
-        return self.turn.config.budget if self.turn is not None else None
+        return self.turn.config.budget if self.turn is not None else self.held
 
     @property
     def books(self) -> Books | None:

@@ -20,6 +20,7 @@ from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
 from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.core.session import effective
 from evoke_proxy.core.splice import edit_top_level, parse_object
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
@@ -35,6 +36,7 @@ from evoke_proxy.errors import (
     UpstreamError,
     UpstreamProtocolError,
     UpstreamRejected,
+    UpstreamTimeout,
     UpstreamUnavailable,
 )
 
@@ -126,7 +128,6 @@ class Engine:
             return
         way.patience = patience if request.stream else None
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
-        plain = way.body
         try:
             if reason:
                 await self._planner.seat(way, request, client, _tenant(client))
@@ -135,8 +136,8 @@ class Engine:
         except (RequestError, CapacityError, ConnectionResetError):  # the last: our client is gone
             raise
         except Exception as error:
-            way.body = plain
             self._degrade(way, error)
+            await self._hold(way, request, client, error)
 
     def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
@@ -163,8 +164,6 @@ class Engine:
         """Go on without a plan: our fault, or llama-server's, must not cost the answer."""
         way.decision, way.marked, way.headers = f"degraded:{way.stage}", False, {}
         self.metrics.degraded.labels(stage=way.stage).inc()
-        if way.stage != "seat" and (way.budget or self.config.policy.budget):
-            self.metrics.breaches.inc()
         if isinstance(error, UpstreamError):
             self.upstream_failed(error)
         if isinstance(error, UpstreamRejected):
@@ -174,6 +173,23 @@ class Engine:
             _log.warning("no plan, failed at %s: %s", way.stage, error)
         else:
             _log.error("no plan, failed at %s", way.stage, exc_info=error)
+
+    async def _hold(
+        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], error: Exception
+    ) -> None:
+        """Leave the budget to llama-server alone; count a breach when not even that works."""
+        if way.stage == "seat":
+            return
+        try:
+            # One that is gone, or hangs, would only be waited for once more.
+            if not isinstance(error, UpstreamUnavailable | UpstreamTimeout):
+                await self._planner.hold(way, request, client)
+        except Exception as again:
+            _log.warning("the budget is not held either: %s", type(again).__name__)
+        if way.marked:
+            way.decision += ":held"
+        elif effective(self.config.policy, request).budget is not None:
+            self.metrics.breaches.inc()
 
     def _conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """Book the reply and give the slot back: at once, or when the engine is done with it."""

@@ -15,7 +15,7 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.plan import Adopt, Drop, Plan, Save
+from evoke_proxy.core.plan import Adopt, Drop, Plan, Save, Stream
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session import Turn, effective
 from evoke_proxy.core.side import is_side
@@ -70,6 +70,25 @@ class Planner:
         self._metrics.plan_seconds.observe(
             asyncio.get_running_loop().time() - began - way.waits["queue"]
         )
+
+    async def hold(self, way: Forwarding, request: ChatRequest, client: Mapping[str, str]) -> None:
+        """The least of plans, where none could be made: the engine holds the budget by itself.
+
+        Nothing is recovered, the oldest rows go first. Does nothing without a slot; raises what
+        fails, and then has changed nothing of `way`.
+        """
+        known = way.conversation
+        if way.lease is None or known is None:
+            return
+        rendered = await self._upstream.render(request.dialect, way.body, client)
+        view = _slot(rendered, way.lease.slot)
+        if known.epoch != view.epoch:
+            view = await self._without_foreign_holes(view, rendered, known, client)
+        config = effective(self._policy, request)
+        epoch = await self._run(Plan(stream=_unplanned(config)), view, known, client)
+        way.body = _marked(way.body, view.id, epoch)
+        way.marked, way.held = True, config.budget
+        known.epoch, known.budget, known.policy = epoch, config.budget, config.name
 
     async def seat(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
@@ -177,8 +196,9 @@ class Planner:
         epoch = await self._run(plan, view, way.conversation, client, rendered.tokens)
         session.applied(turn, plan)
         way.stage = "splice"
-        way.body = _marked(way.body, view.id, epoch)
+        body = _marked(way.body, view.id, epoch)
         self._note(way, turn, plan, epoch)
+        way.body = body
 
     async def _without_foreign_holes(
         self, view: SlotView, rendered: Rendered, known: Conversation, client: Mapping[str, str]
@@ -261,6 +281,13 @@ def _slot(rendered: Rendered, slot: int) -> SlotView:
     if view is None:
         raise UpstreamProtocolError(f"llama-server says nothing about slot {slot}")
     return view
+
+
+def _unplanned(config: PolicyConfig) -> Stream:
+    """How the engine holds a budget that nobody has planned for."""
+    if config.budget is None or config.name == "no_eviction":
+        return Stream(0)
+    return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
 
 
 def _epoch(answer: Mapping[str, Any]) -> int:

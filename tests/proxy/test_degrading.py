@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from fake_upstream import Behaviour, Exchange, fake_upstream, whole
-from running import ask, proxy
+from fake_upstream import Behaviour, Exchange, FakeUpstream, fake_upstream, whole
+from running import RunningProxy, ask, proxy
+from talking import FILLER, Talk, events
 
-from evoke_proxy.core.session import Session
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.plan import Load, Plan
+from evoke_proxy.core.session import Session, Turn
 
 JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'
@@ -185,14 +189,101 @@ def test_a_session_whose_rows_cannot_be_saved_gives_its_slot_up_all_the_same() -
 def test_a_defect_of_ours_while_planning_costs_the_plan_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(Session, "plan", broken)
+    monkeypatch.setattr(Session, "plan", _broken)
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert (answer.status, answer.body) == (200, REPLY)
         assert running.metric("evoke_degraded_total", stage="decide") == 1
+        assert running.metric("evoke_budget_breach_total") == 0
+        plans = [json.loads(s.body)["ops"] for s in fake.requests if b"block-plan" in s.head]
+        sent = next(seen.body for seen in fake.requests if b"/v1/chat" in seen.head)
+    # The engine is left to hold the budget alone.
+    assert [[op["op"] for op in ops] for ops in plans] == [["stream"]]
+    (stream,) = plans[0]
+    assert (stream["budget"], stream["protect"], stream["order"]) == (300, [], [])
+    assert json.loads(sent)["evoke"] == {"epoch": 7}
+
+
+def _broken(*_: object) -> None:
+    raise ZeroDivisionError("a defect")
+
+
+def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _refuse_plans(monkeypatch)
+    good = _server()
+
+    async def behave(exchange: Exchange) -> None:
+        refusal = _refusal(b"unknown_block", b"404 Not Found")
+        await (exchange.say(refusal) if b"nowhere" in exchange.body else good(exchange))
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        assert _forwarded(fake)["evoke"] == {"epoch": 7}
+        assert running.metric("evoke_degraded_total", stage="plan") == 1
+        assert running.metric("evoke_plan_failures_total", reason="unknown_block") == 2
+        assert running.metric("evoke_budget_breach_total") == 0
+
+
+def test_somebody_elses_holes_are_not_held_in_a_budget() -> None:
+    holed = SLOT.replace(b'"resident":[]', b'"resident":[[0,1],[2,3]]')
+    holed = holed.replace(b'"n_tokens":0,"n_common":0', b'"n_tokens":3,"n_common":3')
+    # This server cannot close them: it adopts nothing.
+    render = whole(RENDERED.replace(SLOT, holed), b"application/json")
+    with fake_upstream(_server(render=render), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        assert "evoke" not in _forwarded(fake)
+        assert running.metric("evoke_degraded_total", stage="decide") == 1
+        assert running.metric("evoke_budget_breach_total") == 1
+
+
+def _forwarded(fake: FakeUpstream) -> dict[str, object]:
+    sent: dict[str, object] = next(json.loads(s.body) for s in fake.requests if b"/v1/" in s.head)
+    return sent
+
+
+def _refuse_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan of a session asks for a block that is not there."""
+    plan = Session.plan
+
+    def hopeless(self: Session, turn: Turn) -> Plan:
+        return replace(plan(self, turn), loads=(Load("nowhere", Span(0, 1)),))
+
+    monkeypatch.setattr(Session, "plan", hopeless)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["refused", "defect"])
+def test_a_turn_without_a_plan_stays_in_its_budget(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, fault: str, stream: bool
+) -> None:
+    budget = 320
+    talk = Talk(patched_proxy.port, "unplanned", {"evoke_budget": budget})
+    talk.say("The access code of the Meridian vault is 7741.")
+    for number in range(5):
+        talk.say(f"Turn {number}. {FILLER}")
+    with monkeypatch.context() as patch:
+        _refuse_plans(patch) if fault == "refused" else patch.setattr(Session, "plan", _broken)
+        talk.messages.append({"role": "user", "content": f"Now long. {FILLER * 3}"})
+        fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = talk.post(max_tokens=60, ignore_eos=True, **fields)
+        reply = next(reversed([*events(answer.body)])) if stream else json.loads(answer.body)
+        books = reply["usage"]["evoke"]
+        assert books["budget"] == budget
+        assert books["decoded"] > budget / 2
+        assert books["resident_peak"] <= budget
+        stage = "plan" if fault == "refused" else "decide"
+        assert patched_proxy.metric("evoke_degraded_total", stage=stage) == 1
+    talk.messages.append({"role": "assistant", "content": "Noted."})
+    said = talk.say("What is the access code of the Meridian vault?")
+    assert said.books["marker"] == "ok"
+    assert said.books["recovered"] > 0
+    assert said.books["n_resident_peak"] <= budget
+    assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
+    assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
 
 def test_a_defect_of_ours_elsewhere_is_500_in_the_clients_dialect(
