@@ -19,6 +19,8 @@ check: venv
 	$(BIN)/mypy --strict evoke_proxy
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
 
+bench-embedding: .venv/clients
+
 # What it writes: a table, and out/bench/NAME.json. ARGS='--help' says what a bench can be told.
 bench-%: venv
 	@$(BIN)/python -m bench.$* $(ARGS)
@@ -46,9 +48,10 @@ venv: .venv/stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-# The client libraries that tests/clients lets talk to the proxy: large, and for the tests only.
+# What only tests and some benches need: the client libraries that tests/clients lets talk to the
+# proxy, which are large, and what runs and writes an embedder.
 .venv/clients: .venv/stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,export]'
 	@touch $@
 
 # Says what is missing before minutes are spent, and how to get it.

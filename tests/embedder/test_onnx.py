@@ -1,0 +1,222 @@
+"""The embedder on encoders of a few numbers, whose vectors are known."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+from tiny_bert import BLUE, CLS, FIND, GREEN, KEEP, RED, SEP, TABLE, UNK, unit, write
+
+from evoke_proxy.__main__ import main
+from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.errors import ConfigError
+
+MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+
+
+def load(directory: Path, **settings: Any) -> Embedder:
+    return Embedder(EmbedderConfig(directory=str(directory), **settings))
+
+
+def close(found: Any, wanted: Any) -> bool:
+    return bool(np.abs(np.asarray(found) - np.asarray(wanted)).max() < 1e-6)
+
+
+@pytest.mark.parametrize("inputs", [("input_ids",), ("input_ids", "attention_mask"), None])
+@pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.INT32])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_vectors(tmp_path: Path, inputs: tuple[str, ...] | None, kind: int, pooling: str) -> None:
+    given: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
+    embedder = load(write(tmp_path, kind=kind, **given), pooling=pooling, document_instruction="")
+    found = embedder.documents(["red green blue", "", "red", "purple"])
+    wanted = [(CLS, RED, GREEN, BLUE, SEP), (CLS, SEP), (CLS, RED, SEP), (CLS, UNK, SEP)]
+    assert close(found, [unit(*rows[: 1 if pooling == "cls" else None]) for rows in wanted])
+    assert found.dtype == np.float32 and found.shape == (4, embedder.dimensions)
+    assert close(np.linalg.norm(found, axis=1), 1)
+
+
+def test_many_texts_of_all_lengths_come_back_in_order(tmp_path: Path) -> None:
+    embedder = load(write(tmp_path), pooling="mean", max_tokens=400)
+    texts = ["red " * (7 * i % 400) for i in range(300)]
+    one_by_one = np.vstack([embedder.documents([text]) for text in texts])
+    assert close(embedder.documents(texts), one_by_one)
+    assert len(np.unique(one_by_one.round(5), axis=0)) > 200, "they could not be told apart"
+    assert embedder.documents([]).shape[0] == 0
+
+
+def test_no_inference_is_larger_than_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedder = load(write(tmp_path), max_tokens=400)
+    sizes = []
+
+    class Session:
+        def run(self, outputs: list[str], feed: Mapping[str, Any]) -> Any:
+            sizes.append(feed["input_ids"].size)
+            return [TABLE[feed["input_ids"]]]
+
+    monkeypatch.setattr(embedder, "_session", Session())
+    embedder.documents(["red " * (i % 380) for i in range(200)])
+    assert 1 < len(sizes) < 200 and max(sizes) <= 1024
+
+
+def test_texts_are_cut_at_the_length_of_the_directory(tmp_path: Path) -> None:
+    files = {
+        "sentence_bert_config": {"max_seq_length": 6},
+        "config": {"max_position_embeddings": 9},
+    }
+    embedder = load(write(tmp_path, **files), pooling="mean")
+    assert embedder.recipe.max_tokens == 6
+    assert close(embedder.documents(["red " * 30]), unit(CLS, RED, RED, RED, RED, SEP))
+    longer = load(tmp_path, pooling="mean", max_tokens=8)
+    assert close(longer.documents(["red " * 30]), unit(CLS, *[RED] * 6, SEP))
+
+
+def test_huge_and_broken_texts(tmp_path: Path) -> None:
+    embedder = load(write(tmp_path), pooling="mean", max_tokens=4)
+    found = embedder.documents(["red " * 1_000_000, "half \ud800 of a pair", "\0"])
+    assert close(found, [unit(CLS, RED, RED, SEP), unit(CLS, UNK, UNK, SEP), unit(CLS, UNK, SEP)])
+
+
+def test_only_questions_get_the_instruction_of_bge(tmp_path: Path) -> None:
+    embedder = load(write(tmp_path))
+    assert embedder.recipe.query_instruction.startswith("Represent this sentence")
+    asked = load(tmp_path, pooling="mean", query_instruction="find: ", document_instruction="")
+    assert close(asked.queries(["red"]), unit(CLS, FIND, RED, SEP))
+    assert close(asked.documents(["red"]), unit(CLS, RED, SEP))
+
+
+def test_prompts_of_the_directory(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "find: ", "passage": "keep: "}}
+    write(tmp_path, config_sentence_transformers=prompts, **{"1_Pooling__config": MEAN})
+    embedder = load(tmp_path)
+    assert close(embedder.queries(["red"]), unit(CLS, FIND, RED, SEP))
+    assert close(embedder.documents(["red"]), unit(CLS, KEEP, RED, SEP))
+
+
+def test_model_in_the_directory_of_an_export(tmp_path: Path) -> None:
+    embedder = load(write(tmp_path, file="onnx/model.onnx"), pooling="mean")
+    assert close(embedder.documents(["blue"]), unit(CLS, BLUE, SEP))
+
+
+def test_output_is_chosen(tmp_path: Path) -> None:
+    write(tmp_path, outputs=("other", "sentence", "token_embeddings"))
+    assert close(load(tmp_path, pooling="mean").documents(["red"]), unit(CLS, RED, SEP))
+    # Pooled in the graph: whatever pooling says, there is nothing left to pool.
+    pooled = load(tmp_path, pooling="mean", output="sentence")
+    assert close(pooled.documents(["red", ""]), [unit(CLS)] * 2)
+    write(tmp_path / "second", outputs=("sentence", "scalar"))
+    assert close(load(tmp_path / "second").documents(["red"]), unit(CLS))
+
+
+def test_fingerprint_is_of_what_decides_the_vectors(tmp_path: Path) -> None:
+    first = load(write(tmp_path / "a"))
+    assert load(write(tmp_path / "b"), threads=2, timeout_ms=9).fingerprint == first.fingerprint
+    (tmp_path / "b/model.onnx_data").write_bytes(b"weights beside the graph")
+    others = [
+        load(write(tmp_path / "c", table=TABLE * 2)),
+        load(tmp_path / "a", pooling="mean"),
+        load(tmp_path / "a", max_tokens=7),
+        load(tmp_path / "b"),
+    ]
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def test_threads_may_share_it(tmp_path: Path) -> None:
+    embedder = load(write(tmp_path), pooling="mean")
+    texts = ["red " * (i % 50) + "blue" for i in range(200)]
+    wanted = embedder.documents(texts)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(close(found, wanted) for found in pool.map(embedder.documents, [texts] * 8))
+
+
+def test_described(tmp_path: Path) -> None:
+    text = load(write(tmp_path)).described()
+    assert text == f"{tmp_path}: 3 dimensions, pooling cls, 512 tokens, CPU"
+
+
+def _broken_model(directory: Path) -> None:
+    (write(directory) / "model.onnx").write_bytes(b"not a model")
+
+
+def _broken_tokenizer(directory: Path) -> None:
+    (write(directory) / "tokenizer.json").write_text("{}")
+
+
+def _no_tokenizer(directory: Path) -> None:
+    (write(directory) / "tokenizer.json").unlink()
+
+
+def _broken_file(directory: Path) -> None:
+    (write(directory) / "config.json").write_text("{")
+
+
+def _dense_module(directory: Path) -> None:
+    write(directory, modules=[{"type": "sentence_transformers.models.Dense"}])
+
+
+def _nan(directory: Path) -> None:
+    write(directory, table=TABLE * np.float32(np.nan))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (None, {}, "is not a directory; docker/fetch_embedder.py fetches"),
+        (Path.mkdir, {}, "has neither model.onnx nor onnx/model.onnx; put an encoder"),
+        (_no_tokenizer, {}, "tokenizer.json is missing; it belongs to the model"),
+        (_broken_model, {}, "model.onnx cannot be loaded: [ONNXRuntimeError]"),
+        (_broken_tokenizer, {}, "tokenizer.json cannot be loaded: "),
+        (_broken_file, {}, "config.json cannot be loaded: "),
+        (_dense_module, {}, "wants sentence_transformers.models.Dense after the encoder"),
+        (_nan, {}, "vectors that are not numbers"),
+        (write, {"device": "cuda"}, "embedder.device: onnxruntime offers only "),
+        (write, {"output": "nothing"}, "has last_hidden_state, not 'nothing'"),
+        (lambda d: write(d, outputs=("scalar",)), {}, "output scalar has shape []; see embedder."),
+        (lambda d: write(d, inputs=("pixels",)), {}, "takes pixels; the proxy can give input_ids"),
+        (lambda d: write(d, kind=TensorProto.FLOAT), {}, "as whole numbers: export a text encoder"),
+        (lambda d: write(d, batch=1), {}, "the embedder failed: "),
+    ],
+)  # fmt: skip
+def test_unusable_directory_is_refused_with_a_way_out(
+    tmp_path: Path, make: Any, settings: dict[str, Any], message: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    directory = tmp_path / "encoder"
+    if make is not None:
+        make(directory)
+    with pytest.raises(ConfigError) as refused:
+        load(directory, **settings)
+    assert message in str(refused.value) and str(refused.value).startswith("embedder.")
+    assert "\n" not in str(refused.value)
+    for key, value in (settings | {"directory": str(directory)}).items():
+        monkeypatch.setenv(f"EVOKE_EMBEDDER_{key.upper()}", value)
+    assert main(["check-config"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_check_config_says_what_the_embedder_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["check-config"]) == 0
+    assert "embedder  none (blocks are ranked by words alone)\n" in capsys.readouterr().out
+    monkeypatch.setenv("EVOKE_EMBEDDER_DIRECTORY", str(write(tmp_path)))
+    assert main(["check-config"]) == 0
+    assert f"embedder  {tmp_path}: 3 dimensions, pooling cls" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "tokenizers"])
+def test_missing_package_is_named_with_the_extra(
+    tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{package} is not installed; pip install .*\[cpu\]"):
+        load(tmp_path)
