@@ -7,8 +7,13 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <typeinfo>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace {
 
@@ -35,6 +40,38 @@ uint64_t kv_block_mix(uint64_t h, uint64_t v) {
     h ^= v + 0x9e3779b97f4a7c15ull + (h << 6) + (h >> 2);
     h *= 0xff51afd7ed558ccdull;
     return h ^ (h >> 33);
+}
+
+// A copy that goes past the caches: nobody reads a saved block soon, so its lines are neither fetched
+// to be overwritten nor do they push out what the next decode reads.
+void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
+    size_t i = 0;
+#if defined(__SSE2__)
+    if (size >= 4096) { // shorter ones would mostly fill parts of lines
+        i = (16 - (uintptr_t) dst % 16) % 16;
+        memcpy(dst, src, i);
+        for (; i + 64 <= size; i += 64) {
+            const auto * from = (const __m128i *) (src + i);
+            auto       * to   = (__m128i *) (dst + i);
+            const __m128i a = _mm_loadu_si128(from + 0);
+            const __m128i b = _mm_loadu_si128(from + 1);
+            const __m128i c = _mm_loadu_si128(from + 2);
+            const __m128i d = _mm_loadu_si128(from + 3);
+            _mm_stream_si128(to + 0, a);
+            _mm_stream_si128(to + 1, b);
+            _mm_stream_si128(to + 2, c);
+            _mm_stream_si128(to + 3, d);
+        }
+    }
+#endif
+    memcpy(dst + i, src + i, size - i);
+}
+
+// makes streamed copies visible to other threads
+void kv_block_stream_end() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 // the attention cache of a dense model, or nullptr
@@ -120,8 +157,12 @@ struct llama_kv_block_access {
     }
 
     static void copy_rows(ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data, bool to_host) {
+        const bool in_host = ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
         for (const auto & r : runs) {
-            if (to_host) {
+            if (to_host && in_host) {
+                GGML_ASSERT((r.cell + r.n)*row <= ggml_nbytes(t));
+                kv_block_stream(data + r.row*row, (const uint8_t *) t->data + r.cell*row, r.n*row);
+            } else if (to_host) {
                 ggml_backend_tensor_get(t, data + r.row*row, r.cell*row, r.n*row);
             } else {
                 ggml_backend_tensor_set(t, data + r.row*row, r.cell*row, r.n*row);
@@ -284,6 +325,7 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, ll
     const auto runs = kv_block_runs(block.cells);
     block.n_runs = (uint32_t) runs.size();
     access.copy(runs, block.n_rows(), block.data, true);
+    kv_block_stream_end();
     out = std::move(block);
     return true;
 }

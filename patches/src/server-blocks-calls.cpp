@@ -433,7 +433,7 @@ json server_blocks::op_save(const json & op, plan_state & plan) {
         }
         return {};
     }
-    if (!put(plan.tenant, name, plan.slot.id, plan.tokens, p0, p1, plan.keep)) {
+    if (!put(plan.tenant, name, plan.slot.id, plan.tokens, plan.hashes, p0, p1, plan.keep)) {
         for (const auto & made : plan.fresh) {
             const auto it = store.find(made);
             if (it != store.end()) {

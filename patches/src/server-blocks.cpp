@@ -290,6 +290,7 @@ llama_kv_ranges server_blocks::evictable(int id) const {
 void server_blocks::auto_evict(int id, const server_prompt & prompt, int32_t n_free_want) {
     const auto & stream = state[id].stream;
     const llama_tokens tokens = prompt.tokens.get_text_tokens();
+    const auto         hashes = prefix_hashes(tokens);
     const auto enough = [&]() {
         return stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id) >= n_free_want;
     };
@@ -298,7 +299,7 @@ void server_blocks::auto_evict(int id, const server_prompt & prompt, int32_t n_f
             return;
         }
         if (server_ranges_count(evictable(id), e.p0, e.p1) == e.p1 - e.p0) {
-            auto_evict_range(id, tokens, e.name, e.p0, e.p1);
+            auto_evict_range(id, tokens, hashes, e.name, e.p0, e.p1);
         }
     }
     while (!enough()) {
@@ -309,13 +310,15 @@ void server_blocks::auto_evict(int id, const server_prompt & prompt, int32_t n_f
         // aligned, so that what was generated is cut at the same places by everybody
         const llama_pos p0 = left[0].first;
         const llama_pos p1 = std::min(left[0].second, (p0/stream.block + 1)*stream.block);
-        auto_evict_range(id, tokens, "auto/" + std::to_string(id) + "/" + std::to_string(state[id].epoch) + "/" + std::to_string(p0) + "-" + std::to_string(p1), p0, p1);
+        const std::string name = "auto/" + std::to_string(id) + "/" + std::to_string(state[id].epoch) + "/" + std::to_string(p0) + "-" + std::to_string(p1);
+        auto_evict_range(id, tokens, hashes, name, p0, p1);
     }
 }
 
-uint32_t server_blocks::auto_evict_range(int id, const llama_tokens & tokens, const std::string & name, llama_pos p0, llama_pos p1) {
+uint32_t server_blocks::auto_evict_range(int id, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, const std::string & name,
+                                         llama_pos p0, llama_pos p1) {
     auto & s = state[id];
-    const bool kept = put(s.stream.tenant, name, id, tokens, p0, p1);
+    const bool kept = put(s.stream.tenant, name, id, tokens, hashes, p0, p1);
     if (!s.first_token) {
         s.hidden += std::max(0, p1 - std::max<llama_pos>(p0, s.n_past));
     }
@@ -431,10 +434,9 @@ uint8_t * server_blocks::take(size_t bytes, const std::set<key_t> & keep) {
     return p;
 }
 
-// save [p0, p1) under a name; rows that already have a copy are not copied again
-bool server_blocks::put(const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens, llama_pos p0, llama_pos p1,
-                        const std::set<key_t> & keep) {
-    const auto hashes = prefix_hashes(llama_tokens(tokens.begin(), tokens.begin() + p1));
+// save [p0, p1) under a name; rows that already have a copy are not copied again. `hashes` are the prefix_hashes of `tokens`
+bool server_blocks::put(const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,
+                        const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep) {
     const key_t key { tenant, hashes[p1], p0, p1 };
     auto it = store.find(key);
     if (it == store.end()) {

@@ -193,12 +193,13 @@ private:
     void     note_peak(int id);
     uint32_t evict_rows(int id, llama_pos p0, llama_pos p1);
     void     auto_evict(int id, const server_prompt & prompt, int32_t n_free_want);
-    uint32_t auto_evict_range(int id, const llama_tokens & tokens, const std::string & name, llama_pos p0, llama_pos p1);
+    uint32_t auto_evict_range(int id, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, const std::string & name,
+                              llama_pos p0, llama_pos p1);
     llama_kv_ranges evictable(int id) const;
 
     saved *  find(const std::string & tenant, const std::string & name);
-    bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens, llama_pos p0, llama_pos p1,
-                  const std::set<key_t> & keep = {});
+    bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,
+                  const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep = {});
     bool     make_space(size_t bytes, const std::set<key_t> & keep);
     bool     drop_oldest(const std::set<key_t> & keep);
     uint8_t * take(size_t bytes, const std::set<key_t> & keep);

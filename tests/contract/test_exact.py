@@ -60,6 +60,23 @@ def test_ten_round_trips_do_not_add_up(flash: str) -> None:
         assert logprobs(server, history, 0) == evicted
 
 
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_a_copy_of_scattered_cells_is_exact(kv: str) -> None:
+    options = ("-c", "2048", "--evoke-ram", "16", "-np", "1", "-fa", "on", "-ctk", kv, "-ctv", kv)
+    with running(True, *options) as server:
+        history = server.tokens(story(500))[:600]
+        server.complete(history, n_predict=1)
+        server.act("block-save", name="a", p0=101, p1=214, evict=True)
+        server.act("block-save", name="b", p0=301, p1=398, evict=True)
+        # b takes the first cells of a, and a takes cells behind the prompt
+        assert not server.act("block-load", names=["b", "a"], place="contig")["bit_exact"]
+        reference = logprobs(server, history, 0)
+        saved = server.act("block-save", name="all", p0=33, p1=500, evict=True)
+        assert saved["n_runs"] == 5
+        assert server.act("block-load", names=["all"])["bit_exact"]
+        assert logprobs(server, history, 0) == reference
+
+
 def test_other_cells_give_the_same_tokens(one: Llama) -> None:
     """Rows that come back elsewhere change the order of a sum, not the information."""
     one.erase()

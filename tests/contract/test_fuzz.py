@@ -109,6 +109,8 @@ def test_rendering_nonsense(two: Llama) -> None:
     for _ in range(80):
         dialect = chance.choice(["chat", "responses", "messages", "completions", None, 7])
         body = {"dialect": dialect, "body": chance.choice([*bodies, *ODD])}
+        if chance.random() < 0.5:
+            body["compact"] = chance.choice([True, True, False, *ODD])
         status, answer = two.ask("POST", "/evoke/render", body)
         assert status in (200, 400, 500), answer
         assert status == 200 or answer["error"]["message"]
