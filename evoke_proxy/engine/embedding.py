@@ -205,4 +205,6 @@ def _yield_the_processor() -> None:
     """Let llama-server and questions go first; only Linux has priorities of threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            thread = threading.get_native_id()
+            mine = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, mine + _NICENESS)

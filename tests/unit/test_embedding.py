@@ -1,0 +1,397 @@
+"""The embedder beside the event loop: a question at once or not at all, blocks when there is time.
+
+The encoder here is a fake one that can be held up and made to fail; tests/embedder has real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.encoding import Vectors
+from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.errors import ConfigError, EmbedderError
+
+DIMENSIONS = 8
+
+
+def vector_of(text: str) -> Vectors:
+    random = np.random.default_rng(abs(hash(text)))
+    row = random.normal(size=DIMENSIONS).astype(np.float32)
+    return np.asarray(row / np.linalg.norm(row), np.float32)
+
+
+class FakeEncoder:
+    """Notes what it is asked in which order; blocks and questions can be held up separately."""
+
+    def __init__(self, fingerprint: bytes = b"fake") -> None:
+        self.fingerprint = fingerprint
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.threads: list[tuple[str, int]] = []
+        self.may_ask, self.may_embed = threading.Event(), threading.Event()
+        self.may_ask.set()
+        self.may_embed.set()
+        self.fails: Exception | None = None
+
+    def described(self) -> str:
+        return "of the tests"
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        return self._encoded("question", self.may_ask, texts)
+
+    def documents(self, texts: Sequence[str]) -> Vectors:
+        return self._encoded("block", self.may_embed, texts)
+
+    def _encoded(self, kind: str, gate: threading.Event, texts: Sequence[str]) -> Vectors:
+        self.asked.append((kind, tuple(texts)))
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        self.threads.append((threading.current_thread().name, niceness))
+        assert gate.wait(20), "nobody let it go on"
+        if self.fails is not None:
+            raise self.fails
+        return np.stack([vector_of(kind[0] + text) for text in texts])
+
+    def of(self, kind: str) -> list[str]:
+        return [text for asked, texts in self.asked if asked == kind for text in texts]
+
+
+class Rig:
+    """An Embedding on a fake encoder, and its numbers."""
+
+    def __init__(self, encoder: FakeEncoder, **settings: Any) -> None:
+        self.encoder = encoder
+        self.metrics = Metrics()
+        config = EmbedderConfig(**{"directory": "/somewhere", "timeout_ms": 5000} | settings)
+        self.embedding = Embedding(config, self.metrics, load=lambda _: encoder)
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def submit(self, *texts: str, tenant: str = "") -> list[bytes]:
+        keys = [self.embedding.key(text, tenant) for text in texts]
+        self.embedding.submit(zip(keys, texts, strict=True))
+        return keys
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < deadline, "it never came to hold"
+            await asyncio.sleep(0.002)
+
+
+def started(tasks: asyncio.TaskGroup, rig: Rig, text: str) -> asyncio.Task[Vectors | None]:
+    return tasks.create_task(rig.embedding.embed_query(text))
+
+
+def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
+    """Play a scene within the life of an Embedding."""
+    rig = Rig(FakeEncoder(), **settings)
+
+    async def play() -> None:
+        async with rig.embedding:
+            try:
+                await scene(rig)
+            finally:
+                rig.encoder.may_ask.set()
+                rig.encoder.may_embed.set()
+
+    asyncio.run(play())
+    return rig
+
+
+def test_a_question_gets_its_vector_once() -> None:
+    async def scene(rig: Rig) -> None:
+        first = await rig.embedding.embed_query("why?")
+        again = await rig.embedding.embed_query("why?")
+        assert first is not None and first.tolist() == vector_of("qwhy?").tolist()
+        assert again is first
+        assert rig.encoder.of("question") == ["why?"]
+        assert rig.count("evoke_embedded_total", kind="question") == 1
+        assert rig.count("evoke_embed_seconds_count") == 1
+
+    run(scene)
+
+
+def test_several_questions_are_one_inference() -> None:
+    async def scene(rig: Rig) -> None:
+        await rig.embedding.embed_query("b")
+        found = await rig.embedding.embed_queries(["a", "b", "c", "a"])
+        assert [None if v is None else v.tolist() for v in found] == [
+            vector_of("q" + text).tolist() for text in "abca"
+        ]
+        assert rig.encoder.asked[1:] == [("question", ("a", "c"))]
+        assert await rig.embedding.embed_queries([]) == []
+
+    run(scene)
+
+
+def test_blocks_get_vectors_in_the_background() -> None:
+    async def scene(rig: Rig) -> None:
+        texts = [f"block {i}" for i in range(50)]
+        keys = rig.submit(*texts)
+        assert rig.embedding.vector(keys[0]) is None
+        await rig.until(lambda: rig.embedding.vector(keys[0]) is not None)
+        for key, text in zip(keys, texts, strict=True):
+            found = rig.embedding.vector(key)
+            assert found is not None and found.tolist() == vector_of("b" + text).tolist()
+        rig.submit(*texts)
+        assert sorted(rig.encoder.of("block")) == sorted(texts), "each of them once"
+        assert rig.count("evoke_embedded_total", kind="block") == 50
+        assert rig.count("evoke_embed_waiting") == 0
+
+    run(scene)
+
+
+def test_what_waits_or_runs_is_not_embedded_twice() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_embed.clear()
+        texts = [f"block {i}" for i in range(9)]
+        keys = rig.submit(*texts)
+        await rig.until(lambda: bool(rig.encoder.asked))
+        rig.submit(*texts)
+        rig.encoder.may_embed.set()
+        await rig.until(lambda: all(rig.embedding.vector(key) is not None for key in keys))
+        assert sorted(rig.encoder.of("block")) == sorted(texts)
+
+    run(scene)
+
+
+def test_the_latest_blocks_come_first() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_embed.clear()
+        rig.submit(*[f"old {i}" for i in range(40)])
+        (key,) = rig.submit("new")
+        rig.encoder.may_embed.set()
+        await rig.until(lambda: rig.embedding.vector(key) is not None)
+        assert rig.encoder.of("block").index("new") < 10
+
+    run(scene)
+
+
+def test_a_full_queue_forgets_the_oldest_and_says_so() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_embed.clear()
+        rig.submit("runs already")
+        await rig.until(lambda: bool(rig.encoder.asked))
+        keys = rig.submit(*[f"block {i}" for i in range(10)])
+        assert rig.count("evoke_embed_waiting") == 6
+        assert rig.count("evoke_embed_failures_total", reason="queue_full") == 4
+        rig.encoder.may_embed.set()
+        await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") == 7)
+        found = [rig.embedding.vector(key) is not None for key in keys]
+        assert found == [False] * 4 + [True] * 6
+        rig.submit(*[f"block {i}" for i in range(10)])
+        await rig.until(lambda: all(rig.embedding.vector(key) is not None for key in keys))
+
+    run(scene, queue=6)
+
+
+def test_a_question_goes_before_blocks() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_embed.clear()
+        rig.encoder.may_ask.clear()
+        rig.submit(*[f"block {i}" for i in range(40)])
+        await rig.until(lambda: len(rig.encoder.asked) == 1)
+        async with asyncio.TaskGroup() as tasks:
+            question = started(tasks, rig, "why?")
+            await rig.until(lambda: len(rig.encoder.asked) == 2)
+            assert rig.encoder.asked[1][0] == "question", "beside the batch, not after it"
+            rig.encoder.may_embed.set()
+            await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") > 0)
+            await asyncio.sleep(0.05)
+            assert len(rig.encoder.asked) == 2, "no batch starts while a question is on its way"
+            rig.encoder.may_ask.set()
+            assert await question is not None
+        await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") == 40)
+
+    run(scene)
+
+
+def test_the_event_loop_goes_on_meanwhile() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            question = started(tasks, rig, "why?")
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            assert not question.done()
+            rig.encoder.may_ask.set()
+            assert await question is not None
+        assert {name for name, _ in rig.encoder.threads} == {"embed-question_0"}
+
+    run(scene)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_blocks_are_embedded_at_low_priority() -> None:
+    async def scene(rig: Rig) -> None:
+        (key,) = rig.submit("block")
+        await rig.until(lambda: rig.embedding.vector(key) is not None)
+        await rig.embedding.embed_query("why?")
+        ours = os.getpriority(os.PRIO_PROCESS, 0)
+        assert rig.encoder.threads[0][1] >= min(ours + 1, 19)
+        assert rig.encoder.threads[1][1] == ours
+
+    run(scene)
+
+
+def test_a_slow_question_costs_its_time_limit_and_no_more() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_ask.clear()
+        began = time.monotonic()
+        assert await rig.embedding.embed_query("slow") is None
+        assert 0.02 <= time.monotonic() - began < 2
+        assert rig.count("evoke_embed_failures_total", reason="timeout") == 1
+        # It still runs: the next one does not even wait.
+        assert await rig.embedding.embed_query("next") is None
+        assert rig.count("evoke_embed_failures_total", reason="busy") == 1
+        assert rig.encoder.of("question") == ["slow"]
+        rig.encoder.may_ask.set()
+        await rig.until(lambda: rig.count("evoke_embedded_total", kind="question") == 1)
+        assert await rig.embedding.embed_query("slow") is not None, "late, but not for nothing"
+        assert rig.encoder.of("question") == ["slow"]
+        assert await rig.embedding.embed_query("next") is not None
+
+    run(scene, timeout_ms=30)
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            question = started(tasks, rig, "gone")
+            await rig.until(lambda: bool(rig.encoder.asked))
+            question.cancel()
+        assert question.cancelled()
+        rig.encoder.may_ask.set()
+        (key,) = rig.submit("block")
+        await rig.until(lambda: rig.embedding.vector(key) is not None)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("error", [EmbedderError("broken"), RuntimeError("a defect")])
+def test_a_failure_costs_its_texts_only(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.fails = error
+        assert await rig.embedding.embed_query("why?") is None
+        keys = rig.submit("a", "b")
+        await rig.until(lambda: rig.count("evoke_embed_failures_total", reason="error") == 2)
+        assert rig.embedding.vector(keys[0]) is None
+        warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert [record.getMessage() for record in warnings] == [f"no vector of a question: {error}"]
+        assert bool(warnings[0].exc_info) == isinstance(error, RuntimeError)
+        rig.encoder.fails = None
+        assert await rig.embedding.embed_query("why?") is not None
+        rig.submit("a", "b")
+        await rig.until(lambda: rig.embedding.vector(keys[0]) is not None)
+
+    run(scene)
+
+
+def test_tenants_questions_blocks_and_encoders_never_share_a_vector() -> None:
+    async def scene(rig: Rig) -> None:
+        keys = [rig.embedding.key("same", tenant) for tenant in ("", "a", "b")]
+        assert len(set(keys)) == 3 and rig.embedding.key("same", "a") == keys[1]
+        rig.embedding.submit([(keys[1], "same")])
+        await rig.until(lambda: rig.embedding.vector(keys[1]) is not None)
+        assert rig.embedding.vector(keys[2]) is None
+        for tenant in ("a", "a", "b"):
+            assert await rig.embedding.embed_query("same", tenant) is not None
+        assert rig.encoder.of("question") == ["same"] * 2
+        other = Rig(FakeEncoder(b"another"))
+        async with other.embedding:
+            assert other.embedding.key("same", "a") != keys[1]
+
+    run(scene)
+
+
+def test_half_of_a_surrogate_pair_has_a_key() -> None:
+    async def scene(rig: Rig) -> None:
+        assert rig.embedding.key("\ud800") != rig.embedding.key("\ud801")
+
+    run(scene)
+
+
+def test_stopping_drops_what_waits_and_waits_for_what_runs() -> None:
+    rig = Rig(FakeEncoder())
+
+    async def play() -> None:
+        rig.encoder.may_embed.clear()
+        async with rig.embedding:
+            keys = rig.submit(*[f"block {i}" for i in range(40)])
+            await rig.until(lambda: len(rig.encoder.asked) == 1)
+            threading.Timer(0.05, rig.encoder.may_embed.set).start()
+        assert len(rig.encoder.asked) == 1
+        assert not [t for t in threading.enumerate() if t.name.startswith("embed-")]
+        # Whoever still has it gets answers, not errors.
+        rig.submit("late")
+        assert await rig.embedding.embed_query("late") is None
+        assert rig.embedding.vector(keys[0]) is None
+
+    asyncio.run(play())
+
+
+def test_a_question_under_way_at_the_end_gets_none_or_its_vector() -> None:
+    rig = Rig(FakeEncoder())
+
+    async def play() -> None:
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            async with rig.embedding:
+                runs, waits = started(tasks, rig, "runs"), started(tasks, rig, "waits")
+                await rig.until(lambda: bool(rig.encoder.asked))
+                threading.Timer(0.05, rig.encoder.may_ask.set).start()
+        assert runs.result() is not None and waits.result() is None
+
+    asyncio.run(play())
+
+
+def test_without_a_directory_it_is_off_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scene(rig: Rig) -> None:
+        assert not rig.embedding.on
+        assert await rig.embedding.embed_query("why?") is None
+        keys = rig.submit("block")
+        assert rig.embedding.vector(keys[0]) is None
+
+    rig = run(scene, directory="")
+    assert rig.encoder.asked == []
+    assert rig.count("evoke_embed_seconds_count") == 0
+    said = [r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding"]
+    assert said == ["no embedder (embedder.directory is empty): blocks are ranked by words alone"]
+
+
+def test_with_one_the_start_says_which(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scene(rig: Rig) -> None:
+        assert rig.embedding.on
+
+    run(scene)
+    assert "embedder of the tests" in [record.getMessage() for record in caplog.records]
+
+
+def test_one_that_does_not_load_stops_the_start() -> None:
+    def refuse(_: EmbedderConfig) -> FakeEncoder:
+        raise ConfigError("embedder.directory: no")
+
+    async def play() -> None:
+        config = EmbedderConfig(directory="/somewhere")
+        async with Embedding(config, Metrics(), load=refuse):
+            pytest.fail("it started")
+
+    with pytest.raises(ConfigError, match="no"):
+        asyncio.run(play())

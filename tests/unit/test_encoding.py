@@ -1,0 +1,132 @@
+"""What an encoder's directory says, what the configuration overrides, and pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.encoding import BGE_QUERY, pooled, recipe
+from evoke_proxy.errors import ConfigError
+
+POOLING, PROMPTS = "1_Pooling/config.json", "config_sentence_transformers.json"
+MEAN = {POOLING: {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}}
+CLS = {POOLING: {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}}
+
+
+def _prompts(**prompts: str) -> dict[str, Any]:
+    return {PROMPTS: {"prompts": prompts, "default_prompt_name": None}}
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "pooling", "query", "document"),
+    [
+        ({}, {}, "cls", BGE_QUERY, ""),
+        (CLS, {}, "cls", BGE_QUERY, ""),
+        (MEAN, {}, "mean", "", ""),
+        ({POOLING: {"pooling_mode": "mean"}}, {}, "mean", "", ""),
+        ({POOLING: {"pooling_mode": ["cls"]}}, {}, "cls", BGE_QUERY, ""),
+        (CLS | _prompts(query="q: ", passage="p: "), {}, "cls", "q: ", "p: "),
+        (MEAN | _prompts(query="q: ", document="d: "), {}, "mean", "q: ", "d: "),
+        (CLS | _prompts(document="d: "), {}, "cls", "", "d: "),
+        # What sentence-transformers writes for a model that has none.
+        (CLS | _prompts(query="", document=""), {}, "cls", BGE_QUERY, ""),
+        (CLS | {PROMPTS: {"__version__": {}}}, {}, "cls", BGE_QUERY, ""),
+        (MEAN, {"pooling": "cls"}, "cls", BGE_QUERY, ""),
+        (CLS, {"pooling": "mean"}, "mean", "", ""),
+        (CLS | _prompts(query="q: ", document="d: "), {"query_instruction": "a: "}, "cls", "a: ",
+         "d: "),
+        (CLS | _prompts(query="q: ", document="d: "), {"document_instruction": ""}, "cls", "q: ",
+         ""),
+        (CLS, {"query_instruction": ""}, "cls", "", ""),
+    ],
+)  # fmt: skip
+def test_recipe(
+    files: dict[str, Any], settings: dict[str, Any], pooling: str, query: str, document: str
+) -> None:
+    found = recipe(files, EmbedderConfig(**settings))
+    assert found.pooling == pooling
+    assert (found.query_instruction, found.document_instruction) == (query, document)
+
+
+@pytest.mark.parametrize(
+    ("files", "configured", "tokens"),
+    [
+        ({}, None, 512),
+        ({"config.json": {"max_position_embeddings": 514}}, None, 514),
+        ({"config.json": {"max_position_embeddings": 514},
+          "tokenizer_config.json": {"model_max_length": 512}}, None, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": 256},
+          "tokenizer_config.json": {"model_max_length": 512}}, None, 256),
+        ({"tokenizer_config.json": {"model_max_length": 10**30}}, None, 512),
+        ({"tokenizer_config.json": {"model_max_length": 1e30}}, None, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": None}}, None, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": 256}}, 300, 300),
+        ({"config.json": "not a mapping"}, None, 512),
+    ],
+)  # fmt: skip
+def test_length(files: dict[str, Any], configured: int | None, tokens: int) -> None:
+    assert recipe(files, EmbedderConfig(max_tokens=configured)).max_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({POOLING: {"pooling_mode_max_tokens": True}}, "wants pooling max_tokens; the proxy has"),
+        ({POOLING: {"pooling_mode": "lasttoken"}}, "wants pooling lasttoken; the proxy has"),
+        ({POOLING: {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
+         "wants pooling cls and mean; the proxy has cls or mean (embedder.pooling overrides"),
+        ({"modules.json": [{"type": "sentence_transformers.models.Transformer"},
+                           {"type": "sentence_transformers.models.Dense"}]},
+         "modules.json wants sentence_transformers.models.Dense after the encoder"),
+        ({"modules.json": ["?"]}, "modules.json wants"),
+    ],
+)  # fmt: skip
+def test_what_would_give_wrong_vectors_is_refused(files: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        recipe(files, EmbedderConfig())
+    assert message in str(refused.value)
+
+
+def test_the_configuration_overrides_a_pooling_we_do_not_have() -> None:
+    files = {POOLING: {"pooling_mode_max_tokens": True}}
+    assert recipe(files, EmbedderConfig(pooling="mean")).pooling == "mean"
+
+
+def test_usual_modules_pass() -> None:
+    names = ("models.Transformer", "models.Pooling", "models.Normalize")
+    modules = [{"type": f"sentence_transformers.{name}"} for name in names]
+    assert recipe({"modules.json": modules}, EmbedderConfig()).pooling == "cls"
+
+
+def test_pooling_by_hand() -> None:
+    rows = np.array([[[3.0, 4.0], [0.0, 5.0], [100.0, 100.0]]], np.float16)
+    mask = np.array([[1, 1, 0]])
+    assert np.allclose(pooled(rows, mask, "cls"), [[0.6, 0.8]])
+    mean = np.array([1.5, 4.5]) / np.hypot(1.5, 4.5)
+    assert np.allclose(pooled(rows, mask, "mean"), [mean])
+    assert np.allclose(pooled(rows[:, 0], mask, "mean"), [[0.6, 0.8]])
+    assert pooled(np.zeros((1, 2)), mask, "cls").tolist() == [[0.0, 0.0]]
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 7), st.integers(1, 6), st.sampled_from(["cls", "mean"]),
+    st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_padding_changes_nothing_and_length_is_one(
+    n: int, t: int, d: int, pooling: str, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    rows = random.normal(size=(n, t, d)) + 0.1
+    lengths = random.integers(1, t + 1, size=n)
+    mask = (np.arange(t) < lengths[:, None]).astype(np.int64)
+    found = pooled(rows, mask, pooling)
+    assert found.dtype == np.float32 and found.shape == (n, d)
+    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    for row, length in enumerate(lengths):
+        alone = pooled(rows[row : row + 1, :length], mask[row : row + 1, :length], pooling)
+        assert np.allclose(found[row], alone[0], atol=1e-5)
