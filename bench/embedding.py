@@ -1,0 +1,124 @@
+"""What an embedder costs: milliseconds a question, blocks a second in the background.
+
+all-MiniLM-L6-v2 unless a directory is named, on the CPU, through the proxy's own front: a question
+is timed from asking to having its vector, alone and while blocks are being embedded; blocks from
+handing them in to the last vector. No text comes twice, so the cache never helps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.export_minilm import ensure
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.engine.embedding import Embedding
+
+# Each is one token of BERT's vocabulary.
+_WORDS = (
+    "the service wrote its log into a file and the pool of workers waited for the next request to"
+    " come in before it went on with the other part of the work that was left over"
+).split()
+_COLUMNS = ("what", "tokens", "n", "median_ms", "p95_ms", "min_ms", "max_ms", "per_s")
+
+
+class Texts:
+    """Texts of a number of tokens, no two alike."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def of(self, tokens: int) -> str:
+        """A text that has so many tokens with the two that every text gets."""
+        return " ".join(self._random.choices(_WORDS, k=tokens - 2))
+
+
+async def questions(front: Embedding, texts: Texts, tokens: int, n: int) -> list[float]:
+    """Milliseconds of each of n questions; those without a vector raise."""
+    times = []
+    for _ in range(n):
+        began = time.perf_counter()
+        if await front.embed_query(texts.of(tokens)) is None:
+            raise RuntimeError("a question got no vector in its time")
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+async def blocks(front: Embedding, texts: Texts, tokens: int, n: int) -> float:
+    """Seconds until n blocks handed in at once all have their vectors."""
+    began = time.perf_counter()
+    keys = _hand_in(front, [texts.of(tokens) for _ in range(n)])
+    while any(front.vector(key) is None for key in keys):
+        await asyncio.sleep(0.01)
+    return time.perf_counter() - began
+
+
+def _hand_in(front: Embedding, texts: Sequence[str]) -> list[bytes]:
+    pairs = [(front.key(text), text) for text in texts]
+    front.submit(pairs)
+    return [key for key, _ in pairs]
+
+
+async def measure(front: Embedding, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """A row for each size of question, alone and beside blocks, and for each size of block."""
+    texts, rows = Texts(1), []
+    async with front:
+        for tokens in sizes:
+            rows.append(_row("question", tokens, await questions(front, texts, tokens, repeats)))
+        for tokens in sizes:
+            taken = await blocks(front, texts, tokens, repeats)
+            rows.append({"what": "block", "tokens": tokens, "n": repeats, "per_s": repeats / taken})
+        for tokens in sizes:
+            _hand_in(front, [texts.of(64) for _ in range(repeats * 4)])
+            beside = await questions(front, texts, tokens, repeats)
+            rows.append(_row("question beside blocks", tokens, beside))
+    return rows
+
+
+def _row(what: str, tokens: int, times: Sequence[float]) -> dict[str, Any]:
+    middle = statistics.median(times)
+    p95 = statistics.quantiles(times, n=20)[-1]
+    given = {"median_ms": middle, "p95_ms": p95, "min_ms": min(times), "max_ms": max(times)}
+    return {"what": what, "tokens": tokens, "n": len(times), **given, "per_s": 1e3 / middle}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/embedding.json`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.embedding",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--directory", type=Path, help="another encoder")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64], help="tokens")
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING)
+    directory = args.directory or ensure()
+    config = EmbedderConfig(
+        directory=str(directory), device=args.device, threads=args.threads, timeout_ms=60_000
+    )
+    front = Embedding(config, Metrics())
+    rows = asyncio.run(measure(front, args.sizes, args.repeats))
+    summary = {"encoder": front.described(), "threads": args.threads}
+    print(record.table(rows, _COLUMNS))
+    print(f"{summary['encoder']}, {args.threads} threads; {record.machine()}")
+    print(f"written to {record.write('embedding', rows, summary, args.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
