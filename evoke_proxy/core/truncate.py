@@ -17,7 +17,7 @@ from evoke_proxy.core.splice import remove_elements
 from evoke_proxy.errors import RequestError
 
 # Of each dialect the list that holds a conversation, and who reads it.
-_LISTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[Message]]]] = {
+_LISTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Sequence[Message]]]] = {
     "chat": ("messages", from_chat),
     "responses": ("input", from_responses),
     "messages": ("messages", from_anthropic),

@@ -116,6 +116,15 @@ class Engine:
             self._conclude(way, client)
             way.after_s = _now() - ended
 
+    def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
+        """The body of a request that generates nothing, freed of our fields.
+
+        Raises RequestError when one of them is wrong.
+        """
+        way = Forwarding(body, _now())
+        self._read(way, dialect, client)
+        return way.body
+
     async def _prepare(
         self, way: Forwarding, dialect: str, client: Mapping[str, str], patience: Patience | None
     ) -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, dialects, relay
-from evoke_proxy.web.chat import DECISION, answer_chat
+from evoke_proxy.web.chat import DECISION, answer_chat, answer_count
 
 _log = logging.getLogger("evoke_proxy.request")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,9 +34,10 @@ def create_app(engine: Engine) -> web.Application:
 
 def _dispatch(engine: Engine) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        dialect = dialects.ANSWER_PATHS.get(request.path)
-        if dialect is not None and request.method == "POST":
-            return await answer_chat(request, engine, dialect)
+        if request.method == "POST" and request.path in dialects.ANSWER_PATHS:
+            return await answer_chat(request, engine, dialects.ANSWER_PATHS[request.path])
+        if request.method == "POST" and request.path in dialects.COUNT_PATHS:
+            return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
         return await relay.passthrough(request, engine.upstream)
 
     return handle

@@ -1,4 +1,4 @@
-"""One request that generates: the engine prepares it, the relay carries it and its answer."""
+"""One request in a dialect: the engine prepares it, the relay carries it and its answer."""
 
 from __future__ import annotations
 
@@ -42,3 +42,11 @@ async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web
     finally:
         if way is not None:
             DECISION.set(way.summary())
+
+
+async def answer_count(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
+    """Forward a request that only counts tokens, and relay the answer."""
+    body = engine.without_fields(dialect, await request.read(), request.headers)
+    headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
+    async with engine.upstream.open("POST", target, headers, body) as reply:
+        return await relay.send(request, reply)

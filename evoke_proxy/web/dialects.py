@@ -22,11 +22,16 @@ ANSWER_PATHS = {
     "/completion": "completions",
     "/infill": "completions",
 }
+# Those that only count the tokens such a request would have.
+COUNT_PATHS = {
+    "/v1/chat/completions/input_tokens": "chat",
+    "/v1/responses/input_tokens": "responses",
+    "/v1/messages/count_tokens": "messages",
+}
 
-_OTHER_PATHS = frozenset(
+_OTHER_PATHS = COUNT_PATHS.keys() | frozenset(
     """
     / /health /v1/health /metrics /props /models /v1/models
-    /v1/chat/completions/input_tokens /v1/responses/input_tokens /v1/messages/count_tokens
     /embedding /embeddings /v1/embeddings /rerank /reranking
     /v1/rerank /tokenize /detokenize /apply-template /lora-adapters /slots
     /evoke/health /evoke/ready /evoke/sessions

@@ -25,6 +25,13 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "/infill": ({"input_prefix": "a", "input_suffix": "b"}, ""),
 }
 CHATS = list(BODIES)[:3]
+# Paths that count what a chat of the dialect would have: its fields are the same there.
+COUNTS = {
+    "/v1/chat/completions/input_tokens": CHATS[0],
+    "/v1/messages/count_tokens": CHATS[1],
+    "/v1/responses/input_tokens": CHATS[2],
+}
+BODIES |= {path: BODIES[chat] for path, chat in COUNTS.items()}
 FIELDS: dict[str, Any] = {
     "evoke": True,
     "evoke_budget": 512,
@@ -81,7 +88,7 @@ def test_each_is_taken_out_and_nothing_else(path: str, patched: bool) -> None:
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [(path, *wrong) for path in BODIES for wrong in WRONG]
-    + [(path, *wrong) for path in CHATS for wrong in WRONG_MARKS],
+    + [(path, *wrong) for path in (*CHATS, *COUNTS) for wrong in WRONG_MARKS],
 )
 def test_a_wrong_value_is_400_and_named(path: str, field: str, value: object) -> None:
     body = BODIES[path][0] | {field: value}
@@ -94,6 +101,27 @@ def test_a_wrong_value_is_400_and_named(path: str, field: str, value: object) ->
     error = json.loads(answer.body)["error"]
     assert field in error["message"]
     assert error.get("code") in (f"{field}_invalid", None if "messages" in path else "")
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_a_count_is_that_of_the_plain_request(
+    patched_port: int, patched_proxy: RunningProxy, path: str
+) -> None:
+    body, key = BODIES[path]
+    assert key
+    direct = _post(patched_port, path, body)
+    asked = _post(patched_proxy.port, path, FIELDS | _marked(path, {"evoke_keep": "pin"}))
+    assert direct.status == 200 and b"input_tokens" in direct.body
+    assert (asked.status, asked.body) == (200, direct.body)
+
+
+@pytest.mark.parametrize("path", COUNTS)
+def test_what_is_no_json_is_the_servers_to_refuse(
+    patched_port: int, patched_proxy: RunningProxy, path: str
+) -> None:
+    direct, proxied = (ask(p, "POST", path, b"{", JSON) for p in (patched_port, patched_proxy.port))
+    assert direct.status >= 400
+    assert (proxied.status, proxied.body) == (direct.status, direct.body)
 
 
 def test_a_recovery_that_is_not_there_is_said_so(patched_proxy: RunningProxy) -> None:
