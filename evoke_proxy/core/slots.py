@@ -39,6 +39,7 @@ class _Waiter:
     ticket: int
     session: str
     guest: bool
+    slot: int | None
 
 
 @dataclass(slots=True)
@@ -79,20 +80,22 @@ class SlotPool:
         return next((i for i, s in enumerate(self._slots) if s.holder == session), None)
 
     def request(
-        self, session: str, tenant: str, now: float, guest: bool = False
+        self, session: str, tenant: str, now: float, guest: bool = False, slot: int | None = None
     ) -> Grant | Wait | Refuse:
         """A slot for one request of a session, or a place in the queue, or neither.
 
-        Nobody overtakes a waiter of the same tenant.
+        Nobody overtakes a waiter of the same tenant, but for one that waits for `slot` and no
+        other. IndexError when there is no such slot.
         """
-        if not self._queues.get(tenant):
-            grant = self._grant(session, guest, now)
+        waiter = _Waiter(self._next_ticket + 1, session, guest, slot)
+        queue = self._queues.get(tenant, ())
+        if not any(_behind(waiter, other) for other in queue):
+            grant = self._grant(waiter, now)
             if grant is not None:
                 return grant
         if self.queued >= self._max_queue:
             return Refuse(self.queued)
         self._next_ticket += 1
-        waiter = _Waiter(self._next_ticket, session, guest)
         self._queues.setdefault(tenant, deque()).append(waiter)
         return Wait(waiter.ticket)
 
@@ -122,35 +125,42 @@ class SlotPool:
             slot.holder = None
 
     def _serve(self, now: float) -> Iterator[tuple[int, Grant]]:
-        """Round robin: a tenant that was served goes to the end of the line."""
-        served = True
-        while served:
-            served = False
-            for tenant in list(self._queues):
-                waiter = self._queues[tenant][0] if self._queues[tenant] else None
-                grant = self._grant(waiter.session, waiter.guest, now) if waiter else None
-                if waiter and grant:
-                    self._queues[tenant].popleft()
-                    self._queues[tenant] = self._queues.pop(tenant)
-                    yield waiter.ticket, grant
-                    served = True
-                    break
+        while (served := self._serve_one(now)) is not None:
+            yield served
         self._queues = {tenant: queue for tenant, queue in self._queues.items() if queue}
 
-    def _grant(self, session: str, guest: bool, now: float) -> Grant | None:
-        """Its own slot, else an empty one, else the one idle for longest; None if it must wait.
+    def _serve_one(self, now: float) -> tuple[int, Grant] | None:
+        """Round robin: a tenant that was served goes to the end of the line."""
+        for tenant, queue in list(self._queues.items()):
+            for at, waiter in enumerate(queue):
+                if any(_behind(waiter, queue[i]) for i in range(at)):
+                    continue
+                grant = self._grant(waiter, now)
+                if grant is not None:
+                    queue.remove(waiter)
+                    self._queues[tenant] = self._queues.pop(tenant)
+                    return waiter.ticket, grant
+        return None
+
+    def _grant(self, waiter: _Waiter, now: float) -> Grant | None:
+        """The slot it names. Else its own, else an empty one, else the one idle for longest. None
+        if it must wait.
 
         A session whose own request runs waits for it: its tokens are there. It does not wait for a
         guest in its slot while another slot is idle.
         """
-        own = self.slot_of(session)
-        if own is not None and not self._slots[own].busy:
-            return self._take(own, session, guest, now)
+        own = self.slot_of(waiter.session)
+        if own is not None and self._slots[own].busy and not self._slots[own].guest:
+            return None
         idle = [i for i, slot in enumerate(self._slots) if not slot.busy]
-        if not idle or (own is not None and not self._slots[own].guest):
+        if waiter.slot is not None:
+            idle = [waiter.slot] if not self._slots[waiter.slot].busy else []
+        elif own in idle:
+            idle = [own]
+        if not idle:
             return None
         best = min(idle, key=lambda i: (self._slots[i].holder is not None, self._slots[i].used, i))
-        return self._take(best, session, guest, now)
+        return self._take(best, waiter.session, waiter.guest, now)
 
     def _take(self, index: int, session: str, guest: bool, now: float) -> Grant:
         slot = self._slots[index]
@@ -160,3 +170,8 @@ class SlotPool:
             self.forget(session)
             slot.holder, slot.used = session, now
         return Grant(index, victim)
+
+
+def _behind(waiter: _Waiter, other: _Waiter) -> bool:
+    """Whether one must not be served before another of its tenant that came first."""
+    return other.slot is None if waiter.slot is None else other.slot == waiter.slot

@@ -45,15 +45,21 @@ class SlotQueue:
             self._pool = SlotPool(n_slots, self._limits.queue)
 
     async def acquire(
-        self, session: str, tenant: str, guest: bool = False, patience: Patience | None = None
+        self,
+        session: str,
+        tenant: str,
+        guest: bool = False,
+        patience: Patience | None = None,
+        slot: int | None = None,
     ) -> Lease:
         """A slot for one request of a session; SlotsBusy when the queue or the time for it ends.
 
-        A guest does not hold the slot afterwards. `patience` is called every `keepalive_s` of
-        waiting. A caller that is cancelled while it waits leaves its place to the next.
+        It is `slot` where one is named, which must exist. A guest does not hold the slot
+        afterwards. `patience` is called every `keepalive_s` of waiting. A caller that is cancelled
+        while it waits leaves its place to the next.
         """
         pool = self._pool
-        answer = pool.request(session, tenant, self._now(), guest)
+        answer = pool.request(session, tenant, self._now(), guest, slot)
         if isinstance(answer, Refuse):
             raise SlotsBusy(f"{answer.queued} requests wait for a slot already; try again later")
         if isinstance(answer, Grant):

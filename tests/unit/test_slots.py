@@ -66,7 +66,7 @@ def test_forgotten_sessions_hold_nothing() -> None:
     assert pool.request("b", "", 2) == Grant(0, victim=None)
 
 
-@given(st.lists(st.tuples(st.sampled_from("rgfc"), st.integers(0, 5)), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from("rgnfc"), st.integers(0, 5)), max_size=80))
 def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
     pool = SlotPool(2, 3)
     running: set[int] = set()
@@ -79,10 +79,12 @@ def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]])
             running.add(grant.slot)
 
     for now, (kind, who) in enumerate(steps):
-        if kind in "rg":
-            answer = pool.request(f"{kind}{who}", f"t{who % 2}", now, guest=kind == "g")
+        if kind in "rgn":
+            named = who % 2 if kind == "n" else None
+            answer = pool.request(f"{kind}{who}", f"t{who // 3}", now, kind == "g", named)
             if isinstance(answer, Grant):
                 assert answer.slot not in running
+                assert named in (None, answer.slot)
                 running.add(answer.slot)
             elif isinstance(answer, Wait):
                 waiting.add(answer.ticket)
@@ -148,3 +150,34 @@ def test_a_guest_waits_its_turn() -> None:
     assert pool.request("b", "", 2) == Wait(2)
     assert pool.release(0, 3) == [(1, Grant(0, victim="a"))]
     assert pool.release(0, 4) == [(2, Grant(0, victim="a"))]
+
+
+def test_a_named_slot_is_waited_for_while_others_are_idle() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    assert pool.request("b", "", 1, slot=0) == Wait(1)
+    # It stands in nobody's way but of those who want the same.
+    assert pool.request("c", "", 2) == Grant(1)
+    assert pool.release(1, 3) == []
+    assert pool.request("d", "", 4, slot=0) == Wait(2)
+    assert pool.request("e", "", 5) == Grant(1, victim="c")
+    assert pool.release(0, 6) == [(1, Grant(0, victim="a"))]
+    assert pool.release(0, 7) == [(2, Grant(0, victim="b"))]
+
+
+def test_who_takes_any_slot_is_not_overtaken_for_good() -> None:
+    pool = SlotPool(1, 9)
+    pool.request("a", "", 0)
+    assert pool.request("b", "", 1, slot=0) == Wait(1)
+    assert pool.request("c", "", 2) == Wait(2)
+    assert pool.request("d", "", 3, slot=0) == Wait(3)
+    order = [pool.release(0, now)[0][0] for now in range(4, 7)]
+    assert order == [1, 2, 3]
+
+
+def test_a_session_that_names_a_slot_moves_there() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    assert pool.request("a", "", 1, slot=1) == Wait(1)  # its own request runs
+    assert pool.release(0, 2) == [(1, Grant(1))]
+    assert (pool.slot_of("a"), pool.holder(0)) == (1, None)
