@@ -423,3 +423,5 @@ def test_embedder_is_optional_and_lands_where_the_proxy_looks() -> None:
     assert service["build"]["target"] in [rest.split()[-1] for rest in _of(dockerfile, "FROM")]
     assert json.loads(_of(dockerfile, "ENTRYPOINT")[0])[-1] == target
     assert f"{service['volumes'][0]}:ro" in GPU["services"]["proxy"]["volumes"]
+    readme = (ROOT / "deploy/README.md").read_text("utf-8")
+    assert f"`EVOKE_EMBEDDER_DIRECTORY={target}`" in readme

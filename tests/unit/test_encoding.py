@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.encoding import BGE_QUERY, pooled, recipe
+from evoke_proxy.core.encoding import BGE_QUERY, Recipe, pooled, recipe
 from evoke_proxy.errors import ConfigError
 
 POOLING, PROMPTS = "1_Pooling/config.json", "config_sentence_transformers.json"
@@ -51,6 +51,11 @@ def test_recipe(
     found = recipe(files, EmbedderConfig(**settings))
     assert found.pooling == pooling
     assert (found.query_instruction, found.document_instruction) == (query, document)
+
+
+def test_bge_small_as_fetched_has_one_file_to_go_by_and_needs_no_setting() -> None:
+    config = {"config.json": {"model_type": "bert", "max_position_embeddings": 512}}
+    assert recipe(config, EmbedderConfig()) == Recipe("cls", 512, BGE_QUERY, "")
 
 
 @pytest.mark.parametrize(

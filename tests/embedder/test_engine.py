@@ -1,0 +1,82 @@
+"""The whole proxy with an embedder: it starts with it, says so, and stops without it running on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_bert import CLS, RED, SEP, unit, write
+
+from evoke_proxy.config import Config, load
+from evoke_proxy.engine import Engine
+from evoke_proxy.errors import ConfigError
+
+# Nobody listens there: what is tested here needs no llama-server.
+NOWHERE = {"upstream.url": "http://127.0.0.1:9"}
+
+
+def _config(directory: Path | str) -> Config:
+    settings = {"embedder.directory": str(directory), "embedder.pooling": "mean"}
+    return load(None, {}, NOWHERE | settings | {"embedder.query_instruction": ""})
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding"]
+
+
+def test_engine_has_vectors_between_start_and_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def play() -> None:
+        async with Engine(_config(write(tmp_path))) as engine:
+            asked = await engine.embedding.embed_query("red", "tenant")
+            key = engine.embedding.key("red", "tenant")
+            engine.embedding.submit([(key, "red")])
+            while (told := engine.embedding.vector(key)) is None:
+                await asyncio.sleep(0.01)
+            assert asked is not None and np.allclose(asked, told)
+            assert np.allclose(told, unit(CLS, RED, SEP), atol=1e-6)
+            assert b'evoke_embedded_total{kind="block"} 1.0' in engine.metrics.exposition()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+    assert _said(caplog) == [f"embedder {tmp_path}: 3 dimensions, pooling mean, 512 tokens, CPU"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("embed-")]
+
+
+def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def play() -> None:
+        async with Engine(_config("")) as engine:
+            assert await engine.embedding.embed_query("red") is None
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+    (line,) = _said(caplog)
+    assert "ranked by words alone" in line
+
+
+def test_engine_does_not_start_with_one_that_does_not_load(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with Engine(_config(tmp_path)):
+            pytest.fail("it started")
+
+    with pytest.raises(ConfigError, match="neither model.onnx"):
+        asyncio.run(asyncio.wait_for(play(), 20))
+
+
+def test_serve_ends_with_2_and_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "evoke_proxy", "serve", "--listen", "127.0.0.1:0"]
+    env = os.environ | {"EVOKE_EMBEDDER_DIRECTORY": str(tmp_path / "none")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("evoke-proxy: embedder.directory: ")
