@@ -32,6 +32,7 @@ help:
 	@echo "make build           the patched llama-server and the stock one"
 	@echo "make bench-latency   save, load, evict a block, against decoding it again"
 	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
+	@echo "make bench-embedding what a vector of a question or of a block costs"
 	@echo "make bench-ceiling   how often the bundled model recalls when nothing is evicted"
 	@echo "make clean           all but the built servers"
 

@@ -92,6 +92,16 @@ def _row(what: str, tokens: int, times: Sequence[float]) -> dict[str, Any]:
     return {"what": what, "tokens": tokens, "n": len(times), **given, "per_s": 1e3 / middle}
 
 
+def summed(rows: Sequence[record.Row]) -> dict[str, Any]:
+    """The figures to quote: medians of questions, blocks a second."""
+    figures: dict[str, Any] = {}
+    for row in rows:
+        name = f"{row['what'].replace(' ', '_')}_{row['tokens']}"
+        key = "per_s" if row["what"] == "block" else "median_ms"
+        figures[f"{name}_{key.removeprefix('median_')}"] = row[key]
+    return figures
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/embedding.json`."""
     parser = argparse.ArgumentParser(
@@ -113,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     front = Embedding(config, Metrics())
     rows = asyncio.run(measure(front, args.sizes, args.repeats))
-    summary = {"encoder": front.described(), "threads": args.threads}
+    summary = summed(rows) | {"encoder": front.described(), "threads": args.threads}
     print(record.table(rows, _COLUMNS))
     print(f"{summary['encoder']}, {args.threads} threads; {record.machine()}")
     print(f"written to {record.write('embedding', rows, summary, args.out)}")
