@@ -180,7 +180,8 @@ class Upstream:
     async def render(self, dialect: str, body: bytes, client: Mapping[str, str]) -> Rendered:
         """The tokens llama-server would decode for a request, and where its slots stand."""
         # Spliced, not parsed: the server must see the same spelling that is forwarded later.
-        question = b'{"dialect":' + orjson.dumps(dialect) + b',"body":' + body + b"}"
+        asked = b'{"compact":true,"dialect":' + orjson.dumps(dialect) + b',"body":'
+        question = asked + body + b"}"
         return Rendered.parse(
             await self.call("POST", "/evoke/render", question, client, "render")
         )

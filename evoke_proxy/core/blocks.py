@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,8 +99,11 @@ class Block:
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
     """The same positions as the fewest spans, ascending."""
+    given = [span for span in spans if span.start < span.end]
+    if all([one.end < other.start for one, other in pairwise(given)]):
+        return tuple(given)  # as almost always
     found: list[Span] = []
-    for span in sorted((span for span in spans if span.start < span.end), key=_start):
+    for span in sorted(given, key=_start):
         if found and span.start <= found[-1].end:
             found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
         else:
@@ -130,10 +135,31 @@ def common(spans: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
     return without(mine, without(mine, others))
 
 
+def clipped(spans: Sequence[Span], part: Span) -> tuple[Span, ...]:
+    """What of ascending, disjoint spans lies in `part`."""
+    first = bisect_right(spans, part.start, key=_end)
+    behind = bisect_left(spans, part.end, key=_start)
+    found = list(spans[first:behind])
+    for at in {0, len(found) - 1} if found else ():
+        span = found[at]
+        if not part.encloses(span):
+            found[at] = Span(max(span.start, part.start), min(span.end, part.end))
+    return tuple(found)
+
+
 def total(spans: Iterable[Span]) -> int:
     """How many positions the spans hold; a position in two of them counts once."""
     return sum(len(span) for span in merged(spans))
 
 
+def count(spans: Iterable[Span]) -> int:
+    """How many positions disjoint spans hold."""
+    return sum([span.end - span.start for span in spans])
+
+
 def _start(span: Span) -> int:
     return span.start
+
+
+def _end(span: Span) -> int:
+    return span.end

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evoke_proxy.core.blocks import Span, common, total, without
+from evoke_proxy.core.blocks import Span, clipped, count, merged
 from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.policy_view import PolicyView
 
@@ -66,13 +66,13 @@ _COUNTS = (
 def forecast(view: PolicyView, plan: Plan) -> Books:
     """What the books must say if the plan is run and the engine evicts nothing by itself."""
     cursor = plan.adopt.n_tokens if plan.adopt is not None else view.n_past
-    below = [Span(0, cursor)]
+    below = Span(0, cursor)
     if plan.adopt is not None:
-        recovered, before = total(plan.adopt.spans), 0
+        recovered, before = count(plan.adopt.spans), 0
     else:
-        recovered = total(common((load.span for load in plan.loads), below))
-        rows = common(view.resident, below)
-        before = total(without(rows, (evict.span for evict in plan.evicts)))
+        recovered = count(clipped(merged(load.span for load in plan.loads), below))
+        evicted = clipped(merged(evict.span for evict in plan.evicts), below)
+        before = count(view.kept_rows) - count(evicted)
     return Books(
         decoded=view.n_tokens - cursor,
         recovered=recovered,

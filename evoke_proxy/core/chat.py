@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from evoke_proxy.config import POLICIES, RECOVERIES
 from evoke_proxy.core import messages
 from evoke_proxy.core.blocks import Role
 from evoke_proxy.core.messages import Message, ToolCall
+from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import truncate_messages
 from evoke_proxy.errors import RequestError
 
@@ -26,6 +27,7 @@ __all__ = [
     "Message",
     "Tags",
     "ToolCall",
+    "freed",
     "parse_chat",
     "truncate_messages",
 ]
@@ -42,13 +44,14 @@ TOP_LEVEL_FIELDS = (
     "evoke_session",
 )
 MESSAGE_FIELDS = ("evoke_keep", "evoke_name")
+_OURS = frozenset(TOP_LEVEL_FIELDS)
 
 _KEEPS = ("pin", "prefer")
 _SESSION = re.compile(r"[A-Za-z0-9._:@/+=-]{1,256}")
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,100}")
 _MAX_PRIORITY = 100.0
 
-_READERS: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
     "chat": messages.from_chat,
     "responses": messages.from_responses,
     "messages": messages.from_anthropic,
@@ -76,10 +79,14 @@ class Tags:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What the engine needs to know of a request; `max_tokens` is None without a limit."""
+    """What the engine needs to know of a request; `max_tokens` is None without a limit.
+
+    `keeps` is what the client marked: "pin" or "prefer", by the index of the message; `keys` are
+    those of the body's top level without ours.
+    """
 
     dialect: str
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     max_tokens: int | None
     stream: bool
     n: int
@@ -87,6 +94,8 @@ class ChatRequest:
     cache_prompt: bool
     tags: Tags
     has_tools: bool = False
+    keeps: Mapping[int, str] = field(default_factory=dict)
+    keys: frozenset[str] = frozenset()
 
     @property
     def bypass(self) -> str:
@@ -103,14 +112,14 @@ class ChatRequest:
     @property
     def query(self) -> str:
         """What this turn is about: user and tool text after the last answer."""
-        given = list(self.messages)
-        while given and given[-1].role is Role.ASSISTANT:  # the client begins the answer itself
-            given.pop()
+        at = len(self.messages)
+        while at and self.messages[at - 1].role is Role.ASSISTANT:  # the client begins the answer
+            at -= 1
         said: list[str] = []
-        while given and given[-1].role is not Role.ASSISTANT:
-            message = given.pop()
-            if message.role in (Role.USER, Role.TOOL):
-                said.append(message.text)
+        while at and self.messages[at - 1].role is not Role.ASSISTANT:
+            at -= 1
+            if self.messages[at].role in (Role.USER, Role.TOOL):
+                said.append(self.messages[at].text)
         return "\n".join(reversed(said))
 
 
@@ -120,17 +129,21 @@ def parse_chat(dialect: str, body: Mapping[str, Any]) -> ChatRequest:
     `dialect` is chat, responses, messages or completions; KeyError on another.
     """
     found = _READERS[dialect](body)
-    _check_marks(body)
+    marked = _marked(body)
+    _check_marks(marked)
+    given = enumerate(found) if marked else ()
     return ChatRequest(
         dialect=dialect,
-        messages=tuple(found),
+        messages=found,
         max_tokens=_max_tokens(body, _ANTHROPIC_MAX_TOKENS if dialect == "messages" else None),
         stream=body.get("stream") is True,
         n=_count(body),
         has_media=messages.has_media(body),
         cache_prompt=body.get("cache_prompt") is not False,
-        tags=_tags(body),
+        tags=_tags(body, bool(marked)),
         has_tools=bool(body.get("tools") or body.get("functions")),
+        keeps={i: message.keep for i, message in given if message.keep},
+        keys=frozenset(body) - _OURS,
     )
 
 
@@ -155,7 +168,13 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _tags(body: Mapping[str, Any]) -> Tags:
+def freed(body: bytes, parsed: Mapping[str, Any]) -> bytes:
+    """A body's bytes without our own fields, all others as they were; `parsed` is what it says."""
+    of_messages = MESSAGE_FIELDS if _marked(parsed) else ()
+    return edit_top_level(body, {}, TOP_LEVEL_FIELDS, of_messages, keys=parsed.keys())
+
+
+def _tags(body: Mapping[str, Any], marked: bool) -> Tags:
     return Tags(
         enabled=_flag(body, "evoke", True),
         budget=_budget(body),
@@ -165,7 +184,7 @@ def _tags(body: Mapping[str, Any]) -> Tags:
         pinned=_flag(body, "evoke_pinned", False),
         task_boundary=_flag(body, "evoke_task_boundary", False),
         session=_session(body),
-        given=any(key in body for key in TOP_LEVEL_FIELDS) or bool(_marked(body)),
+        given=marked or any(key in body for key in TOP_LEVEL_FIELDS),
     )
 
 
@@ -217,8 +236,8 @@ def _is_marked(item: object) -> bool:
     return isinstance(item, dict) and not item.keys().isdisjoint(MESSAGE_FIELDS)
 
 
-def _check_marks(body: Mapping[str, Any]) -> None:
-    for item in _marked(body):
+def _check_marks(marked: Iterable[Mapping[str, Any]]) -> None:
+    for item in marked:
         keep, name = item.get("evoke_keep"), item.get("evoke_name")
         if keep is not None and keep not in _KEEPS:
             _refuse("evoke_keep", "pin or prefer", keep)

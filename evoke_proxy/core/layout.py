@@ -7,24 +7,20 @@ always the server's word. Which labels have a copy is remembered, and corrected 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common
+from evoke_proxy.core.block_table import BlockTable, Mask
+from evoke_proxy.core.blocks import Block, BlockState, Role, Span, clipped
 from evoke_proxy.core.messages import Message
 from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView, Tokens, common_prefix
-from evoke_proxy.core.segment import Draft, cut, inside, share
+from evoke_proxy.core.segment import Draft, cut, inside, next_numbers, share
 
 __all__ = ["Layout", "MessageSpan", "Rendered", "SavedRange", "SlotView"]
 
 _MAX_SESSION_BYTES = 100  # of the 200 bytes llama-server allows for a name
-
-
-_FACTS = [(resident, saved) for resident in (False, True) for saved in (False, True)]
-_STATES = {facts: BlockState.of(*facts) for facts in _FACTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +38,13 @@ class Layout:
     `resident` are the rows below `n_past`, `saved` labels of blocks with a copy, `ranges` copies
     from outside the blocks, `stale` labels of copies that are of no use any more, `guessed` those
     of `saved` whose tokens only llama-server knows. `divergence` is where the prompt left what was
-    known before, None when it only went on.
+    known before, None when it only went on. `numbers` are the next ones of block names.
     """
 
     session: str
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     generation: int = 0
-    blocks: tuple[Block, ...] = ()
+    blocks: BlockTable = field(default_factory=BlockTable)
     saved: frozenset[str] = frozenset()
     ranges: tuple[SavedRange, ...] = ()
     stale: frozenset[str] = frozenset()
@@ -56,19 +52,23 @@ class Layout:
     resident: tuple[Span, ...] = ()
     n_past: int = 0
     divergence: int | None = None
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def states(self) -> tuple[BlockState, ...]:
         """The state of each block, in their order."""
-        rows = np.zeros(max(len(self.tokens), self.generation) + 1, np.int64)
-        for span in self.resident:
-            rows[span.start + 1 : span.end + 1] = 1
-        upto = rows.cumsum()
-        starts = np.array([block.span.start for block in self.blocks], dtype=np.int64)
-        ends = np.array([block.span.end for block in self.blocks], dtype=np.int64)
-        whole = (upto[ends] - upto[starts] == ends - starts).tolist()
-        copied = [block.label in self.saved for block in self.blocks]
-        return tuple(_STATES[facts] for facts in zip(whole, copied, strict=True))
+        facts = zip(self.in_cache.tolist(), self.in_pool.tolist(), strict=True)
+        return tuple(BlockState.of(*fact) for fact in facts)
+
+    @property
+    def in_cache(self) -> Mask:
+        """Which blocks are resident."""
+        return self.blocks.within(self.resident)
+
+    @property
+    def in_pool(self) -> Mask:
+        """Which blocks have a copy."""
+        return self.blocks.labelled(self.saved)
 
     def reconcile(
         self,
@@ -86,11 +86,13 @@ class Layout:
         """
         shared = common_prefix(self.tokens, rendered.tokens)
         n_past = view.n_past(len(rendered.tokens)) if len(rendered.tokens) else 0
-        resident = common(view.resident, [Span(0, n_past)])
+        resident = clipped(view.resident, Span(0, n_past))
         edges = {at for span in resident for at in (span.start, span.end)}
         kept = self._kept(min(shared, rendered.generation), edges)
         ranges = [item for item in self.ranges if self._may_hold(item, shared, view)]
         edges |= {at for item in ranges for at in (item.span.start, item.span.end)}
+        whole = len(kept) >= len(self.blocks)
+        numbers = self.numbers if whole else next_numbers(block.key for block in kept)
         drafts = cut(
             len(rendered.tokens),
             rendered.spans,
@@ -99,11 +101,11 @@ class Layout:
             block_tokens,
             edges | {sink_tokens},
             start=kept[-1].span.end if kept else 0,
-            keys=[block.key for block in kept],
+            numbers=numbers,
         )
         generated = Span(self.generation, max(self.generation, view.n_common))
-        fresh = [_block(draft, turn, generated) for draft in drafts]
-        blocks, saved = self._labelled([*kept, *fresh], rendered.tokens, ranges)
+        fresh = BlockTable(_block(draft, turn, generated) for draft in drafts)
+        blocks, saved = self._labelled(kept + fresh, rendered.tokens, ranges)
         known = max(shared, view.n_common)
         guessed = {item.label for item in ranges if item.span.end > known} | self.guessed
         return Layout(
@@ -117,11 +119,12 @@ class Layout:
             resident=resident,
             n_past=n_past,
             divergence=shared if shared < self.generation else None,
+            numbers=next_numbers((draft.key for draft in drafts), numbers),
         )
 
     def with_saved(self, labels: Collection[str], ranges: Iterable[SavedRange] = ()) -> Layout:
         """The same with more copies: of blocks by label, of other ranges by span."""
-        own = {block.label for block in self.blocks}
+        own = frozenset(self.blocks.labels)
         added = {item.label: item for item in (*self.ranges, *ranges) if item.label not in own}
         saved = self.saved | {label for label in labels if label in own}
         stale = self.stale - saved - added.keys()
@@ -145,39 +148,30 @@ class Layout:
             guessed=self.guessed - gone - stale,
         )
 
-    def marked(
-        self, messages: Sequence[Message], turns: Mapping[int, tuple[bool, float]]
-    ) -> Layout:
-        """The same with the client's marks: on messages now, and on turns by (pinned, priority)."""
-        if not turns and not any(message.keep for message in messages):
-            if not any(block.pinned or block.preferred for block in self.blocks):
-                if all(block.priority == 1.0 for block in self.blocks):
-                    return self
-        blocks = tuple(_with_marks(block, messages, turns) for block in self.blocks)
-        return replace(self, blocks=blocks)
+    def marked(self, keeps: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]) -> Layout:
+        """The same with the client's marks: messages by index, turns by (pinned, priority)."""
+        if not turns and not keeps:
+            blocks = self.blocks
+            if not (blocks.pinned | blocks.preferred | (blocks.priority != 1.0)).any():
+                return self
+        return replace(self, blocks=BlockTable(_with_marks(b, keeps, turns) for b in self.blocks))
 
     @property
     def copies_end(self) -> int:
         """Where the last copy ends; 0 when no block has one."""
-        saved = [block.span.end for block in self.blocks if block.label in self.saved]
-        return max([*saved, *(item.span.end for item in self.ranges)]) if saved else 0
+        ends = self.blocks.ends[self.in_pool]
+        return max([int(ends[-1]), *(item.span.end for item in self.ranges)]) if len(ends) else 0
 
     def saved_end(self, limit: int) -> int:
         """Where the copies end that cover the prompt from 0 on without a gap; `limit` at most."""
-        end = 0
-        for block in self.blocks:
-            if block.label not in self.saved or block.span.end > limit:
-                break
-            end = block.span.end
-        return end
+        counted = self.in_pool & (self.blocks.ends <= limit)
+        n = len(counted) if counted.all() else int(counted.argmin())
+        return int(self.blocks.ends[n - 1]) if n else 0
 
-    def _kept(self, limit: int, edges: Collection[int]) -> list[Block]:
-        ordered = sorted(edges)
-        kept = [block for block in self.blocks if block.span.end <= limit]
-        starts = [block.span.start for block in kept]
-        crossed = {bisect_left(starts, at) - 1 for at in edges if at <= limit}
-        for i in sorted((i for i in crossed if i >= 0), reverse=True):
-            kept[i : i + 1] = _split(kept[i], ordered)
+    def _kept(self, limit: int, edges: Collection[int]) -> BlockTable:
+        kept = self.blocks[: int(self.blocks.ends.searchsorted(limit, "right"))]
+        for i in reversed(kept.crossing(edges)):
+            kept = kept[:i] + BlockTable(_split(kept[i], sorted(edges))) + kept[i + 1 :]
         return kept
 
     def _may_hold(self, item: SavedRange, shared: int, view: SlotView) -> bool:
@@ -191,23 +185,26 @@ class Layout:
         return shared == len(self.tokens)
 
     def _labelled(
-        self, blocks: Sequence[Block], tokens: Tokens, ranges: Iterable[SavedRange]
-    ) -> tuple[tuple[Block, ...], frozenset[str]]:
-        names = {item.span: item.label for item in ranges}
-        starts = {span.start for span in names}
-        new = labels(self.session, tokens, [block.span for block in blocks if not block.label])
-        fresh = iter(new)
-        labelled: list[Block] = []
-        saved: set[str] = set()
-        for block in blocks:
-            label = block.label or next(fresh)
-            if label in self.saved:
-                saved.add(label)
-            elif block.span.start in starts and block.span in names:
-                label = names[block.span]
-                saved.add(label)
-            labelled.append(block if label == block.label else replace(block, label=label))
-        return tuple(labelled), frozenset(saved)
+        self, blocks: BlockTable, tokens: Tokens, ranges: Iterable[SavedRange]
+    ) -> tuple[BlockTable, frozenset[str]]:
+        """The blocks, those without a name given one, and which names have a copy. A block that is
+        a saved range, and has no copy of its own, takes its name over."""
+        at = [i for i, label in enumerate(blocks.labels) if not label]
+        spans = [blocks[i].span for i in at]
+        before = blocks.labels[at[0] - 1] if at and at[0] else ""
+        names = dict(zip(at, labels(self.session, tokens, spans, before), strict=True))
+        taken = {blocks.find(item.span): item.label for item in ranges}
+        for i, label in taken.items():
+            if i is not None and names.get(i, blocks.labels[i]) not in self.saved:
+                names[i] = label
+        if names:
+            first = min(names)
+            named = (
+                replace(block, label=names.get(i, block.label))
+                for i, block in enumerate(blocks[first:], first)
+            )
+            blocks = blocks[:first] + BlockTable(named)
+        return blocks, frozenset(blocks.labels) & (self.saved | set(taken.values()))
 
 
 def wire_name(session: str) -> str:
@@ -217,11 +214,12 @@ def wire_name(session: str) -> str:
     return hashlib.blake2b(session.encode(), digest_size=12).hexdigest()
 
 
-def labels(session: str, tokens: Tokens, spans: Sequence[Span]) -> list[str]:
+def labels(session: str, tokens: Tokens, spans: Sequence[Span], before: str = "") -> list[str]:
     """A name for each of these ascending spans: it says whose and where, and changes with any token
-    up to the span's end."""
+    up to the span's end. `before` is the name of the block the first of them follows."""
     owner = wire_name(session)
-    hashed, at, found = hashlib.blake2b(digest_size=4), 0, []
+    hashed = hashlib.blake2b(before.encode(), digest_size=8)
+    at, found = spans[0].start if before and spans else 0, []
     for span in spans:
         hashed.update(np.ascontiguousarray(tokens[at : span.end], dtype="<i4").tobytes())
         at = span.end
@@ -264,9 +262,9 @@ def _block(draft: Draft, turn: int, generated: Span) -> Block:
 
 
 def _with_marks(
-    block: Block, messages: Sequence[Message], turns: Mapping[int, tuple[bool, float]]
+    block: Block, keeps: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]
 ) -> Block:
-    keep = messages[block.message].keep if block.message < len(messages) else ""
+    keep = keeps.get(block.message, "")
     turn_pinned, priority = turns.get(block.turn, (False, 1.0))
     pinned, preferred = keep == "pin" or turn_pinned, keep == "prefer"
     if (block.pinned, block.preferred, block.priority) == (pinned, preferred, priority):

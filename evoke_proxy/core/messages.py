@@ -7,9 +7,9 @@ message by message: which items become one message, and which message becomes se
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 from evoke_proxy.core.blocks import Role
 from evoke_proxy.core.rendered import role_named
@@ -52,9 +52,41 @@ class Message:
         return "\n".join(part for part in (self.text, *calls) if part)
 
 
-def from_chat(body: Mapping[str, Any]) -> list[Message]:
+class ReadLater(Sequence[Message]):
+    """Messages that are items of a body one for one, each read when somebody wants to know it.
+
+    Of a long conversation that is only the end.
+    """
+
+    __slots__ = ("_items", "_read")
+
+    def __init__(self, items: Sequence[Mapping[str, Any]]) -> None:
+        self._items = items
+        self._read: dict[int, Message] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | Sequence[Message]:
+        if isinstance(at, slice):
+            return ReadLater(self._items[at])
+        if at not in self._read:
+            self._read[at] = _plain(self._items[at])
+        return self._read[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def from_chat(body: Mapping[str, Any]) -> Sequence[Message]:
     """Messages of a chat completions body, one for one."""
-    return [_plain(item) for item in _items(body.get("messages"))]
+    return ReadLater(_items(body.get("messages")))
 
 
 def from_completion(body: Mapping[str, Any]) -> list[Message]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.blocks import Block, BlockState, Span, common, without
+from evoke_proxy.core.block_table import BlockTable, Mask
+from evoke_proxy.core.blocks import BlockState, Span, clipped
 from evoke_proxy.core.retrieve import Index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyView:
-    """Blocks tile the prompt up to its generation prompt; states are theirs, in the same order.
+    """Blocks tile the prompt up to its generation prompt. Of each, `in_cache` says whether its rows
+    are in the slot, `in_pool` whether the host pool has a copy.
 
     [0, n_past) will not be decoded, [n_past, n_tokens) is the tail. `resident` are all rows of the
     slot, those past `n_past` too: they are of another text and go when the request starts.
@@ -18,8 +20,9 @@ class PolicyView:
     [0, adopt_to) without a gap. `stale` are labels of useless copies.
     """
 
-    blocks: tuple[Block, ...]
-    states: tuple[BlockState, ...]
+    blocks: BlockTable
+    in_cache: Mask
+    in_pool: Mask
     n_tokens: int
     n_past: int
     resident: tuple[Span, ...] = ()
@@ -30,6 +33,12 @@ class PolicyView:
     index: Index = field(default_factory=Index)
 
     @property
+    def states(self) -> tuple[BlockState, ...]:
+        """The same facts, block by block."""
+        facts = zip(self.in_cache.tolist(), self.in_pool.tolist(), strict=True)
+        return tuple(BlockState.of(*fact) for fact in facts)
+
+    @property
     def tail(self) -> int:
         """How many tokens will be decoded before the first output token."""
         return self.n_tokens - self.n_past
@@ -37,7 +46,7 @@ class PolicyView:
     @property
     def kept_rows(self) -> tuple[Span, ...]:
         """Resident rows that the prompt goes on from."""
-        return common(self.resident, [Span(0, self.n_past)])
+        return clipped(self.resident, Span(0, self.n_past))
 
     @property
     def strange_rows(self) -> tuple[Span, ...]:
@@ -45,5 +54,5 @@ class PolicyView:
 
         llama-server does not evict the last row.
         """
-        top = max((span.end for span in self.resident), default=0)
-        return without(self.resident, [Span(0, self.n_past), Span(max(0, top - 1), top)])
+        top = self.resident[-1].end if self.resident else 0
+        return clipped(self.resident, Span(self.n_past, max(self.n_past, top - 1)))

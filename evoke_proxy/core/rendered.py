@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +54,7 @@ class SlotView:
                 epoch=int(answer["epoch"]),
                 n_tokens=int(answer["n_tokens"]),
                 n_common=int(answer.get("n_common", 0)),
-                resident=merged(Span(int(a), int(b)) for a, b in answer["resident"]),
+                resident=merged([Span(int(a), int(b)) for a, b in answer["resident"]]),
                 n_free=int(answer["n_free"]),
                 busy=bool(answer.get("is_processing", False)),
             )
@@ -84,14 +85,15 @@ class Rendered:
 
     tokens: Tokens
     generation: int
-    spans: tuple[MessageSpan, ...]
+    spans: Sequence[MessageSpan]
     slots: tuple[SlotView, ...] = ()
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> Rendered:
-        """From the answer of `POST /evoke/render`; UpstreamProtocolError on another shape."""
+        """From the answer of `POST /evoke/render`, compact or not; UpstreamProtocolError on another
+        shape."""
         try:
-            tokens = np.asarray(answer["tokens"], dtype=np.int32)
+            tokens = _tokens(answer)
             generation = int(answer.get("generation", len(tokens)))
             spans = _message_spans(answer.get("spans") or (), generation)
             slots = answer.get("slots") or ()
@@ -119,7 +121,46 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
     return first if n and differs[first] else n
 
 
-def _message_spans(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
+def _tokens(answer: Mapping[str, Any]) -> Tokens:
+    if "tokens_b64" not in answer:
+        return np.asarray(answer["tokens"], dtype=np.int32)
+    raw = binascii.a2b_base64(answer["tokens_b64"], strict_mode=True)
+    return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
+
+
+def _message_spans(answer: Any, generation: int) -> Sequence[MessageSpan]:
+    return _Columns(answer, generation) if isinstance(answer, dict) else _listed(answer, generation)
+
+
+class _Columns(Sequence[MessageSpan]):
+    """Spans as they come in a compact answer; one becomes an object when it is asked for."""
+
+    __slots__ = ("_ends", "_index", "_role")
+
+    def __init__(self, answer: Mapping[str, Any], generation: int) -> None:
+        self._index, self._role, self._ends = answer["index"], answer["role"], answer["end"]
+        if not len(self._index) == len(self._role) == len(self._ends):
+            raise ValueError("columns of spans differ in length")
+        ends = np.array([0, *self._ends], dtype=np.int64)
+        if (ends[1:] < ends[:-1]).any() or (len(self) and ends[-1] != generation):
+            raise ValueError("spans do not ascend to the generation prompt")
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, at: int) -> MessageSpan: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[MessageSpan]: ...
+    def __getitem__(self, at: int | slice) -> MessageSpan | Sequence[MessageSpan]:
+        if isinstance(at, slice):
+            return tuple([self[i] for i in range(*at.indices(len(self)))])
+        at = range(len(self))[at]
+        start = self._ends[at - 1] if at else 0
+        return MessageSpan(self._index[at], role_named(self._role[at]), Span(start, self._ends[at]))
+
+
+def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
     spans = tuple(
         MessageSpan(
             int(item["index"]),

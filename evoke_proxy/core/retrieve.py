@@ -10,15 +10,15 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
 
+from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block
 
 Scores = npt.NDArray[np.float64]
-Indexes = npt.NDArray[np.int64]
 
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
 _K1 = 1.2
@@ -55,9 +55,9 @@ class Index:
         self._clear()
 
     def __len__(self) -> int:
-        return len(self._number)
+        return len(self._held)
 
-    def relevance(self, query: str, blocks: Sequence[Block]) -> Scores:
+    def relevance(self, query: str, blocks: BlockTable) -> Scores:
         """One value in [0, 1] a block, in their order; all 0 when nothing matches.
 
         The index is first made to hold exactly these blocks.
@@ -65,34 +65,35 @@ class Index:
         self._hold(blocks)
         words = self._bm25(query)
         scores = words + _MENTION * max(words.max(initial=0.0), 1.0) * self._mentioned(query)
-        mine = scores[[self._number[block.label] for block in blocks]]
+        mine = scores[self._numbers]
         top = mine.max(initial=0.0)
         return _with_neighbours(mine / top, blocks) if top > 0 else mine
 
     def _clear(self) -> None:
-        self._number: dict[str, int] = {}
+        self._held = BlockTable()
+        self._numbers = np.zeros(0, dtype=np.int64)
         self._lengths = array("d")
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._names: dict[str, array[int]] = {}
         self._alive = np.zeros(0, dtype=bool)
 
-    def _hold(self, blocks: Sequence[Block]) -> None:
-        dead = len(self._lengths) - len(self._number)
-        if dead > max(_COMPACT_ABOVE, len(self._number)):
+    def _hold(self, blocks: BlockTable) -> None:
+        dead = len(self._lengths) - len(self._held)
+        if dead > max(_COMPACT_ABOVE, len(self._held)):
             self._clear()
-        wanted = {block.label for block in blocks}
-        for label in [label for label in self._number if label not in wanted]:
-            del self._number[label]
-        for block in blocks:
-            if block.label not in self._number:
-                self._add(block)
+        same = _shared(self._held.labels, blocks.labels)
+        if same == len(self._held) == len(blocks):
+            return
+        had = dict(zip(self._held.labels[same:], self._numbers[same:].tolist(), strict=True))
+        added = [had[b.label] if b.label in had else self._add(b) for b in blocks[same:]]
+        self._numbers = np.concatenate([self._numbers[:same], np.array(added, np.int64)])
+        self._held = blocks
         self._alive = np.zeros(len(self._lengths), dtype=bool)
-        self._alive[list(self._number.values())] = True
+        self._alive[self._numbers] = True
 
-    def _add(self, block: Block) -> None:
+    def _add(self, block: Block) -> int:
         number = len(self._lengths)
         counts = Counter(terms(block.text))
-        self._number[block.label] = number
         self._lengths.append(float(counts.total()))
         for term, count in counts.items():
             ids, weights = self._postings.setdefault(term, (array("l"), array("d")))
@@ -100,10 +101,11 @@ class Index:
             weights.append(float(count))
         for name in {name.lower() for name in block.identity}:
             self._names.setdefault(name, array("l")).append(number)
+        return number
 
     def _bm25(self, query: str) -> Scores:
         scores = np.zeros(len(self._lengths))
-        n_blocks = len(self._number)
+        n_blocks = len(self._held)
         lengths = np.array(self._lengths)
         mean = lengths[self._alive].mean() if n_blocks else 0.0
         norm = _K1 * (1 - _B + _B * lengths / max(mean, 1.0))
@@ -130,20 +132,16 @@ def _spelled(query: str) -> set[str]:
     return {form for run in bare for form in (run, run.rsplit("/", 1)[-1]) if form}
 
 
-def _with_neighbours(scores: Scores, blocks: Sequence[Block]) -> Scores:
+def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many labels two tables begin with alike: the very same objects, which is quick to see."""
+    same = np.fromiter(map(is_, one, other), np.bool_, min(len(one), len(other)))
+    return len(same) if same.all() else int(same.argmin())
+
+
+def _with_neighbours(scores: Scores, blocks: BlockTable) -> Scores:
     shared = scores.copy()
-    left, right = _adjacent(blocks)
+    left = blocks.adjacent()
+    right = left + 1
     shared[left] = np.maximum(shared[left], _NEIGHBOUR * scores[right])
     shared[right] = np.maximum(shared[right], _NEIGHBOUR * scores[left])
     return shared
-
-
-def _adjacent(blocks: Sequence[Block]) -> tuple[Indexes, Indexes]:
-    """Indexes of blocks that touch and are of one message: left ones, and their right ones."""
-    starts = np.array([block.span.start for block in blocks], dtype=np.int64)
-    ends = np.array([block.span.end for block in blocks], dtype=np.int64)
-    messages = np.array([block.message for block in blocks], dtype=np.int64)
-    order = starts.argsort(kind="stable")
-    left, right = order[:-1], order[1:]
-    touch = (ends[left] == starts[right]) & (messages[left] == messages[right])
-    return left[touch], right[touch]

@@ -44,26 +44,27 @@ def cut(
     block_tokens: int = 64,
     cuts: Iterable[int] = (),
     start: int = 0,
-    keys: Iterable[str] = (),
+    numbers: Mapping[str, int] | None = None,
 ) -> list[Draft]:
     """Blocks of at most `block_tokens` tokens that cover [start, generation) without gaps.
 
-    None crosses the end of a message or a position of `cuts`. `keys` are those taken by blocks
-    before `start`: numbering goes on after them. Without spans the whole prompt is one message.
+    None crosses the end of a message or a position of `cuts`. `numbers` says for names that blocks
+    before `start` have where their numbering goes on. Without spans the prompt is one message.
     A block's text is its share of the message's text by length, with some overlap at both ends.
     """
     end = min(generation, n_tokens)
-    given = spans or (MessageSpan(0, Role.USER, Span(0, end)),)
+    given = spans if len(spans) else (MessageSpan(0, Role.USER, Span(0, end)),)
+    first = bisect_right(given, start, key=_span_end)
     names = _Names(messages)
     drafts: list[Draft] = []
     edges = sorted(cuts)
-    fresh = [(item, names.of(item)) for item in given if item.span.end > start]
-    numbers = _last_numbers(keys, [name.base for _, name in fresh])
-    for item, name in fresh:
+    taken = defaultdict(int, numbers or {})
+    for item in given[first:]:
+        name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
         for span in _pieces(item.span.clipped(end), start, edges, block_tokens):
-            number = numbers[name.base]
-            numbers[name.base] += 1
+            number = taken[name.base]
+            taken[name.base] += 1
             text = share(message.shown, item.span, span)
             key = f"{name.base}#{number}"
             drafts.append(Draft(key, span, item.role, item.index, text, name.identity))
@@ -91,15 +92,12 @@ def share(text: str, whole: Span, part: Span) -> str:
     return text[max(0, begin) : end]
 
 
-def _last_numbers(keys: Iterable[str], names: Iterable[str]) -> defaultdict[str, int]:
+def next_numbers(keys: Iterable[str], known: Mapping[str, int] | None = None) -> dict[str, int]:
     """The next free number of each name; keys are `name#2`, or `name#2.1` of a split block."""
-    numbers: defaultdict[str, int] = defaultdict(int)
-    beginnings = tuple({f"{name}#" for name in names})
-    for key in [key for key in keys if key.startswith(beginnings)]:
+    numbers = dict(known or {})
+    for key in keys:
         base, _, rest = key.rpartition("#")
-        digits = rest.partition(".")[0]
-        if digits.isdecimal():
-            numbers[base] = max(numbers[base], int(digits) + 1)
+        numbers[base] = max(numbers.get(base, 0), int(rest.partition(".")[0]) + 1)
     return numbers
 
 
@@ -108,18 +106,24 @@ class _Names:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
-        self._calls = {
-            call.id: call for message in messages for call in message.tool_calls if call.id
-        }
 
     def of(self, item: MessageSpan) -> _Name:
-        if 0 <= item.index < len(self._messages):
-            return _name(item.index, self._messages[item.index], self._calls)
-        return _Name(f"{item.role}:{item.index}", ())
+        if not 0 <= item.index < len(self._messages):
+            return _Name(f"{item.role}:{item.index}", ())
+        message = self._messages[item.index]
+        call = self._call(message.tool_call_id) if message.role is Role.TOOL else None
+        return _name(item.index, message, call)
+
+    def _call(self, id: str) -> ToolCall | None:
+        """The latest call with this id."""
+        for message in reversed(self._messages) if id else ():
+            for call in reversed(message.tool_calls):
+                if call.id == id:
+                    return call
+        return None
 
 
-def _name(index: int, message: Message, calls: Mapping[str, ToolCall]) -> _Name:
-    call = calls.get(message.tool_call_id) if message.role is Role.TOOL else None
+def _name(index: int, message: Message, call: ToolCall | None) -> _Name:
     called = [call] if call is not None else list(message.tool_calls)
     identity = [part for item in called for part in _call_identity(item)]
     identity += [message.block_name, message.name, message.tool_call_id]
@@ -154,6 +158,10 @@ def _path(call: ToolCall) -> str:
         return ""
     given = (arguments.get(key) for key in _PATH_ARGUMENTS)
     return next((value for value in given if isinstance(value, str) and value.strip()), "").strip()
+
+
+def _span_end(item: MessageSpan) -> int:
+    return item.span.end
 
 
 def _basename(path: str) -> str:

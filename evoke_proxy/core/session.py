@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.blocks import Role, Span, common
+from evoke_proxy.core.block_table import ROLES
+from evoke_proxy.core.blocks import Role, Span, clipped
 from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.layout import Layout, SavedRange, wire_name
@@ -132,8 +133,9 @@ class Session:
         given = list(ranges)
         if not given:
             return
-        named = {label for label, _ in given}
-        own = {b.label: b.span for b in self.layout.blocks if b.label in named}
+        named = frozenset(label for label, _ in given)
+        blocks = self.layout.blocks
+        own = {block.label: block.span for block in blocks.pick(blocks.labelled(named))}
         saved = {label for label, span in given if own.get(label) == span}
         others = [SavedRange(label, span) for label, span in given if label not in own]
         self.layout = self.layout.with_saved(saved, others)
@@ -149,9 +151,9 @@ class Session:
         """Copies of every resident row that has none, the generated ones too: before another
         session gets this slot. `view` must show the slot as this session's last reply left it."""
         blocks = self.layout.blocks
-        end = blocks[-1].span.end if blocks else 0
-        unsaved = [block for block in blocks if block.label not in self.layout.saved]
-        saves = [Save(block.label, block.span) for block in unsaved if _holds(view, block.span)]
+        end = blocks[-1].span.end if len(blocks) else 0
+        unsaved = blocks.within(view.resident) & ~self.layout.in_pool
+        saves = [Save(block.label, block.span) for block in blocks.pick(unsaved)]
         for span in self._generated(view, end):
             label = f"{wire_name(self.id)}/{span.start}-{span.end}-t{self.turns}/gen"
             saves.append(Save(label, span))
@@ -177,7 +179,7 @@ class Session:
             layout = self.layout.reconcile(
                 rendered, slot, request.messages, number, config.block_tokens, config.sink_tokens
             )
-            return layout.marked(request.messages, self._turn_marks)
+            return layout.marked(request.keeps, self._turn_marks)
 
         n_past = view.n_past(len(rendered.tokens))
         # Copies that end before that cannot take an adopted slot any further than it is.
@@ -194,22 +196,19 @@ class Session:
         """Blocks the engine was told to save before evicting, and that are out, have a copy."""
         if not self._doubtful:
             return layout
-        states = zip(layout.blocks, layout.states, strict=True)
-        out = {
-            block.label
-            for block, state in states
-            if not state.resident
-            and block.span.end <= layout.n_past
-            and self._doubtful.get(block.label) == block.span
-        }
-        return layout.with_saved(out)
+        out = ~layout.in_cache & (layout.blocks.ends <= layout.n_past)
+        blocks = layout.blocks.pick(out)
+        return layout.with_saved(
+            {block.label for block in blocks if self._doubtful.get(block.label) == block.span}
+        )
 
     def _policy_view(
         self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int
     ) -> PolicyView:
         return PolicyView(
             blocks=layout.blocks,
-            states=layout.states,
+            in_cache=layout.in_cache,
+            in_pool=layout.in_pool,
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
             resident=view.resident,
@@ -224,7 +223,7 @@ class Session:
         """Resident rows behind the last block, in pieces of a block, without saved ranges."""
         taken = {item.span for item in self.layout.ranges}
         size = self._config.block_tokens
-        spans = common(view.resident, [Span(start, max(start, view.n_tokens))])
+        spans = clipped(view.resident, Span(start, max(start, view.n_tokens)))
         pieces = [
             Span(at, min(at + size, span.end))
             for span in spans
@@ -251,7 +250,8 @@ def _check_budget(layout: Layout, config: PolicyConfig) -> None:
     needed = config.sink_tokens + config.recent_tokens + config.block_tokens
     if config.budget < needed:
         raise BudgetTooSmall(config.budget, needed)
-    pinned = sum(len(block.span) for block in layout.blocks if block.pinned)
+    blocks = layout.blocks
+    pinned = int(blocks.lengths[blocks.pinned].sum())
     cap = _pin_cap(layout, config, config.budget, needed)
     if pinned > cap:
         raise PinBudgetExceeded(pinned, cap)
@@ -259,15 +259,11 @@ def _check_budget(layout: Layout, config: PolicyConfig) -> None:
 
 def _pin_cap(layout: Layout, config: PolicyConfig, budget: int, needed: int) -> int:
     """A share of what system prompt and sinks leave, and never so much that a block cannot move."""
-    system = sum(
-        len(block.span) for block in layout.blocks if block.role is Role.SYSTEM and not block.pinned
-    )
+    blocks = layout.blocks
+    systems = (blocks.roles == ROLES.index(Role.SYSTEM)) & ~blocks.pinned
+    system = int(blocks.lengths[systems].sum())
     left = max(budget - config.sink_tokens - system, budget // _MIN_PIN_SHARE)
     return max(0, min(int(config.pin_share * left), budget - needed))
-
-
-def _holds(view: SlotView, span: Span) -> bool:
-    return any(rows.encloses(span) for rows in view.resident)
 
 
 def _agree(planned: Books, books: Books) -> bool:

@@ -172,6 +172,17 @@ class SlotPool:
         return Grant(index, victim)
 
 
+def taken_by(n_answers: int, n_slots: int, first: int) -> tuple[int, ...]:
+    """The slots of a request for several answers when all are idle; empty when it has too many.
+
+    llama-server's rule: `first` decodes the prompt, the first of the others get copies of it.
+    """
+    others = [slot for slot in range(n_slots) if slot != first]
+    if n_answers > n_slots:
+        return ()
+    return tuple(sorted([first, *others[: n_answers - 1]]))
+
+
 def _behind(waiter: _Waiter, other: _Waiter) -> bool:
     """Whether one must not be served before another of its tenant that came first."""
     return other.slot is None if waiter.slot is None else other.slot == waiter.slot

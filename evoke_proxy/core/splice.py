@@ -17,6 +17,7 @@ from evoke_proxy.errors import RequestError
 _MESSAGE_LISTS = ("messages", "input")
 _SPACE = " \t\n\r"
 _ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
+_EMPTY = re.compile(rb"\s*\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,18 @@ def edit_top_level(
     set: Mapping[str, bytes],
     remove: Collection[str],
     message_remove: Collection[str] = (),
+    keys: Collection[str] | None = None,
 ) -> bytes:
     """`body`, a JSON object, with members set and removed, all other bytes as they were.
 
     `set` maps keys to JSON texts: a key that is there gets its value replaced in place (later
     duplicates go), a new one is put right after the first brace. `message_remove` names members to
     remove from each object in the lists `messages` and `input`. RequestError when `body` is no
-    JSON object.
+    JSON object. `keys` are all of its top level, for a caller who has parsed it: what only adds
+    members then need not read a long body.
     """
+    if keys is not None and not message_remove and {*set, *remove}.isdisjoint(keys):
+        return _inserted(body, set)
     text = _decoded(body)
     scanner = _Scanner(text, message_remove)
     members = scanner.document()
@@ -101,6 +106,16 @@ def _refuse(why: str) -> NoReturn:
 def _may_hold(text: str, keys: Collection[str]) -> bool:
     """Whether one of these ASCII keys may be a key somewhere, spelled out or with escapes."""
     return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None
+
+
+def _inserted(body: bytes, set: Mapping[str, bytes]) -> bytes:
+    """A JSON object that has none of these members, with them."""
+    if not set:
+        return body
+    at = body.index(b"{") + 1
+    more = b"" if _EMPTY.match(body, at) else b","
+    added = b",".join(json.dumps(key).encode() + b":" + value for key, value in set.items())
+    return body[:at] + added + more + body[at:]
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -6,12 +6,14 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Role
 from evoke_proxy.core.identity import Hint, find
 from evoke_proxy.core.rendered import Rendered, Tokens
 from evoke_proxy.core.session import Session
+from evoke_proxy.core.slots import SlotPool
 
 
 @dataclass(slots=True)
@@ -56,6 +58,20 @@ class Conversation:
         """Every name under which llama-server may hold a copy for it."""
         layout = self.session.layout
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
+
+    def summary(self, pool: SlotPool) -> dict[str, Any]:
+        """What an operator is shown of it."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "slot": pool.slot_of(self.id),
+            "turns": self.session.turns,
+            "tokens": len(self.tokens),
+            "resident": self.n_resident,
+            "saved_blocks": len(self.labels),
+            "budget": self.budget,
+            "policy": self.policy,
+        }
 
 
 class Conversations:

@@ -19,24 +19,27 @@ from evoke_proxy.engine.waiting import Lease, Patience
 class Forwarding:
     """`body` is what to forward, `headers` go into the answer, `observe` wants its bytes.
 
-    `lease`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
+    `leases`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
     carries the marker, so that the reply will bring the engine's books. `held` is the budget of one
-    that has no plan but is held in a budget all the same. `stage` is where planning
-    stands, for counting what fails. `hint` is what the client calls its conversation, `patience`
-    what to do for it while it waits for a slot. `waits` are seconds by what was waited for, `own_s`
-    the rest of the time until forwarding, `after_s` what was left to do when the answer had ended.
+    that has no plan but is held in a budget all the same. `stage` is where planning stands, for
+    counting what fails. `hint` is what the client calls its conversation, `id_slot` the slot it
+    names, `is_batch` says that it brings several prompts. `patience` is what to do for it while it
+    waits for a slot. `waits` are seconds by what was waited for, `own_s` the rest of the time until
+    forwarding, `after_s` what was left to do when the answer had ended.
     """
 
     body: bytes
     began: float
     patience: Patience | None = None
     hint: Hint | None = None
+    id_slot: int | None = None
+    is_batch: bool = False
     shows: bool = False
     decision: str = "relay"
     stage: str = "render"
     marked: bool = False
     headers: dict[str, str] = field(default_factory=dict)
-    lease: Lease | None = None
+    leases: list[Lease] = field(default_factory=list)
     conversation: Conversation | None = None
     turn: Turn | None = None
     held: int | None = None
@@ -46,6 +49,11 @@ class Forwarding:
     waits: dict[str, float] = field(default_factory=dict)
     own_s: float | None = None
     after_s: float = 0.0
+
+    @property
+    def lease(self) -> Lease | None:
+        """The slot it runs in, the first when there are several; None when it has none."""
+        return self.leases[0] if self.leases else None
 
     @property
     def budget(self) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -16,16 +15,17 @@ from typing import Any
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.books import Books
-from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
+from evoke_proxy.core.chat import ChatRequest, freed, parse_chat
 from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
-from evoke_proxy.core.splice import edit_top_level, parse_object
+from evoke_proxy.engine.booking import book
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
+from evoke_proxy.engine.reading import parse_object
+from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import (
@@ -60,8 +60,9 @@ class Engine:
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         self.conversations = Conversations(config.policy, config.limits.sessions)
+        self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._planner = Planner(
-            config.policy, self.upstream, self.metrics, self._slots, self.conversations
+            config.policy, self.upstream, self.metrics, self._seating, self.conversations
         )
         self._tasks = asyncio.TaskGroup()
 
@@ -139,7 +140,7 @@ class Engine:
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         try:
             if reason:
-                await self._planner.seat(way, request, client, _tenant(client))
+                await self._seating.guest(way, request, client, _tenant(client))
             else:
                 await self._planner.prepare(way, request, client, _tenant(client))
         except (RequestError, CapacityError, ConnectionResetError):  # the last: our client is gone
@@ -157,9 +158,13 @@ class Engine:
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"
-        way.body = edit_top_level(way.body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS, is_object=True)
+        way.body = freed(way.body, body)
         way.hint = hint_of(client, body)
-        return parse_chat(dialect, body)
+        named = body.get("id_slot")
+        way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None
+        request = parse_chat(dialect, body)
+        way.is_batch = request.n > 1 and isinstance(body.get("prompt"), list)
+        return request
 
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:
         if isinstance(request, str):
@@ -207,38 +212,18 @@ class Engine:
             self.metrics.ttft_seconds.observe(way.first_byte_s)
         known, books = way.conversation, way.books
         if known is not None and books is not None:
-            self._book(way, known, books)
-        elif way.lease is not None and (known is not None or not way.observer.done):
+            book(way, known, books, self.metrics)
+        elif way.leases and (known is not None or not way.observer.done):
             self._spawn(self._settle(way, client), "settling a slot")
             return
         self._part(way, client)
 
-    def _book(self, way: Forwarding, known: Conversation, books: Books) -> None:
-        as_planned = known.session.finish(books)
-        if books.marker != "ok" or not as_planned:
-            self.metrics.plan_failures.labels(reason="books_differ").inc()
-            _log.warning("session %s: %r differs from the plan", known.id, books)
-        if books.marker != "ok":
-            known.epoch = None
-        if way.budget is not None and books.n_resident_peak > way.budget:
-            self.metrics.breaches.inc()
-        known.n_resident = books.n_resident
-        self.metrics.evicted.inc(len(books.auto_evicted))
-        self.metrics.count_books(
-            {
-                "decoded": books.decoded,
-                "recovered": books.recovered,
-                "resident_before": books.resident_before,
-                "omitted": books.omitted,
-            }
-        )
-
     async def _settle(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
-        assert way.lease is not None
         known = way.conversation
         try:
-            await self._until_idle(way.lease.slot, _tenant(client), client)
+            for lease in way.leases:
+                await self._until_idle(lease.slot, _tenant(client), client)
         finally:
             if known is not None and way.turn is not None:
                 known.session.finish(None)
@@ -257,8 +242,8 @@ class Engine:
         """The request is done with its slot and its session."""
         if way.conversation is not None:
             way.conversation.in_use -= 1
-        if way.lease is not None:
-            self._slots.release(way.lease)
+        for lease in way.leases:
+            self._slots.release(lease)
         for gone in self.conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
             if gone.labels:
@@ -281,20 +266,7 @@ class Engine:
 
     def sessions_summary(self) -> list[dict[str, Any]]:
         """Every session known, the latest used first."""
-        return [
-            {
-                "id": known.id,
-                "name": known.name,
-                "slot": self._slots.pool.slot_of(known.id),
-                "turns": known.session.turns,
-                "tokens": len(known.tokens),
-                "resident": known.n_resident,
-                "saved_blocks": len(known.labels),
-                "budget": known.budget,
-                "policy": known.policy,
-            }
-            for known in reversed(list(self.conversations))
-        ]
+        return [known.summary(self._slots.pool) for known in reversed(list(self.conversations))]
 
     def _started(self, server: ServerInfo) -> None:
         """A server has appeared: whatever was in the one before is gone."""

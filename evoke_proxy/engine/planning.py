@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import orjson
 
@@ -21,10 +20,11 @@ from evoke_proxy.core.session import Turn, effective
 from evoke_proxy.core.side import is_side
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
+from evoke_proxy.engine.calls import run_plan, slot_in
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
-from evoke_proxy.engine.waiting import Lease, SlotQueue
-from evoke_proxy.errors import PlanRefused, UpstreamProtocolError
+from evoke_proxy.engine.seating import Seating
+from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +37,13 @@ class Planner:
         policy: PolicyConfig,
         upstream: Upstream,
         metrics: Metrics,
-        slots: SlotQueue,
+        seating: Seating,
         conversations: Conversations,
     ) -> None:
         self._policy = policy
         self._upstream = upstream
         self._metrics = metrics
-        self._slots = slots
+        self._seating = seating
         self._conversations = conversations
 
     async def prepare(
@@ -60,12 +60,18 @@ class Planner:
         way.stage = "session"
         known = way.conversation = self._conversation(way, request, rendered, tenant)
         known.in_use += 1
-        lease = await self._acquire(way, known.id, tenant, known.passing)
+        left = self._seating.holds(known)
+        lease = await self._seating.acquire(
+            way, known.id, tenant, known.passing, self._seating.wanted(way)
+        )
         request, changed = self._truncated(way, request, rendered)
         if changed or lease.waited:
             way.stage = "render"
             rendered = await self._upstream.render(request.dialect, way.body, client)
-        await self._make_room(way, _slot(rendered, lease.slot), client)
+        if left is not None and left != lease.slot:
+            await self._seating.make_room(known, slot_in(rendered, left), client)
+        victim = self._conversations.get(lease.victim)
+        await self._seating.make_room(victim, slot_in(rendered, lease.slot), client)
         await self._plan(way, request, rendered, client)
         self._metrics.plan_seconds.observe(
             asyncio.get_running_loop().time() - began - way.waits["queue"]
@@ -81,40 +87,14 @@ class Planner:
         if way.lease is None or known is None:
             return
         rendered = await self._upstream.render(request.dialect, way.body, client)
-        view = _slot(rendered, way.lease.slot)
+        view = slot_in(rendered, way.lease.slot)
         if known.epoch != view.epoch:
             view = await self._without_foreign_holes(view, rendered, known, client)
         config = effective(self._policy, request)
         epoch = await self._run(Plan(stream=_unplanned(config)), view, known, client)
-        way.body = _marked(way.body, view.id, epoch)
+        way.body = _marked(way.body, request.keys, view.id, epoch)
         way.marked, way.held = True, config.budget
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
-
-    async def seat(
-        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
-    ) -> None:
-        """A slot for a request without a conversation; whose slot it is loses nothing.
-
-        One that wants several answers, or says which slot it wants, gets what llama-server gives.
-        Raises SlotsBusy, and EvokeErrors for what llama-server does.
-        """
-        # Spelled so, it is a key: quotes within a text are escaped.
-        if request.n > 1 or b'"id_slot"' in way.body:
-            return
-        lease = await self._acquire(way, f"guest-{id(way)}", tenant, guest=True)
-        way.stage = "seat"
-        victim = self._conversations.get(lease.victim)
-        if victim is not None and victim.epoch is not None:
-            slot = await self._upstream.slot(lease.slot, victim.tenant, client)
-            await self._make_room(way, SlotView.parse(slot), client)
-        way.body = edit_top_level(way.body, {"id_slot": orjson.dumps(lease.slot)}, ())
-
-    async def _acquire(self, way: Forwarding, session: str, tenant: str, guest: bool) -> Lease:
-        way.stage = "slot"
-        began = asyncio.get_running_loop().time()
-        way.lease = await self._slots.acquire(session, tenant, guest, way.patience)
-        way.waits["queue"] = asyncio.get_running_loop().time() - began
-        return way.lease
 
     def _conversation(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered, tenant: str
@@ -148,23 +128,6 @@ class Planner:
         way.body = body
         return replace(request, messages=messages), True
 
-    async def _make_room(self, way: Forwarding, view: SlotView, client: Mapping[str, str]) -> None:
-        """Save what the session before us leaves in the slot; if that fails, it decodes again."""
-        assert way.lease is not None
-        victim = self._conversations.get(way.lease.victim)
-        # Another epoch: somebody else was there since, and what is in the slot is not the victim's.
-        if victim is None or victim.epoch != view.epoch:
-            return
-        victim.epoch, victim.n_resident = None, 0
-        plan = victim.session.save_all(view)
-        try:
-            await self._run(plan, view, victim, client)
-        except PlanRefused as refused:
-            self._metrics.plan_failures.labels(reason=refused.type).inc()
-            _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
-        else:
-            victim.session.saved_all(plan)
-
     async def _plan(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
     ) -> None:
@@ -186,7 +149,7 @@ class Planner:
         """Decide, run the plan, mark the body; nothing of `way` changes unless all of it works."""
         assert way.lease is not None and way.conversation is not None
         way.stage = "decide"
-        view = _slot(rendered, way.lease.slot)
+        view = slot_in(rendered, way.lease.slot)
         session = way.conversation.session
         if way.conversation.epoch != view.epoch:
             view = await self._without_foreign_holes(view, rendered, way.conversation, client)
@@ -196,7 +159,7 @@ class Planner:
         epoch = await self._run(plan, view, way.conversation, client, rendered.tokens)
         session.applied(turn, plan)
         way.stage = "splice"
-        body = _marked(way.body, view.id, epoch)
+        body = _marked(way.body, request.keys, view.id, epoch)
         self._note(way, turn, plan, epoch)
         way.body = body
 
@@ -249,17 +212,7 @@ class Planner:
         client: Mapping[str, str],
         tokens: Tokens | None = None,
     ) -> int:
-        """Have llama-server run a plan; the epoch of the slot after it. Adopting needs `tokens`."""
-        epoch, tenant = view.epoch, {"tenant": known.tenant}
-        if plan.adopt is not None and tokens is not None:
-            prefix, names = tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
-            adopt = {"tokens": prefix, "names": names, "epoch": epoch} | tenant
-            epoch = _epoch(await self._upstream.run(view.id, "block-adopt", adopt, client))
-        ops = plan.ops()
-        if ops:
-            call = {"epoch": epoch, "ops": ops} | tenant
-            epoch = _epoch(await self._upstream.run(view.id, "block-plan", call, client))
-        return epoch
+        return await run_plan(self._upstream, plan, view, known.tenant, client, tokens)
 
     async def _learn(
         self, way: Forwarding, refused: PlanRefused, client: Mapping[str, str]
@@ -276,13 +229,6 @@ class Planner:
         way.conversation.session.failed(gone)
 
 
-def _slot(rendered: Rendered, slot: int) -> SlotView:
-    view = rendered.slot(slot)
-    if view is None:
-        raise UpstreamProtocolError(f"llama-server says nothing about slot {slot}")
-    return view
-
-
 def _unplanned(config: PolicyConfig) -> Stream:
     """How the engine holds a budget that nobody has planned for."""
     if config.budget is None or config.name == "no_eviction":
@@ -290,17 +236,10 @@ def _unplanned(config: PolicyConfig) -> Stream:
     return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
 
 
-def _epoch(answer: Mapping[str, Any]) -> int:
-    epoch = answer.get("epoch")
-    if not isinstance(epoch, int):
-        raise UpstreamProtocolError("a block call was answered without an epoch")
-    return epoch
-
-
-def _marked(body: bytes, slot: int, epoch: int) -> bytes:
+def _marked(body: bytes, keys: Collection[str], slot: int, epoch: int) -> bytes:
     marker = {
         "id_slot": orjson.dumps(slot),
         "cache_prompt": b"true",
         "evoke": orjson.dumps({"epoch": epoch}),
     }
-    return edit_top_level(body, marker, ())
+    return edit_top_level(body, marker, (), keys=keys)

@@ -11,11 +11,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evoke_proxy.core.blocks import Span, merged
+import numpy as np
+
+from evoke_proxy.core.block_table import BlockTable, Mask
+from evoke_proxy.core.blocks import Block, BlockState, Span, merged
 from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.rendered import SlotView
 
 BATCH = 128
+
+
+def seen(
+    blocks: Iterable[Block], states: Iterable[BlockState]
+) -> tuple[BlockTable, Mask, Mask]:
+    """Blocks in these states, as a PolicyView begins."""
+    known = tuple(states)
+    here = np.array([state.resident for state in known], np.bool_)
+    copied = np.array([state.saved for state in known], np.bool_)
+    return BlockTable(blocks), here, copied
 
 
 class Refused(Exception):

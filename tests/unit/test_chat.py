@@ -23,8 +23,9 @@ def query(*messages: tuple[str, str]) -> str:
 def test_a_plain_request_has_the_defaults() -> None:
     request = chat()
     assert request == ChatRequest(
-        "chat", request.messages, None, False, 1, False, cache_prompt=True, tags=Tags()
-    )
+        "chat", request.messages, None, False, 1, False, cache_prompt=True, tags=Tags(),
+        keys=request.keys,
+    )  # fmt: skip
     assert [message.role for message in request.messages] == [Role.USER]
     assert request.bypass == ""
 

@@ -203,16 +203,13 @@ def test_where_the_copies_end() -> None:
 
 
 def test_marks_are_those_of_now_and_of_the_turn() -> None:
-    messages = [MESSAGES[0], replace(MESSAGES[1], keep="pin")]
-    pinned = COLD.marked(messages, {})
+    pinned = COLD.marked({1: "pin"}, {})
     assert [block.pinned for block in pinned.blocks] == [False, False, True, True, True]
-    preferred = COLD.marked([MESSAGES[0], replace(MESSAGES[1], keep="prefer")], {1: (False, 3.0)})
+    preferred = COLD.marked({1: "prefer"}, {1: (False, 3.0)})
     assert [block.preferred for block in preferred.blocks] == [False, False, True, True, True]
     assert {block.priority for block in preferred.blocks} == {3.0}
-    assert [block.pinned for block in COLD.marked(messages[:1], {1: (True, 1.0)}).blocks] == [
-        True
-    ] * 5
-    assert preferred.marked(MESSAGES, {}).blocks == COLD.blocks
+    assert all(block.pinned for block in COLD.marked({}, {1: (True, 1.0)}).blocks)
+    assert preferred.marked({}, {}).blocks == COLD.blocks
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slot_model import SlotModel
+from slot_model import SlotModel, seen
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common, merged, total
 from evoke_proxy.core.books import forecast
 from evoke_proxy.core.plan import Plan, Stream
@@ -51,8 +51,7 @@ def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
     strange = draw(st.integers(0, 200))
     rows += [Span(strange_at, strange_at + strange)]
     return PolicyView(
-        blocks=tuple(blocks),
-        states=tuple(states),
+        *seen(blocks, states),
         n_tokens=at + loose + draw(st.integers(1, 4)),
         n_past=0 if adopts else known_end + loose,
         resident=merged(rows),
@@ -121,11 +120,12 @@ def after(view: PolicyView, plan: Plan) -> tuple[PolicyView, SlotModel]:
         BlockState.of(total(common(resident, [b.span])) == len(b.span), b.label in model.store)
         for b in view.blocks
     )
-    seen = replace(
-        view, states=states, n_past=cursor, resident=slot.resident, n_free=slot.n_free, adopt_to=0,
-        stale=(),
+    _, here, copied = seen(view.blocks, states)
+    later = replace(
+        view, in_cache=here, in_pool=copied, n_past=cursor, resident=slot.resident,
+        n_free=slot.n_free, adopt_to=0, stale=(),
     )  # fmt: skip
-    return seen, model
+    return later, model
 
 
 def resident_tokens(view: PolicyView) -> int:
@@ -316,7 +316,7 @@ def line(
     end = len(texts) * 64
     found = tuple(kinds[state] for state in states)
     rows = merged(b.span for b, s in zip(blocks, found, strict=True) if s.resident)
-    return PolicyView(blocks, found, end + tail, end, rows, index=Index())
+    return PolicyView(*seen(blocks, found), end + tail, end, rows, index=Index())
 
 
 FILLER = [f"some filler number{i}" for i in range(12)]
@@ -357,7 +357,7 @@ def test_without_a_budget_saved_blocks_come_back_as_cells_allow() -> None:
 def test_a_small_difference_is_not_worth_a_move() -> None:
     view = line(FILLER[:8], "rsrrrrrr")
     first, second, *others = view.blocks
-    view = replace(view, blocks=(first, replace(second, preferred=True), *others))
+    view = replace(view, blocks=BlockTable([first, replace(second, preferred=True), *others]))
     assert moved(decide(view, "", replace(CONFIG, margin=0.0))) == "-s/2 -s/3 +s/1"
     assert moved(decide(view, "", replace(CONFIG, margin=0.5))) == "-s/2"
 
@@ -366,7 +366,7 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
     view = line(["x"] * 10, "r" * 10)
     keys = [f"key{(i * 7) % 10}" for i in range(10)]
     flat = [replace(b, key=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)]
-    plan = decide(replace(view, blocks=tuple(flat)), "", CONFIG)
+    plan = decide(replace(view, blocks=BlockTable(flat)), "", CONFIG)
     left = {b.key for b in flat} - {flat[int((e.label or "")[2:])].key for e in plan.evicts}
     assert left - {keys[0], keys[9]} == {"key1", "key2", "key4", "key5"}
     assert plan.stream is not None
@@ -376,13 +376,13 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, query: str, blocks: Sequence[Block]) -> Scores:
+    def relevance(self, query: str, blocks: BlockTable) -> Scores:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 
 def test_the_order_of_a_sum_decides_nothing() -> None:
     view = line(["x"] * 10, "r" * 10)
-    flat = tuple(replace(block, preferred=True) for block in view.blocks)
+    flat = BlockTable(replace(block, preferred=True) for block in view.blocks)
     plan = decide(replace(view, blocks=flat, index=NoisyIndex()), "", CONFIG)
     assert moved(plan) == "-s/5 -s/6 -s/7 -s/8"
 

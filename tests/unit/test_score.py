@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from slot_model import seen
 
 from evoke_proxy.core.blocks import Block, BlockState, Role, Span
 from evoke_proxy.core.policy_view import PolicyView
@@ -15,7 +16,7 @@ BLOCK = Block("user:0#0", "s/0", Span(64, 128), Role.USER, 1, 0, "")
 
 
 def score(block: Block, sink_tokens: int = 16) -> float:
-    view = PolicyView((block,), (BlockState.RESIDENT,), N_TOKENS, N_TOKENS - 1)
+    view = PolicyView(*seen((block,), (BlockState.RESIDENT,)), N_TOKENS, N_TOKENS - 1)
     return float(keep_scores(view, sink_tokens)[0])
 
 
@@ -71,7 +72,7 @@ def test_preferred_and_priority_raise_a_score_but_not_above_1() -> None:
 
 
 def test_scores_are_in_the_blocks_order() -> None:
-    blocks = tuple(at(end) for end in (9_000, 300, 70_000))
-    view = PolicyView(blocks, (BlockState.RESIDENT,) * 3, N_TOKENS, 99_999)
-    assert keep_scores(view, 16).argsort().tolist() == [1, 0, 2]
-    assert keep_scores(PolicyView((), (), 1, 0), 16).tolist() == []
+    blocks = tuple(at(end) for end in (300, 9_000, 70_000))
+    view = PolicyView(*seen(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
+    assert keep_scores(view, 16).argsort().tolist() == [0, 1, 2]
+    assert keep_scores(PolicyView(*seen((), ()), 1, 0), 16).tolist() == []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from evoke_proxy.core.blocks import Role, Span
 from evoke_proxy.core.messages import Message, ToolCall
 from evoke_proxy.core.rendered import MessageSpan
-from evoke_proxy.core.segment import Draft, cut
+from evoke_proxy.core.segment import Draft, cut, next_numbers
 
 
 def spans_of(*lengths: int, role: Role = Role.USER) -> list[MessageSpan]:
@@ -115,11 +115,12 @@ def test_an_identity_holds_whatever_a_text_may_call_it() -> None:
 
 
 def test_numbering_goes_on_after_the_keys_that_are_taken() -> None:
-    keys = ["user:0#0", "user:0#1", "user:0#2.1", "file:a#b#7", "odd"]
-    drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, keys=keys)
+    numbers = next_numbers(["user:0#0", "user:0#1", "user:0#2.1", "file:a#b#7"], {"tool:x": 2})
+    assert numbers == {"user:0": 3, "file:a#b": 8, "tool:x": 2}
+    drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, numbers=numbers)
     assert [draft.key for draft in drafts] == ["user:0#3"]
     named_message = [Message(Role.USER, block_name="file:a#b")]
-    [draft] = cut(10, spans_of(10), named_message, 10, keys=keys)
+    [draft] = cut(10, spans_of(10), named_message, 10, numbers=numbers)
     assert draft.key == "file:a#b#8"
 
 

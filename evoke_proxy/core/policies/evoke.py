@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.blocks import merged, total
+from evoke_proxy.core.block_table import Mask
+from evoke_proxy.core.blocks import count, merged
 from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream, Victim
 from evoke_proxy.core.policies.working_set import (
     Candidates,
-    Mask,
     WorkingSet,
+    by_value,
     candidates,
     choose,
     that_fit,
@@ -47,7 +48,7 @@ def decide(view: PolicyView, query: str, config: PolicyConfig, recovers: bool) -
     return Plan(
         saves=_saves(view, out) if recovers else (),
         evicts=(*_evicts(view, out), *(Evict(span) for span in rows)),
-        loads=tuple(Load(view.blocks[i].label, view.blocks[i].span) for i in np.flatnonzero(loads)),
+        loads=tuple(Load(block.label, block.span) for block in view.blocks.pick(loads)),
         drops=_drops(view, recovers),
         stream=_stream(view, config, values, (given.resident & ~out) | loads, loads, query),
         infeasible=chosen.infeasible,
@@ -58,11 +59,11 @@ def decide(view: PolicyView, query: str, config: PolicyConfig, recovers: bool) -
 def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, values: Scores) -> Plan:
     capacity = _capacity(view.n_tokens - view.adopt_to, view.max_tokens, config)
     chosen = choose(given, values, capacity, config.margin)
-    room = view.n_free + total(view.resident) - (view.n_tokens - view.adopt_to)
+    room = view.n_free + count(view.resident) - (view.n_tokens - view.adopt_to)
     if config.budget is not None:
         room = min(room, config.budget)
     loads = that_fit(given, values, chosen.chosen, room)
-    blocks = [view.blocks[i] for i in np.flatnonzero(loads)]
+    blocks = view.blocks.pick(loads)
     if not blocks or blocks[-1].span.end != view.adopt_to:
         # Without the block decoding goes on from there is nothing to adopt: decode it all.
         nothing = np.zeros(len(loads), dtype=bool)
@@ -101,27 +102,25 @@ def _loads(
     freed = int(given.lengths[out].sum())
     room = view.n_free + freed - view.tail
     if config.budget is not None:
-        strange = total(view.strange_rows)
-        rows = total(view.resident) - freed - strange
+        strange = count(view.strange_rows)
+        rows = count(view.resident) - freed - strange
         room = min(room + strange, config.budget - rows)
     return that_fit(given, values, chosen.chosen & ~given.resident, room)
 
 
 def _saves(view: PolicyView, out: Mask) -> tuple[Save, ...]:
-    blocks = [view.blocks[i] for i in np.flatnonzero(out) if not view.states[i].saved]
+    blocks = view.blocks.pick(out & ~view.in_pool)
     return tuple(Save(block.label, block.span) for block in blocks)
 
 
 def _evicts(view: PolicyView, out: Mask) -> tuple[Evict, ...]:
-    blocks = [view.blocks[i] for i in np.flatnonzero(out)]
-    return tuple(Evict(block.span, block.label) for block in blocks)
+    return tuple(Evict(block.span, block.label) for block in view.blocks.pick(out))
 
 
 def _drops(view: PolicyView, recovers: bool) -> tuple[Drop, ...]:
     useless = set(view.stale)
     if not recovers:  # what the stream has saved is of no use either
-        blocks = zip(view.blocks, view.states, strict=True)
-        useless |= {block.label for block, state in blocks if state.saved}
+        useless |= {block.label for block in view.blocks.pick(view.in_pool)}
     return tuple(Drop(label) for label in sorted(useless))
 
 
@@ -157,13 +156,14 @@ def _protected(
 ) -> list[int]:
     blocks = view.blocks
     cursor = view.adopt_to or view.n_past
-    pins = [i for i, b in enumerate(blocks) if b.pinned and (resident[i] or b.span.start >= cursor)]
-    loaded = [int(i) for i in np.flatnonzero(loads) if not blocks[i].pinned]
-    kept: list[int] = []
-    for i in [*pins, *sorted(loaded, key=lambda i: (-values[i], blocks[i].key))]:
-        if len(blocks[i].span) <= room:
+    pins = np.flatnonzero(blocks.pinned & (resident | (blocks.starts >= cursor)))
+    loaded = by_value(loads & ~blocks.pinned, values, blocks)
+    lengths, kept = blocks.lengths, list[int]()
+    for i in [*pins.tolist(), *loaded.tolist()]:
+        length = int(lengths[i])
+        if length <= room:
             kept.append(i)
-            room -= len(blocks[i].span)
+            room -= length
     return kept
 
 
@@ -177,20 +177,15 @@ def _order(
 ) -> tuple[Victim, ...]:
     """Least valuable first: what was there before this turn, then the turn's own text."""
     cursor = view.adopt_to or view.n_past
-    spared = set(protected)
-    free = [
-        i
-        for i, block in enumerate(view.blocks)
-        if i not in spared and block.span.start >= config.sink_tokens
-    ]
-    old = [i for i in free if resident[i]]
-    new = [i for i in free if view.blocks[i].span.start >= cursor]
+    blocks = view.blocks
+    free = blocks.starts >= config.sink_tokens
+    free[protected] = False
+    old, new = free & resident, free & (blocks.starts >= cursor)
     worth = values
-    if new and len(query) > 2 * _FOCUS_CHARS:
+    if new.any() and len(query) > 2 * _FOCUS_CHARS:
         worth = _values(view, _ends(query, _FOCUS_CHARS), config)
-    old.sort(key=lambda i: (values[i], view.blocks[i].key))
-    new.sort(key=lambda i: (worth[i], view.blocks[i].key))
-    return tuple(Victim(view.blocks[i].label, view.blocks[i].span) for i in [*old, *new])
+    order = np.concatenate([by_value(old, -values, blocks), by_value(new, -worth, blocks)])
+    return tuple([Victim(block.label, block.span) for block in blocks.pick(order)])
 
 
 def _ends(text: str, chars: int) -> str:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from evoke_proxy.core.blocks import BlockState, total
+from evoke_proxy.core.block_table import BlockTable, Mask, Positions
+from evoke_proxy.core.blocks import count
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.score import Scores
 
-Mask = npt.NDArray[np.bool_]
-
-_RESIDENT = {state: state.resident for state in BlockState}
-_SAVED = {state: state.saved for state in BlockState}
+# So many blocks are looked at before those that have become too long are left out of the rest.
+_STRIDE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The blocks of a view as arrays. `must` may not leave, or has to come back."""
+    """The blocks of a view, and what may be done with each. `must` may not leave, or has to come
+    back."""
 
-    keys: tuple[str, ...]
-    lengths: npt.NDArray[np.int64]
+    blocks: BlockTable
+    lengths: Positions
     resident: Mask
     loadable: Mask
     must: Mask
@@ -43,19 +41,13 @@ def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates
     """What can be chosen from: resident blocks, and saved ones below the write cursor."""
     adopts = view.adopt_to > 0
     cursor = view.adopt_to if adopts else view.n_past
-    blocks, states = view.blocks, view.states
-    starts = np.array([block.span.start for block in blocks], dtype=np.int64)
-    ends = np.array([block.span.end for block in blocks], dtype=np.int64)
-    resident = _of(states, _RESIDENT) & (not adopts)
-    saved = _of(states, _SAVED)
-    below = ends <= cursor
-    loadable = saved & below & ~resident if recovers else np.zeros(len(blocks), bool)
-    pinned = np.array([block.pinned for block in blocks], dtype=bool)
-    stays = pinned | (starts < sink_tokens) | ((starts < cursor) & (cursor <= ends))
-    lengths = ends - starts
-    loose = 0 if adopts else total(view.kept_rows) - int(lengths[resident].sum())
-    keys = tuple(block.key for block in blocks)
-    return Candidates(keys, lengths, resident, loadable, stays & (resident | loadable), loose)
+    blocks = view.blocks
+    starts, ends, lengths = blocks.starts, blocks.ends, blocks.lengths
+    resident = view.in_cache & (not adopts)
+    loadable = view.in_pool & (ends <= cursor) & ~resident & recovers
+    stays = blocks.pinned | (starts < sink_tokens) | ((starts < cursor) & (cursor <= ends))
+    loose = 0 if adopts else count(view.kept_rows) - int(lengths[resident].sum())
+    return Candidates(blocks, lengths, resident, loadable, stays & (resident | loadable), loose)
 
 
 def choose(given: Candidates, values: Scores, capacity: int | None, margin: float) -> WorkingSet:
@@ -68,35 +60,43 @@ def choose(given: Candidates, values: Scores, capacity: int | None, margin: floa
     if capacity is None:
         chosen = given.resident | given.loadable
         return WorkingSet(chosen, False, int(given.lengths[chosen].sum()) + given.loose_rows)
-    chosen = given.must.copy()
     if used > capacity:
-        return WorkingSet(chosen, True, used)
+        return WorkingSet(given.must.copy(), True, used)
     worth = values + np.where(given.resident, margin, 0.0)
-    lengths = given.lengths.tolist()
-    for i in by_value(np.flatnonzero((given.resident | given.loadable) & ~chosen), worth, given):
-        if used + lengths[i] <= capacity:
-            chosen[i] = True
-            used += lengths[i]
-    return WorkingSet(chosen, False, used)
+    order = by_value((given.resident | given.loadable) & ~given.must, worth, given.blocks)
+    taken = _taken(order, given.lengths, capacity - used)
+    return WorkingSet(given.must | taken, False, used + int(given.lengths[taken].sum()))
 
 
 def that_fit(given: Candidates, values: Scores, wanted: Mask, room: int) -> Mask:
     """Of the blocks wanted back, those that must be first and then the most valuable in `room`."""
-    fitting = np.zeros(len(wanted), dtype=bool)
-    order = by_value(np.flatnonzero(wanted), values + np.where(given.must, 1e6, 0.0), given)
-    lengths = given.lengths.tolist()
-    for i in order:
-        if lengths[i] <= room:
-            fitting[i] = True
-            room -= lengths[i]
-    return fitting
+    order = by_value(wanted, values + np.where(given.must, 1e6, 0.0), given.blocks)
+    return _taken(order, given.lengths, room)
 
 
-def by_value(indexes: npt.NDArray[np.int64], values: Scores, given: Candidates) -> list[int]:
-    """Most valuable first; equal ones by key."""
-    costs, keys = (-values).tolist(), given.keys
-    return sorted(indexes.tolist(), key=lambda i: (costs[i], keys[i]))
+def by_value(wanted: Mask, values: Scores, blocks: BlockTable) -> Positions:
+    """Indexes of these blocks, most valuable first; equal ones by key."""
+    indexes = np.flatnonzero(wanted)
+    order = indexes[(-values[indexes]).argsort(kind="stable")]
+    ranked = values[order]
+    equal = np.flatnonzero(ranked[1:] == ranked[:-1])
+    if len(equal):
+        for first in np.setdiff1d(equal, equal + 1).tolist():
+            end = first + int((ranked[first:] == ranked[first]).sum())
+            order[first:end] = sorted(order[first:end].tolist(), key=lambda i: blocks[i].key)
+    return order
 
 
-def _of(states: Sequence[BlockState], wanted: Mapping[BlockState, bool]) -> Mask:
-    return np.array([wanted[state] for state in states], dtype=bool)
+def _taken(order: Positions, lengths: Positions, room: int) -> Mask:
+    """The first that fits, the next that fits beside it, and so on."""
+    taken = np.zeros(len(lengths), np.bool_)
+    left = order
+    while len(left):
+        left = left[lengths[left] <= room]
+        for i in left[:_STRIDE].tolist():
+            length = int(lengths[i])
+            if length <= room:
+                taken[i] = True
+                room -= length
+        left = left[_STRIDE:]
+    return taken

@@ -1,0 +1,25 @@
+"""A request's bytes as what they say."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+
+from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.errors import RequestError
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A body as the object it is; RequestError when it is no JSON object in UTF-8."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        # Stricter than what edits bytes: whatever only that understands (a byte order mark, half an
+        # escaped surrogate pair) is to be read as it would be edited.
+        edit_top_level(body, {}, ())
+        parsed = json.loads(body)
+    if not isinstance(parsed, dict):
+        raise RequestError("the request body is not a JSON object", "invalid_json")
+    return parsed
