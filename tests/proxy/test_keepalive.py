@@ -91,7 +91,7 @@ def test_a_whole_answer_has_no_comments(patched_port: int) -> None:
     ],
 )
 def test_patience_that_ends_is_an_event(patched_port: int, path: str, begins: bytes) -> None:
-    with _busy(patched_port, limits__queue_timeout_s=0.2) as running:
+    with _busy(patched_port, 2000, limits__queue_timeout_s=0.2) as running:
         answer = _post(running, path, CHAT | {"input": "Hello."})
         assert _after(answer).startswith(begins)
         (event,) = events(answer.body)
