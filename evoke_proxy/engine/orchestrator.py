@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -16,16 +15,16 @@ from typing import Any
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, parse_chat
+from evoke_proxy.core.chat import ChatRequest, freed, parse_chat
 from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
-from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.booking import book
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
+from evoke_proxy.engine.reading import parse_object
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
@@ -154,13 +153,12 @@ class Engine:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
         if client.get("Content-Encoding", "identity").lower() != "identity":
             return "content_encoding"
-        given = way.body
         try:
-            way.body = edit_top_level(given, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS)
+            body = parse_object(way.body)
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"
-        body = json.loads(given)
+        way.body = freed(way.body, body)
         way.hint = hint_of(client, body)
         named = body.get("id_slot")
         way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import orjson
@@ -92,7 +92,7 @@ class Planner:
             view = await self._without_foreign_holes(view, rendered, known, client)
         config = effective(self._policy, request)
         epoch = await self._run(Plan(stream=_unplanned(config)), view, known, client)
-        way.body = _marked(way.body, view.id, epoch)
+        way.body = _marked(way.body, request.keys, view.id, epoch)
         way.marked, way.held = True, config.budget
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
 
@@ -159,7 +159,7 @@ class Planner:
         epoch = await self._run(plan, view, way.conversation, client, rendered.tokens)
         session.applied(turn, plan)
         way.stage = "splice"
-        body = _marked(way.body, view.id, epoch)
+        body = _marked(way.body, request.keys, view.id, epoch)
         self._note(way, turn, plan, epoch)
         way.body = body
 
@@ -236,10 +236,10 @@ def _unplanned(config: PolicyConfig) -> Stream:
     return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
 
 
-def _marked(body: bytes, slot: int, epoch: int) -> bytes:
+def _marked(body: bytes, keys: Collection[str], slot: int, epoch: int) -> bytes:
     marker = {
         "id_slot": orjson.dumps(slot),
         "cache_prompt": b"true",
         "evoke": orjson.dumps({"epoch": epoch}),
     }
-    return edit_top_level(body, marker, ())
+    return edit_top_level(body, marker, (), keys=keys)

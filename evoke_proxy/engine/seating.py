@@ -78,7 +78,7 @@ class Seating:
         if way.lease is not None and not way.is_batch:
             first = self.wanted(way) or 0 if request.n > 1 else way.lease.slot
             place = {"id_slot": orjson.dumps(first)}
-            way.body = edit_top_level(way.body, place, ())
+            way.body = edit_top_level(way.body, place, (), keys=request.keys)
 
     def _places(self, way: Forwarding, request: ChatRequest) -> Sequence[int | None]:
         """In ascending order, so that two of them never wait for each other."""
