@@ -30,7 +30,7 @@ def truncate(dialect: str, body: Json, limit: int) -> tuple[Json, list[str]]:
     edited, left = truncate_messages(raw, dialect, messages, rendered, limit)
     parsed: Json = json.loads(edited)
     # What is said to be left is what a reader of the shorter request finds.
-    assert left == parse_chat(dialect, parsed).messages
+    assert left == tuple(parse_chat(dialect, parsed).messages)
     return parsed, [message.shown for message in left]
 
 
