@@ -1,6 +1,6 @@
 """The engine: a chat request comes in, what goes out holds its budget, the reply is booked.
 
-Whatever fails in here before a request is forwarded costs the budget, never the answer.
+Whatever fails in here before a request is forwarded costs its plan, never the answer.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ BUDGET = 320
 
 def _balances(said: Said) -> bool:
     kinds = ("resident_before", "recovered", "decoded", "omitted")
-    return sum(said.books[kind] for kind in kinds) == said.books["n_prompt"]
+    return bool(sum(said.books[kind] for kind in kinds) == said.books["n_prompt"])
 
 
 def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy) -> None:

@@ -1,0 +1,94 @@
+"""What might be a 409 and never is: conflicts are waited out, planned around or told apart."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+from comparing import comparable
+from running import Answer, RunningProxy, ask, proxy
+from talking import FILLER, Talk
+
+BUDGET = 320
+
+
+@pytest.fixture
+def budgeted(two_slots_port: int) -> Iterator[RunningProxy]:
+    """A proxy of its own with a budget, in front of a server with two slots."""
+    with proxy(two_slots_port, policy__budget=BUDGET) as running:
+        yield running
+
+
+def _sessions(running: RunningProxy) -> list[tuple[str, int]]:
+    running.quiet()
+    known = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+    return [(session["name"], session["turns"]) for session in known]
+
+
+def test_two_requests_of_a_session_at_once_take_turns(budgeted: RunningProxy) -> None:
+    talk = Talk(budgeted.port, "both")
+    for number in range(3):
+        talk.say(f"Turn {number}. {FILLER}")
+    talk.messages.append({"role": "user", "content": "Go on."})
+    answers: list[Answer] = []
+    threads = [threading.Thread(target=lambda: answers.append(talk.post())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer.status for answer in answers] == [200] * 4
+    books = [json.loads(answer.body)["timings"]["evoke"] for answer in answers]
+    # In one slot, one after the other: none decodes the history again.
+    assert all(said["marker"] == "ok" and said["decoded"] < 40 for said in books)
+    assert all(said["n_resident_peak"] <= BUDGET for said in books)
+    assert _sessions(budgeted) == [("both", 7)]
+
+
+def test_an_id_with_other_tokens_is_another_conversation(budgeted: RunningProxy) -> None:
+    one, other = Talk(budgeted.port, "same"), Talk(budgeted.port, "same")
+    for number in range(3):
+        one.say(f"Turn {number}. {FILLER}")
+        said = other.say(f"Nothing like it, for the {number}. time. {FILLER}")
+    assert said.books["marker"] == "ok"
+    assert said.books["decoded"] < said.books["n_prompt"] / 2
+    assert sorted(_sessions(budgeted)) == [("same", 3), ("same", 3)]
+
+
+def test_a_slot_that_changed_behind_our_back_is_planned_for_again(
+    two_slots_port: int, budgeted: RunningProxy
+) -> None:
+    talk = Talk(budgeted.port, "changed")
+    for number in range(4):
+        talk.say(f"Turn {number}. {FILLER}")
+    upstream = budgeted.engine.upstream
+    run = upstream.run
+    refused: list[int] = []
+
+    async def late(slot: int, action: str, *more: object) -> object:
+        if not refused:
+            # Between our look at the slot and our call, somebody else's request runs in it.
+            body = json.dumps({"prompt": "x", "n_predict": 1, "id_slot": slot}).encode()
+            async with upstream.open("POST", "/completion", {}, body) as reply:
+                refused.append(reply.status)
+                await reply.read()
+        return await run(slot, action, *more)  # type: ignore[arg-type]
+
+    upstream.run = late  # type: ignore[method-assign,assignment]
+    said = talk.say("Go on.")
+    assert refused == [200]
+    assert said.books["marker"] == "ok"
+    assert said.books["n_resident_peak"] <= BUDGET
+    assert budgeted.metric("evoke_plan_failures_total", reason="stale_epoch") == 1
+    assert budgeted.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_a_conflict_of_a_clients_own_block_call_is_its_own(
+    two_slots_port: int, budgeted: RunningProxy
+) -> None:
+    call = json.dumps({"epoch": 1, "ops": []}).encode()
+    target = "/slots/0?action=block-plan"
+    direct, proxied = (ask(p, "POST", target, call) for p in (two_slots_port, budgeted.port))
+    assert direct.status == 409
+    assert comparable(proxied) == comparable(direct)
