@@ -376,9 +376,9 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot)
         for (size_t i = 0; i < ops.size(); ++i) {
             if ((json_value(ops[i], "op", std::string()) == "save") == saves) {
                 results[i] = run_op(ops[i], plan);
+                note_peak(slot.id);
             }
         }
-        note_peak(slot.id);
     }
     json res = json::array();
     for (size_t i = 0; i < ops.size(); ++i) {
@@ -550,6 +550,7 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
     if (!plan.dry) {
         state[plan.slot.id].stream   = stream;
         state[plan.slot.id].reserved = true;
+        state[plan.slot.id].peak     = 0; // what was there before nobody had to hold to this budget
     }
     return json { {"budget", stream.budget}, {"sink", stream.sink}, {"recent", stream.recent}, {"block", stream.block} };
 }

@@ -132,6 +132,7 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
     s.marker = task.evoke_epoch < 0 ? -1 : task.evoke_epoch == s.epoch;
     s.first_token = false;
     s.books  = json();
+    s.n_common = n_past;
     if (s.marker == 1) {
         s.reserved = true;
         return clip(id, n_past);
@@ -165,9 +166,16 @@ void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) 
         return;
     }
     auto & s = state[id];
+    const llama_pos end = std::numeric_limits<llama_pos>::max();
+    const auto    resident  = llama_kv_block_resident(ctx, id);
+    const int32_t n_present = server_ranges_count(resident, 0, n_past);
+    // rows of a text that this one does not go on from were there all the time since the last reply,
+    // unless loaded since, and are freed before anything is decoded: they are not this turn's
+    const int32_t n_cut = server_ranges_count(resident, s.n_common, end) - server_ranges_count(s.loaded, s.n_common, end);
+    s.peak   = std::max(s.peak - n_cut, n_present);
     s.n_past = n_past;
-    server_ranges_remove(s.loaded, n_past, std::numeric_limits<llama_pos>::max());
-    stats.n_prompt_cached = server_ranges_count(llama_kv_block_resident(ctx, id), 0, n_past);
+    server_ranges_remove(s.loaded, n_past, end);
+    stats.n_prompt_cached = n_present;
 }
 
 int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want) {

@@ -148,6 +148,7 @@ private:
 
         // the turn: everything since the last reply
         int64_t marker = -1; // -1 none, 0 stale, 1 ok
+        int32_t n_common = 0; // how far the request's tokens are the slot's
         int32_t n_past = 0;
         int32_t peak   = 0;
         int32_t hidden = 0;

@@ -75,3 +75,60 @@ def test_eviction_while_generating_does_not_disturb_the_stream(one: Llama) -> No
     answer = one.complete(one.tokens(story(100)), n_predict=600)
     assert answer["timings"]["predicted_n"] == 600
     assert answer["timings"]["evoke"]["n_resident_peak"] <= BUDGET
+
+
+def peak(answer: dict) -> int:
+    evoke = answer["timings"]["evoke"]
+    assert evoke["n_resident_peak"] >= evoke["n_resident"]
+    return int(evoke["n_resident_peak"])
+
+
+def test_rows_of_the_slots_previous_text_are_not_the_new_ones_peak(server: Llama) -> None:
+    """A slot goes from a conversation without a budget to one with; they share a few tokens."""
+    old = server.tokens(story(500))
+    assert peak(server.complete(old)) == len(old) + 7
+    hold(server)
+    new = old[:16] + server.tokens(story(400, seed=3))
+    answer = server.complete(new, n_predict=40)
+    assert answer["timings"]["evoke"]["decoded"] == len(new) - 16
+    assert BUDGET - 32 < peak(answer) <= BUDGET
+
+
+def test_a_shorter_prompt_peaks_at_its_own_rows(server: Llama) -> None:
+    old = server.tokens(story(500))
+    server.complete(old)
+    assert peak(server.complete(old[:100], n_predict=5)) == 104
+
+
+def test_a_lower_budget_counts_from_when_it_is_set(server: Llama) -> None:
+    prompt = server.tokens(story(500))
+    first = server.complete(prompt)
+    stream = {"op": "stream", "budget": BUDGET, "sink": 4, "recent": 32, "block": 32}
+    evict = {"op": "evict", "p0": 64, "p1": len(prompt) - 64}
+    server.act("block-plan", ops=[evict, stream])
+    after = peak(server.complete(prompt + first["tokens"]))
+    assert 128 < after <= BUDGET
+
+
+def test_too_many_rows_when_the_budget_is_set_are_the_peak(server: Llama) -> None:
+    """Nothing hides them: the request goes on from these rows."""
+    prompt = server.tokens(story(500))
+    first = server.complete(prompt)
+    hold(server)
+    again = server.complete(prompt + first["tokens"])
+    assert peak(again) == len(prompt) + 7
+    assert server.slot()["n_resident"] <= BUDGET
+
+
+def test_what_a_plan_has_in_between_counts(server: Llama) -> None:
+    prompt = server.tokens(story(300))
+    first = server.complete(prompt)
+    server.act("block-save", name="a", p0=64, p1=164, evict=True)
+    server.act("block-save", name="b", p0=164, p1=264)
+    server.complete(prompt + first["tokens"], n_predict=1)
+    load, evict = {"op": "load", "names": ["a"]}, {"op": "evict", "names": ["b"]}
+    held = server.slot()["n_resident"]
+    server.act("block-plan", ops=[load, evict])
+    answer = server.complete(prompt + first["tokens"], n_predict=1)
+    assert peak(answer) == held + 100
+    assert answer["timings"]["evoke"]["n_resident"] == held
