@@ -124,6 +124,25 @@ def test_a_session_comes_back_to_a_slot_that_another_one_had(patched_proxy: Runn
     assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
 
 
+@pytest.mark.parametrize("neighbour", [None, 1200, "unmanaged"])
+def test_the_rows_of_whoever_had_the_slot_before_are_nobody_elses_breach(
+    patched_proxy: RunningProxy, neighbour: int | str | None
+) -> None:
+    mine = Talk(patched_proxy.port, "mine", {"evoke_budget": BUDGET})
+    fields = {"evoke": False} if neighbour == "unmanaged" else {"evoke_budget": neighbour}
+    other = Talk(patched_proxy.port, "other", fields)
+    for number in range(5):
+        # What both begin with stays in the slot and is theirs.
+        other.say(f"{FILLER} {FILLER} And again, {number}.")
+        slot = json.loads(ask(patched_proxy.port, "GET", "/slots/0/blocks").body)
+        said = mine.say(f"{FILLER} Turn {number}.")
+        assert said.books["marker"] == "ok"
+        assert said.books["n_resident"] <= said.books["n_resident_peak"] <= BUDGET
+    assert slot["n_resident"] > 2 * BUDGET
+    for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
+        assert patched_proxy.metric(untouched) == 0
+
+
 def test_a_stranger_in_between_costs_nothing_but_time(patched_proxy: RunningProxy) -> None:
     talk = Talk(patched_proxy.port, "mixed", {"evoke_budget": BUDGET})
     for number in range(5):
