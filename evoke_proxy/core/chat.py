@@ -226,14 +226,16 @@ def _session(body: Mapping[str, Any]) -> str | None:
 
 
 def _marked(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    # Every message of a long conversation is looked at: no call for each.
+    keep, name = MESSAGE_FIELDS
     lists = [body.get(key) for key in ("messages", "input")]
     return [
-        item for given in lists if isinstance(given, list) for item in given if _is_marked(item)
+        item
+        for given in lists
+        if isinstance(given, list)
+        for item in given
+        if isinstance(item, dict) and (keep in item or name in item)
     ]
-
-
-def _is_marked(item: object) -> bool:
-    return isinstance(item, dict) and not item.keys().isdisjoint(MESSAGE_FIELDS)
 
 
 def _check_marks(marked: Iterable[Mapping[str, Any]]) -> None:

@@ -129,7 +129,7 @@ def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
 def has_media(body: Mapping[str, Any]) -> bool:
     """Whether any message carries an image, a sound or a file."""
     items = [*_objects(body.get("messages")), *_objects(body.get("input"))]
-    listed = (item for item in items if isinstance(item.get("content"), list) or "output" in item)
+    listed = [item for item in items if "output" in item or isinstance(item.get("content"), list)]
     parts = (part for item in listed for part in _parts(item))
     return any(part.get("type") in _MEDIA_PARTS for part in parts)
 
