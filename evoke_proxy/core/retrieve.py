@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block
+from evoke_proxy.core.question import Question
 
 Scores = npt.NDArray[np.float64]
 
@@ -57,12 +58,13 @@ class Index:
     def __len__(self) -> int:
         return len(self._held)
 
-    def relevance(self, query: str, blocks: BlockTable) -> Scores:
+    def relevance(self, question: Question, blocks: BlockTable) -> Scores:
         """One value in [0, 1] a block, in their order; all 0 when nothing matches.
 
         The index is first made to hold exactly these blocks.
         """
         self._hold(blocks)
+        query = question.text
         words = self._bm25(query)
         scores = words + _MENTION * max(words.max(initial=0.0), 1.0) * self._mentioned(query)
         mine = scores[self._numbers]

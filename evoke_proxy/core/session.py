@@ -19,6 +19,7 @@ from evoke_proxy.core.layout import Layout, SavedRange, wire_name
 from evoke_proxy.core.plan import Plan, Save
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.question import Question
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.retrieve import Index
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
@@ -98,7 +99,7 @@ class Session:
 
     def plan(self, turn: Turn) -> Plan:
         """What to do before the turn's prompt is decoded; changes nothing."""
-        return decide(turn.view, turn.request.query, turn.config)
+        return decide(turn.view, Question.of(turn.request.query), turn.config)
 
     def applied(self, turn: Turn, plan: Plan) -> None:
         """llama-server has run the whole plan."""

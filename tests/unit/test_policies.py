@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from slot_model import SlotModel, seen
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core import policies
 from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common, merged, total
 from evoke_proxy.core.books import forecast
 from evoke_proxy.core.plan import Plan, Stream
-from evoke_proxy.core.policies import decide
 from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve import Index, Scores
 from evoke_proxy.errors import ConfigError
 
@@ -24,6 +25,10 @@ WORDS = ["vault", "code", "oslo", "river", "bridge", "config", "port", "8080"]
 CONFIG = PolicyConfig(
     budget=512, block_tokens=64, sink_tokens=16, recent_tokens=32, reserve_tokens=64, margin=0.1
 )
+
+
+def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
+    return policies.decide(view, Question.of(query), config)
 
 
 @st.composite
@@ -252,7 +257,7 @@ def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
     view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     used = Index()
-    used.relevance("vault", view.blocks[: len(view.blocks) // 2])
+    used.relevance(Question.of("vault"), view.blocks[: len(view.blocks) // 2])
     other = replace(view, index=used)
     assert decide(view, query, config) == decide(other, query, config)
     assert decide(view, query, config) == decide(view, query, config)
@@ -376,7 +381,7 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, query: str, blocks: BlockTable) -> Scores:
+    def relevance(self, question: Question, blocks: BlockTable) -> Scores:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 

@@ -6,13 +6,14 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.plan import Drop, Plan, Stream
 from evoke_proxy.core.policies import evoke
 from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.question import Question
 from evoke_proxy.errors import ConfigError
 
 __all__ = ["PolicyView", "decide", "recovers"]
 
 
-def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
-    """What to move before a prompt is decoded, `query` being what this turn is about.
+def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
+    """What to move before a prompt is decoded, `question` being what this turn is about.
 
     After the plan resident rows + tail + reserve fit the budget, or it is `infeasible` and keeps
     only what must stay. Sinks, pinned blocks and the block decoding goes on from are never evicted.
@@ -24,7 +25,7 @@ def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
         return Plan(drops=_drops(view), stream=Stream(0), reason=config.name)
     if config.name not in ("evoke", "discard", "truncate"):  # a truncated prompt fits, or nearly
         raise ConfigError(f"policy.name: {config.name!r} is not a policy")
-    return evoke.decide(view, query, config, recovers(config))
+    return evoke.decide(view, question, config, recovers(config))
 
 
 def recovers(config: PolicyConfig) -> bool:

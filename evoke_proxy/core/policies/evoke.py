@@ -12,6 +12,7 @@ from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
 from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.question import Question
 from evoke_proxy.core.score import Scores, keep_scores
 
 _RELEVANCE = 2.0
@@ -21,32 +22,30 @@ _QUERY_CHARS = 2048
 _FOCUS_CHARS = 300
 
 
-def decide(view: PolicyView, query: str, config: PolicyConfig, recovers: bool) -> Plan:
+def decide(view: PolicyView, question: Question, config: PolicyConfig, recovers: bool) -> Plan:
     """See `policies.decide`; `recovers` says whether evicted blocks are saved and may come back."""
-    values = _values(view, query, config)
+    values = _values(view, question, config)
 
     def select(given: Candidates, capacity: int | None) -> WorkingSet:
         return choose(given, values, capacity, config.margin)
 
-    tail = _tail_values(view, query, config, values)
+    tail = _tail_values(view, question, config, values)
     return moves.plan(view, config, moves.Choice(values, tail, select, recovers))
 
 
-def _values(view: PolicyView, query: str, config: PolicyConfig) -> Scores:
+def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
     keep = keep_scores(view, config.sink_tokens)
-    asked = _ends(query, _QUERY_CHARS)
+    asked = question.narrowed(_QUERY_CHARS)
     values = keep + _RELEVANCE * view.index.relevance(asked, view.blocks)
     rounded: Scores = values.round(9)  # sums in another order must not make another plan
     return rounded
 
 
-def _tail_values(view: PolicyView, query: str, config: PolicyConfig, values: Scores) -> Scores:
+def _tail_values(
+    view: PolicyView, question: Question, config: PolicyConfig, values: Scores
+) -> Scores:
     """What the turn's own blocks are worth beside each other, once decoding starts."""
     has_tail = len(view.blocks) and view.blocks.starts[-1] >= (view.adopt_to or view.n_past)
-    if config.budget is None or not has_tail or len(query) <= 2 * _FOCUS_CHARS:
+    if config.budget is None or not has_tail or len(question.text) <= 2 * _FOCUS_CHARS:
         return values
-    return _values(view, _ends(query, _FOCUS_CHARS), config)
-
-
-def _ends(text: str, chars: int) -> str:
-    return text if len(text) <= 2 * chars else f"{text[:chars]}\n{text[-chars:]}"
+    return _values(view, question.narrowed(_FOCUS_CHARS), config)
