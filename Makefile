@@ -50,9 +50,9 @@ venv: .venv/stamp
 	@touch $@
 
 # What only tests and some benches need: the client libraries that tests/clients lets talk to the
-# proxy, which are large, and what runs and writes an embedder.
+# proxy, which are large, what runs and writes an embedder, and what reads docker/.
 .venv/clients: .venv/stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,export]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,docker,export]'
 	@touch $@
 
 # Says what is missing before minutes are spent, and how to get it.

@@ -66,7 +66,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 def _dockerfile(service: dict[str, Any]) -> Path:
     build = service["build"]
     assert (DOCKER / build["context"]).resolve() == ROOT
-    return ROOT / build["dockerfile"]
+    return ROOT / str(build["dockerfile"])
 
 
 def _of(path: Path, name: str) -> list[str]:
@@ -217,7 +217,49 @@ def test_every_stage_that_is_run_leaves_root(path: Path) -> None:
         assert names.index("USER") > max(i for i, n in enumerate(names) if n in ("RUN", "COPY"))
 
 
+def _linter(name: str) -> str:
+    """A program of the extra `docker`."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"{name} is not installed: pip install -e '.[docker]'")
+    return found
+
+
+def _hadolint(path: Path) -> subprocess.CompletedProcess[str]:
+    config = str(DOCKER / ".hadolint.yaml")
+    command = [_linter("hadolint"), "--no-color", "--config", config, str(path)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(path: Path, tmp_path: Path) -> None:
+    assert _hadolint(path).stdout == ""
+    # It reads the shell of RUN lines too.
+    worse = tmp_path / "Dockerfile"
+    worse.write_text(path.read_text("utf-8") + "RUN cd $SOMEWHERE && sudo ls\n")
+    said = _hadolint(worse).stdout
+    assert "SC2086" in said and "DL3004" in said
+
+
 # --- the stacks
+
+
+def _fits_the_specification(stack: Any, folder: Path) -> bool:
+    file = folder / "compose.json"
+    plain = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", json.dumps(stack))
+    file.write_text(plain)
+    command = [_linter("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode == 0
+
+
+@STACKS
+def test_the_compose_specification_allows_it(stack: Any, tmp_path: Path) -> None:
+    assert _fits_the_specification(stack, tmp_path)
+    for name in stack["services"]:
+        misspelled = merged(stack, {"services": {name: {"depend_on": []}}})
+        assert not _fits_the_specification(misspelled, tmp_path), name
 
 
 @STACKS
