@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from running import RunningProxy, ask, llama_server, proxy, server_binary
@@ -65,15 +66,36 @@ def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) 
         talk = Talk(running.port, "dream", {"evoke_budget": BUDGET})
         for number in range(4):
             talk.say(f"Turn {number}. {FILLER}")
+        before = _timings(talk, "Still here?")
         _await_sleep(port)
-        first, second = talk.say("Are you awake?"), talk.say("Go on.")
+        woken, then = _timings(talk, "Are you awake?"), _timings(talk, "Go on.")
+        # Nothing of the cache was left; the turn after that goes on from it again.
+        assert before["prompt_n"] < 40 and then["prompt_n"] < 40
+        assert woken["cache_n"] == 0
+        assert woken["prompt_n"] > 1.2 * BUDGET
+        assert then["cache_n"] > BUDGET / 2
+        assert ("evoke" in then) == patched
         if patched:
-            _kept_its_books(running, first.books, second.books)
+            _kept_its_books(running, woken["evoke"], then["evoke"])
+        else:
+            assert then["cache_n"] + then["prompt_n"] > woken["prompt_n"]
+            assert running.metric("evoke_bypass_total", reason="unpatched") == 7
 
 
-def _kept_its_books(running: RunningProxy, *turns: object) -> None:
+def _timings(talk: Talk, text: str) -> dict[str, Any]:
+    """One more turn, and what the server says about it."""
+    talk.messages.append({"role": "user", "content": text})
+    answer = talk.post()
+    assert answer.status == 200, answer.body
+    reply = json.loads(answer.body)
+    talk.messages.append(reply["choices"][0]["message"])
+    found: dict[str, Any] = reply["timings"]
+    return found
+
+
+def _kept_its_books(running: RunningProxy, *turns: dict[str, Any]) -> None:
     for books in turns:
-        assert isinstance(books, dict)
         assert books["marker"] == "ok"
         assert books["n_resident_peak"] <= BUDGET
     assert running.metric("evoke_degraded_total", stage="plan") == 0
+    assert running.metric("evoke_budget_breach_total") == 0
