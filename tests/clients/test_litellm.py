@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +52,13 @@ SPOKEN = pytest.mark.parametrize(("model", "base"), [("openai/t", "/v1"), ("anth
 @pytest.fixture(scope="module", autouse=True)
 def _tidy() -> Iterator[None]:
     litellm.suppress_debug_info = True
+    # A sync call of it asks for this thread's event loop; were there none, one would be made that
+    # nobody closes, and that some later test would be blamed for.
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
     yield
+    asyncio.set_event_loop(None)
+    loop.close()
     for kept in litellm.in_memory_llm_clients_cache.cache_dict.values():
         getattr(kept, "close", lambda: None)()
     litellm.module_level_client.close()
