@@ -1,0 +1,144 @@
+"""How much a conversation on a budget still knows, as a share of the same one without a budget.
+
+Sessions of several kinds are sent turn by turn through the proxy, once under every policy and
+compression; what was told is asked for at the end. Every finished session is a line of
+out/bench/quality.jsonl, and a run that was stopped goes on from there. Results of another model,
+server or state of the proxy's sources do not count. Without --tuning the sessions are those of the
+seed for reporting: nothing may be tuned on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.quality import misses, plots, tables
+from bench.quality.arms import RATIOS
+from bench.quality.drive import BOOKS
+from bench.quality.journal import Journal, chosen, fingerprint
+from bench.quality.plan import FULL, QUICK, Batch, Cell, batches
+from bench.quality.sessions import REPORTING, TUNING
+from bench.quality.summary import summarise
+from bench.quality.work import Work
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+_EXAMPLES = """examples:
+  python -m bench.quality                          all of it, resumed where it was stopped
+  python -m bench.quality --quick                  a few sessions, a minute
+  python -m bench.quality --tuning --cells facts12 --minutes 10
+  python -m bench.quality --show                   the report of what has been run, nothing more
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, write the report, print the bars; 0 when all that were measured are reached."""
+    args = _parser().parse_args(argv)
+    server, model = args.server or ensure_server(), args.model or bundled_model()
+    todo = _todo(args)
+    config = fingerprint(model, server)
+    journal = Journal(args.journal, config)
+    if not args.resume and args.journal.exists():
+        args.journal.unlink()
+    if not args.show:
+        deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+        Work(server, model, journal, deadline).run(todo, args.lanes)
+    keys = [unit.key for batch in todo for unit in batch.units]
+    records = chosen(journal.records(), keys)
+    if not records:
+        print("nothing has been run with this model, server and proxy", file=sys.stderr)
+        return 1
+    found = summarise(records)
+    about = [
+        f"`{shlex.join(['python', '-m', 'bench.quality', *(argv or sys.argv[1:])])}`",
+        f"{len(records)} of {len(keys)} sessions x arms; configuration {config}; model"
+        f" {model.name}; {'tuning' if args.tuning else 'reporting'} seeds; {record.machine()}.",
+    ]
+    text = tables.report(found, about) + "\n" + misses.report(records)
+    _write(args.out, text, found, records)
+    for check in found["checks"]:
+        word = "ok    " if check["ok"] else "MISSED"
+        print(f"{word} {check['bar']}: {check['measured']} (wanted {check['wanted']})")
+    print(f"written: {args.out}.md, .json, -curves.svg, -cells.svg")
+    return 0 if all(check["ok"] for check in found["checks"]) else 1
+
+
+def _todo(args: argparse.Namespace) -> Sequence[Batch]:
+    wanted = args.cells.split(",") if args.cells else None
+    cells: list[Cell] = [
+        cell for cell in (QUICK if args.quick else FULL) if wanted is None or cell.name in wanted
+    ]
+    ratios = (8.0,) if args.quick else RATIOS
+    seed = (TUNING if args.tuning else REPORTING).start + args.seed
+    return batches(cells, seed, ratios, _embedder(args.embedder))
+
+
+def _embedder(name: str) -> str:
+    """The directory of the encoder; all-MiniLM-L6-v2 is exported to the cache first."""
+    if name == "minilm":
+        from bench.export_minilm import ensure
+
+        return str(ensure())
+    return "" if name == "none" else name
+
+
+def _write(
+    out: Path, text: str, found: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
+) -> None:
+    record.write("quality", [_short(row) for row in records], found, Path(f"{out}.json"))
+    Path(f"{out}.md").write_text(text, encoding="utf-8")
+    Path(f"{out}-curves.svg").write_text(plots.curves(found["rows"]), encoding="utf-8")
+    Path(f"{out}-cells.svg").write_text(plots.bars(found["rows"]), encoding="utf-8")
+
+
+def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without what only the journal needs to hold: 1 is a right answer, 0 a wrong one."""
+    kept = ("cell", "session", "arm", "tokens", "budget", "again", "faults", "wall_s")
+    turns = dict(zip(BOOKS, zip(*row["turns"], strict=True), strict=True))
+    return {
+        **{name: row[name] for name in kept},
+        "answers": "".join(str(int(probe["right"])) for probe in row["probes"]),
+        "visible": "".join(str(int(probe["visible"])) for probe in row["probes"]),
+        "decoded": sum(turns["decoded"]),
+        "recovered": sum(turns["recovered"]),
+        "peak": max(turns["resident_peak"]),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.quality",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
+    parser.add_argument("--quick", action="store_true", help="three short sessions at 8x")
+    parser.add_argument("--tuning", action="store_true", help="sessions that may be tuned on")
+    parser.add_argument("--seed", type=int, default=0, help="other sessions of the same kind (0)")
+    parser.add_argument("--cells", help="of " + ",".join(cell.name for cell in FULL))
+    parser.add_argument(
+        "--embedder", default="none", help="minilm, none, or the directory of an encoder (none)"
+    )
+    lanes = max(1, (os.cpu_count() or 2) // 2)
+    parser.add_argument("--lanes", type=int, default=lanes, help="servers at once (half the cores)")
+    parser.add_argument("--minutes", type=float, help="stop after so many, to be resumed")
+    parser.add_argument("--show", action="store_true", help="run nothing, report what is there")
+    parser.add_argument(
+        "--resume", action=argparse.BooleanOptionalAction, default=True, help="keep what is there"
+    )
+    parser.add_argument("--journal", type=Path, default=Path("out/bench/quality.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("out/bench/quality"), metavar="PREFIX")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

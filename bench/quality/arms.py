@@ -1,0 +1,48 @@
+"""The arms: a policy, a compression, and what a request or the proxy is told beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evoke_proxy.config import POLICIES
+
+CEILING = "no_eviction"
+RATIOS = (3.6, 8.0, 16.0)
+# What every claim needs; the other policies are there to be compared with.
+CORE = (CEILING, "evoke", "discard", "oracle")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """`ratio` is session tokens over budget, None without a budget. `settings` are keys of the
+    proxy's configuration file, `fields` what the requests carry beside policy and budget."""
+
+    policy: str
+    ratio: float | None = None
+    label: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables and in the journal."""
+        policy = f"{self.policy}+{self.label}" if self.label else self.policy
+        return policy if self.ratio is None else f"{policy}@{self.ratio:g}x"
+
+    def budget(self, tokens: int) -> int | None:
+        """The budget in tokens for a session of that many."""
+        return None if self.ratio is None else int(tokens / self.ratio)
+
+    def body(self, tokens: int) -> dict[str, Any]:
+        """Our fields of a request, for a session of that many tokens."""
+        body: dict[str, Any] = {"evoke_policy": self.policy, **self.fields}
+        budget = self.budget(tokens)
+        return body if budget is None else {**body, "evoke_budget": budget}
+
+
+def ladder(policies: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[Arm]:
+    """Return the ceiling and every other policy that the proxy has at every compression."""
+    chosen = [name for name in policies if name in POLICIES and name != CEILING]
+    return [Arm(CEILING), *(Arm(name, ratio) for name in chosen for ratio in ratios)]

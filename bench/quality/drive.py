@@ -1,0 +1,170 @@
+"""One session under one arm: every turn sent through the proxy as a client does, and booked.
+
+The whole history is resent each turn, with the scripted answers, so that it is the same in every
+arm. The probes are asked one after another in the session, each behind the expected answers to the
+earlier ones: a wrong answer cannot spoil a later one, and what an earlier probe brought back is
+there for the next, as in a real session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.quality.arms import Arm
+from bench.quality.sessions import Script
+from bench.quality.stack import Range, Reading, Stack
+from bench.ruler import right
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.blocks import Span, clipped, count, merged
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.records import Reply, Turn, read_turn
+
+ANSWER_TOKENS = 40
+ORACLE = "oracle"
+BLOCK_TOKENS = PolicyConfig().block_tokens
+BOOKS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
+
+
+def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, Any]:
+    """Return what happened: `probes`, `turns` (BOOKS of each), and `faults` in words."""
+    tokens = reading.prompt(script.turns[-1])
+    budget, began = arm.budget(tokens), time.perf_counter()
+    headers = _headers(script, arm)
+    turns: list[Turn] = []
+    probes: list[dict[str, Any]] = []
+    faults: list[str] = []
+    asking = len(script.turns) - len(script.probes)
+    for number, end in enumerate(script.turns):
+        probing = number >= asking
+        body = {
+            "messages": list(script.messages[:end]),
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS if probing else 1,
+            **arm.body(tokens),
+        }
+        if probing and arm.policy == ORACLE:
+            body["evoke_oracle"] = _gold_names(script, reading, number - asking)
+        reply = chat(stack.front, body, headers)
+        turns.append(read_turn(number + 1, reply))
+        planned = reply.headers.get("x-evoke-policy", "no plan")
+        if planned != arm.policy:
+            faults.append(f"turn {number + 1}: {planned}")
+        if probing:
+            seen = _seen(stack, reply)
+            probes.append(_probe(script, reading, number - asking, end, turns[-1], reply, seen))
+    return {
+        "session": script.name,
+        "task": script.task,
+        "arm": arm.name,
+        "policy": arm.policy,
+        "ratio": arm.ratio,
+        "tokens": tokens,
+        "budget": budget,
+        "probes": probes,
+        "turns": [[getattr(turn, name) for name in BOOKS] for turn in turns],
+        "again": _again(turns),
+        "faults": [*faults, *_faults(turns, budget)],
+        "wall_s": round(time.perf_counter() - began, 3),
+    }
+
+
+def _headers(script: Script, arm: Arm) -> dict[str, str]:
+    """Each run is a tenant of its own: nobody's rows can be of use to another arm."""
+    name = hashlib.sha256(f"{script.name} {arm.name}".encode()).hexdigest()[:24]
+    return {"X-Evoke-Session": name, "Authorization": f"Bearer {name}"}
+
+
+def _gold_names(script: Script, reading: Reading, index: int) -> list[str]:
+    """What the proxy calls the blocks in which the probe's fact was told last."""
+    names = []
+    for start, end in reading.gold[index][-1:]:
+        message = next(i for i, edge in enumerate(reading.ends) if edge >= end)
+        begin, role = reading.ends[message - 1], script.messages[message]["role"]
+        numbers = range((start - begin) // BLOCK_TOKENS, (end - 1 - begin) // BLOCK_TOKENS + 1)
+        names += [f"{role}:{message}#{number}" for number in numbers]
+    return names
+
+
+def _seen(stack: Stack, reply: Reply) -> tuple[Span, ...]:
+    """What the answer could see: rows there at its end, and those evicted while it was made."""
+    books = reply.timings.get("evoke") or {}
+    evicted = [(item[0], item[1]) for item in books.get("auto_evicted", ())]
+    return merged(Span(int(a), int(b)) for a, b in [*stack.resident(), *evicted])
+
+
+def _probe(
+    script: Script,
+    reading: Reading,
+    index: int,
+    end: int,
+    turn: Turn,
+    reply: Reply,
+    seen: Sequence[Span],
+) -> dict[str, Any]:
+    probe = script.probes[index]
+    # What was left out of the request itself stood right behind the system message.
+    left_out = reading.prompt(end) - turn.prompt
+    gold = _moved(reading.gold[index], reading.ends[0], left_out)
+    cursor = turn.prompt - turn.decoded
+    visible = [span for span in gold if count(clipped(seen, Span(*span))) == span[1] - span[0]]
+    correct = right(reply.text, probe)
+    return {
+        "question": probe.question,
+        "expected": probe.answer,
+        "kind": probe.fact.kind,
+        "type": probe.fact.type,
+        "known": probe.value is not None,
+        "depth": script.depths[index] if script.depths else None,
+        "answer": reply.text,
+        "right": correct,
+        "gold": [list(span) for span in reading.gold[index]],
+        "visible": bool(visible),
+        "decoded_again": any(span[1] > cursor for span in gold),
+        # What the answer saw instead, for those who look into a miss.
+        "seen": [] if correct else [[span.start, span.end] for span in seen],
+        "saw": [] if correct or left_out else _described(reading, seen, cursor),
+    }
+
+
+def _moved(gold: Sequence[Range], system: int, left_out: int) -> list[Range]:
+    """The gold ranges in a prompt that lacks so many tokens behind its system message."""
+    moved = [(start - left_out, end - left_out) for start, end in gold]
+    return [span for span in moved if left_out == 0 or span[0] >= system]
+
+
+def _described(reading: Reading, seen: Sequence[Span], cursor: int) -> list[str]:
+    """Each visible stretch of the history, message by message."""
+    starts = [0, *reading.ends[:-1]]
+    return [
+        f"{number}: {reading.text((piece.start, piece.end)).strip()}"
+        for number, edges in enumerate(zip(starts, reading.ends, strict=True))
+        for piece in clipped(seen, Span(edges[0], min(edges[1], max(cursor, edges[0]))))
+        if len(piece)
+    ]
+
+
+def _again(turns: Sequence[Turn]) -> int:
+    """Tokens decoded that an earlier turn's prompt had already."""
+    pairs = zip(turns, turns[1:], strict=False)
+    return sum(max(0, now.decoded - max(0, now.prompt - before.prompt)) for before, now in pairs)
+
+
+def _faults(turns: Sequence[Turn], budget: int | None) -> list[str]:
+    found = []
+    for turn in turns:
+        total = turn.decoded + turn.recovered + turn.resident_before + turn.omitted
+        if not turn.from_engine:
+            found.append(f"turn {turn.number}: no books of the engine")
+        elif total != turn.prompt:
+            found.append(f"turn {turn.number}: books sum to {total} of {turn.prompt}")
+        if budget is not None and turn.resident_peak > budget:
+            found.append(f"turn {turn.number}: peak {turn.resident_peak} over {budget}")
+    return found
+
+
+def answered(probes: Sequence[Mapping[str, Any]]) -> int:
+    """How many of the probes were answered as they should be."""
+    return sum(bool(probe["right"]) for probe in probes)

@@ -1,0 +1,110 @@
+"""What is to be run: which sessions under which arms, in an order that may stop anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.quality.arms import CEILING, CORE, RATIOS, Arm, ladder
+from bench.quality.sessions import Script, scripts
+from evoke_proxy.config import POLICIES
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Sessions of one kind. All get the core arms, the first `wide` of them every policy, the
+    first `ablated` of them the variants of our own policy."""
+
+    name: str
+    task: str
+    tokens: int
+    sessions: int
+    wide: int = 0
+    ablated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One session under one arm."""
+
+    cell: str
+    script: Script
+    arm: Arm
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others."""
+        return f"{self.cell}/{self.script.name}/{self.arm.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Units of the same proxy settings; those of one session stand together."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    units: Sequence[Unit] = ()
+
+
+# The headline is over needle, facts5, facts12, facts20 and codes.
+HEADLINE = ("needle", "facts5", "facts12", "facts20", "codes")
+FULL = (
+    Cell("needle", "needle", 4000, 40, wide=8, ablated=0),
+    Cell("facts5", "facts5", 4000, 12),
+    Cell("facts12", "facts12", 4000, 10, wide=10, ablated=8),
+    Cell("facts20", "facts20", 4000, 8),
+    Cell("codes", "codes", 4000, 8),
+    Cell("updates", "updates", 4000, 10),
+    Cell("files", "files", 4000, 6),
+    Cell("rereads", "rereads", 4000, 10),
+    Cell("paraphrase", "paraphrase", 4000, 10, ablated=10),
+    Cell("unknown", "unknown", 4000, 10),
+    Cell("long", "facts12", 7500, 6),
+)
+QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
+BLOCKS = (32, 128, 256, 512)
+_ABLATED_AT = 8.0
+
+
+def batches(
+    cells: Sequence[Cell], seed: int, ratios: Sequence[float] = RATIOS, embedder: str = ""
+) -> list[Batch]:
+    """Everything to run, the main part first. `embedder` is the directory of an encoder."""
+    base: dict[str, Any] = {"policy.bench_fields": True}
+    if embedder:
+        base["embedder.directory"] = embedder
+    drawn = {cell: scripts(seed, cell.task, cell.tokens, cell.sessions) for cell in cells}
+    # Sessions of all cells in turn, so that a run that is stopped has some of each.
+    order = sorted(
+        ((i / cell.sessions, cell, i) for cell in cells for i in range(cell.sessions)),
+        key=lambda item: item[0],
+    )
+    main = [
+        Unit(cell.name, drawn[cell][i], arm)
+        for _, cell, i in order
+        for arm in ladder(POLICIES if i < cell.wide else CORE, ratios)
+    ]
+    found = [Batch(base, main)]
+    for settings, arm in variants(embedder):
+        units = [Unit(cell.name, drawn[cell][i], arm) for _, cell, i in order if i < cell.ablated]
+        if units:
+            found.append(Batch({**base, **settings}, units))
+    return found
+
+
+def variants(embedder: str) -> list[tuple[Mapping[str, Any], Arm]]:
+    """Our own policy with one thing changed each, and the proxy settings that change it."""
+    ratio = _ABLATED_AT
+    found: list[tuple[Mapping[str, Any], Arm]] = [
+        ({}, Arm("evoke", ratio, "no_recovery", fields={"evoke_recovery": "discard"}))
+    ]
+    if embedder:
+        found.append(({"embedder.directory": ""}, Arm("evoke", ratio, "words_only")))
+    for size in BLOCKS:
+        found.append(({"policy.block_tokens": size}, Arm("evoke", ratio, f"block{size}")))
+    return found
+
+
+def ceilings(units: Sequence[Unit]) -> int:
+    """How many of the units are ceilings."""
+    return sum(unit.arm.policy == CEILING for unit in units)

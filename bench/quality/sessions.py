@@ -1,0 +1,94 @@
+"""The sessions: what is said turn by turn, and what is asked at the end.
+
+They come from the generator the bundled model was trained on (bench/model), from seeds that no
+training and no evaluation of it used. Nothing may be tuned on the seeds of REPORTING.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.model import text, vocab
+from bench.model.tasks import (
+    Message,
+    Probe,
+    Session,
+    draw_facts,
+    exchange,
+    known,
+    sessions,
+)
+
+TUNING = range(6_000_000, 6_000_100)
+REPORTING = range(7_000_000, 7_000_100)
+# Where the facts of a needle session stand, as shares of the session.
+DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
+NEEDLE = "needle"
+_TOKENS_A_SENTENCE = 12
+_SENTENCES_A_MESSAGE = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One session: all messages, the expected answers to the probes among them.
+
+    A request is made for every assistant message, with all that stands before it; the last of
+    them, one for each probe, are the probes'. `depths` are those of the probes' facts in a needle
+    session, and empty in others.
+    """
+
+    name: str
+    task: str
+    seed: int
+    messages: Sequence[Message]
+    probes: Sequence[Probe]
+    depths: Sequence[float] = ()
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """For each request, how many of the messages it carries."""
+        return [i for i, item in enumerate(self.messages) if item["role"] == "assistant"]
+
+
+def scripts(seed: int, task: str, tokens: int, count: int) -> list[Script]:
+    """Return that many sessions of a task; each depends on nothing but the arguments.
+
+    A session is about `tokens` long without its probes.
+    """
+    if task == NEEDLE:
+        return [_needle(seed, tokens, index) for index in range(count)]
+    return [
+        _script(_name(seed, task, tokens, index), seed, session)
+        for index, session in enumerate(sessions(seed, task, tokens, count))
+    ]
+
+
+def _name(seed: int, task: str, tokens: int, index: int) -> str:
+    return f"{task}-{tokens}-{seed}-{index}"
+
+
+def _script(name: str, seed: int, session: Session, depths: Sequence[float] = ()) -> Script:
+    asked = [exchange(probe.question, probe.answer) for probe in session.probes]
+    messages = [*session.messages, *(message for part in asked for message in part)]
+    return Script(name, session.task, seed, messages, session.probes, depths)
+
+
+def _needle(seed: int, tokens: int, index: int) -> Script:
+    """Facts in the middle of messages of other sentences, one at each depth."""
+    name = _name(seed, NEEDLE, tokens, index)
+    rng = random.Random(name)
+    needles = draw_facts(rng, len(DEPTHS), ("my", "my", "para"))
+    sentences = [text.sentence(rng) for _ in range(tokens // _TOKENS_A_SENTENCE)]
+    for fact, depth in reversed(list(zip(needles, DEPTHS, strict=True))):
+        sentences.insert(round(depth * len(sentences)), fact.told)
+    said = [
+        exchange(" ".join(sentences[start : start + _SENTENCES_A_MESSAGE]), vocab.HEARD)
+        for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
+    ]
+    system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
+    asked = rng.sample(range(len(DEPTHS)), len(DEPTHS))
+    messages = [system, *(message for part in said for message in part)]
+    session = Session(NEEDLE, messages, [known(needles[i]) for i in asked])
+    return _script(name, seed, session, [DEPTHS[i] for i in asked])

@@ -1,0 +1,132 @@
+"""A patched llama-server, the proxy in front of it, and what the server says of a prompt."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.quality.sessions import Script
+from evoke_proxy.config.strict import put
+from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
+from evoke_proxy.demo.residency import resident_now
+
+CONTEXT = 12288
+_UNKNOWN = "\0"  # pieces of the template, which no fact contains
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The ports of one server with one slot and of its proxy."""
+
+    upstream: int
+    front: int
+
+    def resident(self) -> Sequence[Range]:
+        """The ranges the slot holds now."""
+        return [(a, b) for a, b in resident_now(self.upstream) or []]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A script as tokens. `ends[i]` is where message i ends; a prompt has `generation` tokens
+    behind its last message. `gold[i]` are the places where probe i's fact is told."""
+
+    pieces: Sequence[str]
+    ends: Sequence[int]
+    generation: int
+    gold: Sequence[Sequence[Range]]
+
+    def prompt(self, n_messages: int) -> int:
+        """How many tokens a request with the first messages has."""
+        return self.ends[n_messages - 1] + self.generation
+
+    def text(self, span: Range) -> str:
+        """What these tokens say."""
+        return "".join(self.pieces[slice(*span)]).replace(_UNKNOWN, "")
+
+
+@contextmanager
+def stack(server: Path, model: Path, settings: Mapping[str, Any], logs: Path) -> Iterator[Stack]:
+    """Run both until the block is left; `settings` are dotted keys of the proxy's configuration."""
+    upstream, front = free_port(), free_port()
+    command = server_command(server, model, upstream, blocks=True)
+    command[command.index("-c") + 1] = str(CONTEXT)
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        put(tree, key, value)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "evoke.yaml"
+        config.write_text(yaml.safe_dump(tree), "utf-8")
+        proxy = [*proxy_command(front, upstream), "--log-level", "warning", "--config", str(config)]
+        with serving(command, upstream, logs / f"{upstream}-llama-server.log"):
+            with serving(proxy, front, logs / f"{upstream}-proxy.log"):
+                yield Stack(upstream, front)
+
+
+def read(upstream: int, script: Script) -> Reading:
+    """Ask the server for the tokens of a script and find the facts among them.
+
+    ValueError when a fact is not where the generator said it.
+    """
+    body = {"dialect": "chat", "body": {"messages": list(script.messages[:-1])}}
+    rendered = _post(upstream, "/evoke/render", body)
+    words = _pieces(upstream, [message["content"] for message in script.messages])
+    pieces = [words.get(token, _UNKNOWN) for token in rendered["tokens"]]
+    ends = [span["p1"] for span in sorted(rendered["spans"], key=lambda span: span["index"])]
+    if len(ends) != len(script.messages) - 1:
+        raise ValueError(f"{script.name}: {len(ends)} of {len(script.messages) - 1} messages found")
+    first_probe = script.turns[-len(script.probes)] - 1
+    told = "".join(pieces[: ends[first_probe - 1]])
+    starts = [0, *accumulate(len(piece) for piece in pieces)]
+    gold = []
+    for probe in script.probes:
+        found = _places(told, probe.fact.told, starts) if probe.value is not None else []
+        if not found and probe.value is not None:
+            raise ValueError(f"{script.name}: {probe.fact.told!r} is not in the prompt")
+        gold.append(found)
+    generation = len(pieces) - rendered["generation"]
+    return Reading(pieces, ends, generation, gold)
+
+
+def _places(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
+    places = []
+    at = text.find(wanted)
+    while at >= 0:
+        last = at + len(wanted) - 1
+        places.append((bisect_right(starts, at) - 1, bisect_right(starts, last)))
+        at = text.find(wanted, at + 1)
+    return places
+
+
+def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
+    """What the tokens of these texts spell; each text begins a line, as it does in the prompt."""
+    body = {"content": "\n".join(texts), "with_pieces": True}
+    answer = _post(upstream, "/tokenize", body)
+    return {item["id"]: str(item["piece"]) for item in answer["tokens"]}
+
+
+def _post(port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body).encode(), headers)
+        response = connection.getresponse()
+        payload = response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{path}: {response.status} {payload[:500]!r}")
+        answer: dict[str, Any] = json.loads(payload)
+        return answer
+    finally:
+        connection.close()

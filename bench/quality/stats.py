@@ -1,0 +1,70 @@
+"""Shares of questions that come in sessions, their intervals, and paired comparison.
+
+Questions of one session are not independent, so every interval allows for it:
+
+* a share: Wilson's interval for n / deff questions. deff is the variance of the ratio estimator
+  over sessions (Cochran, "Sampling Techniques", 1977, 6.4) over that of n independent questions,
+  and at least 1. Where all answers are right, or all wrong, it cannot be estimated and is 1.
+* a share of the ceiling: the ratio of two counts of the same sessions; percentiles of a bootstrap
+  that draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
+* with or without: McNemar's exact test on the questions that only one of two arms got right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_DRAWS = 4000
+_Z = 1.96
+
+
+def wilson(share: float, n: float, z: float = _Z) -> tuple[float, float]:
+    """Wilson's score interval of a share of `n` independent questions; `n` may be a fraction."""
+    spread = z * z / n
+    centre = share + spread / 2
+    half = z * math.sqrt(share * (1 - share) / n + spread / (4 * n))
+    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+
+
+def design_effect(right: Sequence[int], asked: Sequence[int]) -> float:
+    """How many times the variance of independent questions that of sessions is, at least 1.
+
+    One number a session: how many were right, how many were asked.
+    """
+    n, k = sum(asked), len(asked)
+    share = sum(right) / n
+    if k < 2 or share in (0.0, 1.0):
+        return 1.0
+    residuals = sum((x - share * m) ** 2 for x, m in zip(right, asked, strict=True))
+    variance = k / (k - 1) * residuals / n**2
+    return max(1.0, variance / (share * (1 - share) / n))
+
+
+def clustered(right: Sequence[int], asked: Sequence[int]) -> tuple[float, float]:
+    """The 95 % interval of the share of right answers."""
+    n = sum(asked)
+    return wilson(sum(right) / n, n / design_effect(right, asked))
+
+
+def ratio_interval(
+    right: Sequence[int], ceiling: Sequence[int], seed: int = 0
+) -> tuple[float, float] | None:
+    """The 95 % interval of sum(right) / sum(ceiling); None when nothing under the ceiling is."""
+    if not sum(ceiling):
+        return None
+    random = np.random.default_rng(seed)
+    drawn = random.integers(0, len(right), (_DRAWS, len(right)))
+    above = np.asarray(right)[drawn].sum(axis=1)
+    below = np.asarray(ceiling)[drawn].sum(axis=1)
+    low, high = np.percentile(above[below > 0] / below[below > 0], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """The two-sided exact probability of so uneven a split if both arms were alike."""
+    n = lost + gained
+    tail = sum(math.comb(n, i) for i in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / float(2**n))

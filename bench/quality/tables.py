@@ -1,0 +1,117 @@
+"""The figures as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.quality import published
+from bench.quality.summary import ALL, Row
+
+_COLUMNS = (
+    *("arm", "facts", "sessions", "recall", "95 %", "ceiling", "share of ceiling", "95 %"),
+    *("lost / gained", "p", "gold resident", "decoded again", "peak / budget"),
+)
+
+
+def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
+    """The whole report; `about` are lines on how it was run."""
+    cells = dict.fromkeys(row["cell"] for row in found["rows"])
+    parts = ["# Recall on a budget", *about, "## Bars", _checks(found["checks"])]
+    parts += ["## All figures", _HOW]
+    for cell in cells:
+        rows = [row for row in found["rows"] if row["cell"] == cell]
+        parts += [f"### {cell}", table(_COLUMNS, [_cells(row) for row in rows])]
+    if found["depths"]:
+        parts += ["## Needle by depth", _depths(found["depths"])]
+    if found["violations"]:
+        lines = [f"* {line}" for line in found["violations"][:50]]
+        parts += ["## Faults", "\n".join(lines)]
+    return "\n\n".join([*parts, _published()]) + "\n"
+
+
+_HOW = f"""`{ALL}` is needle, facts5, facts12, facts20 and codes together. Recall: the answer ends
+with exactly the value (unknown: it says that it was never told). Intervals allow for sessions
+(`bench/quality/stats.py`): of recall, Wilson with the design effect; of the share of the ceiling, a
+bootstrap of sessions. lost / gained: questions right without eviction and wrong here, and the other
+way round; p is McNemar's exact test of the two. gold resident: questions whose fact was whole in
+the cache when they were answered. decoded again: questions whose fact had to be decoded again,
+which would prove nothing. peak / budget: the worst turn."""
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def _cells(row: Row) -> list[str]:
+    peak = row["peak_share"]
+    return [
+        row["arm"],
+        str(row["n"]),
+        str(row["sessions"]),
+        _percent(row["recall"]),
+        _interval(row["recall_95"]),
+        _percent(row["ceiling"]),
+        _percent(row["share"]),
+        _interval(row["share_95"]),
+        f"{row['lost']} / {row['gained']}",
+        f"{row['p']:.2g}",
+        _percent(row["visible"]),
+        str(row["decoded_again"]),
+        "-" if peak is None else f"{peak:.3f}",
+    ]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _interval(edges: Sequence[float] | None) -> str:
+    return "-" if edges is None else f"{100 * edges[0]:.1f} to {100 * edges[1]:.1f}"
+
+
+def _checks(rows: Sequence[Row]) -> str:
+    lines = [(r["bar"], r["wanted"], r["measured"], "yes" if r["ok"] else "NO") for r in rows]
+    return table(("what", "wanted", "measured", "reached"), lines)
+
+
+def _depths(rows: Sequence[Row]) -> str:
+    depths = sorted({row["depth"] for row in rows})
+    by_arm: dict[str, dict[float, str]] = {}
+    for row in rows:
+        said = f"{_percent(row['recall'])} ({row['n']})"
+        by_arm.setdefault(row["arm"], {})[row["depth"]] = said
+    columns = ("arm", *(f"{depth:.0%}" for depth in depths))
+    lines = [(arm, *(found.get(depth, "-") for depth in depths)) for arm, found in by_arm.items()]
+    return table(columns, lines)
+
+
+def _published() -> str:
+    needle = table(
+        ("policy", *map(str, published.NEEDLE_BUDGETS)),
+        [(name, *values) for name, values in published.NEEDLE.items()],
+    )
+    multi = table(
+        ("policy", *map(str, published.NEEDLE_BUDGETS)),
+        [(name, *values) for name, values in published.MULTIFACT.items()],
+    )
+    blocks = table(
+        [str(size) for size in published.BLOCK_SIZES], [list(published.BLOCK_SIZES.values())]
+    )
+    factors = table(("factor", "points"), list(published.ABLATIONS.items()))
+    return "\n\n".join(
+        (
+            "## Published by EVOKE (their model and text, not ours)",
+            published.SOURCE,
+            "Needle, percent by budget; sessions of about 3,700 tokens:",
+            needle,
+            "Five facts a session, percent by budget; sessions of about 6,500 tokens:",
+            multi,
+            "Needle at budget 1024 by block size:",
+            blocks,
+            "Needle at budget 512, what each part adds:",
+            factors,
+        )
+    )
