@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
-import socket
-import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-import pytest
 from aiohttp import web
 
 from evoke_proxy.config import Config, load
+from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.engine import Engine
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
@@ -58,51 +58,14 @@ def ask(
         connection.close()
 
 
-def free_port() -> int:
-    """A loopback port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextmanager
 def llama_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
     """A llama-server with the bundled model, on a free port unless one is given."""
     port = port or free_port()
-    command = [
-        binary,
-        "-m",
-        str(bundled_model()),
-        "--port",
-        str(port),
-        "-t",
-        "1",
-        "-c",
-        "8192",
-        *options,
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _await_health(process, port)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-
-
-def _await_health(process: subprocess.Popen[bytes], port: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(f"llama-server ended with code {process.returncode} at start")
-        try:
-            if ask(port, "GET", "/health").status == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    pytest.fail("llama-server did not become healthy in 60 s")
+    command = [binary, "-m", str(bundled_model()), "--port", str(port), "-t", "1", "-c", "8192"]
+    with tempfile.TemporaryDirectory() as folder:
+        with serving([*command, *options], port, Path(folder) / "llama-server.log"):
+            yield port
 
 
 class ThreadedLoop:

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from running import RunningProxy, ask, free_port, llama_server, proxy, server_binary
+from running import RunningProxy, ask, llama_server, proxy, server_binary
 from talking import FILLER, Said, Talk, events
+
+from evoke_proxy.demo.processes import free_port
 
 BUDGET = 320
 

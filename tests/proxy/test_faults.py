@@ -10,7 +10,9 @@ import time
 
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream, whole
-from running import ask, free_port, proxy
+from running import ask, proxy
+
+from evoke_proxy.demo.processes import free_port
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'

@@ -17,7 +17,9 @@ from typing import IO
 
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream
-from running import ask, free_port
+from running import ask
+
+from evoke_proxy.demo.processes import free_port
 
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
 
