@@ -23,13 +23,18 @@ from evoke_proxy.config.strict import (
 from evoke_proxy.errors import ConfigError
 
 __all__ = [
-    "DEVICES", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
+    "BENCH_POLICIES", "DEVICES", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
     "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PolicyConfig", "UpstreamConfig",
     "env_name", "keys", "load", "parse_listen",
 ]  # fmt: skip
 
-POLICIES = ("evoke", "discard", "no_eviction", "truncate")
-RECOVERIES = ("kv_restore", "discard")
+POLICIES = (
+    *("evoke", "infllm", "discard", "recency", "streaming", "truncate", "no_eviction"),
+    "oracle",
+)
+# What only a bench may ask for: it knows the answers.
+BENCH_POLICIES = ("oracle",)
+RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
 POOLINGS = ("cls", "mean")
@@ -74,6 +79,8 @@ class PolicyConfig:
     reserve_tokens: int = 256
     pin_share: float = 0.6
     margin: float = 0.1
+    infllm_blocks: int = 8
+    bench_fields: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,8 @@ def _check(config: Config) -> None:
     valid_url = url.scheme in ("http", "https") and bool(url.hostname)
     _require(valid_url, "upstream.url", f"{config.upstream.url!r} is not http://HOST:PORT")
     _one_of("policy.name", config.policy.name, POLICIES)
+    bench = config.policy.name not in BENCH_POLICIES or config.policy.bench_fields
+    _require(bench, "policy.name", f"{config.policy.name!r} needs policy.bench_fields")
     _one_of("policy.recovery", config.policy.recovery, RECOVERIES)
     _one_of("embedder.device", config.embedder.device, DEVICES)
     _one_of("embedder.pooling", config.embedder.pooling or "cls", POOLINGS)
@@ -185,7 +194,7 @@ def _check_numbers(config: Config) -> None:
         value: Any = config
         for part in key.split("."):
             value = getattr(value, part)
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             enough = value >= 0 if key in _MAY_BE_ZERO else value > 0
             least = "0 or more" if key in _MAY_BE_ZERO else "more than 0"
             _require(enough, key, f"must be {least}, not {value}")

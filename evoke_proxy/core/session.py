@@ -99,7 +99,7 @@ class Session:
 
     def plan(self, turn: Turn) -> Plan:
         """What to do before the turn's prompt is decoded; changes nothing."""
-        return decide(turn.view, Question.of(turn.request.query), turn.config)
+        return decide(turn.view, question_of(turn), turn.config)
 
     def applied(self, turn: Turn, plan: Plan) -> None:
         """llama-server has run the whole plan."""
@@ -231,6 +231,13 @@ class Session:
             for at in range(span.start, span.end, size)
         ]
         return [piece for piece in pieces if piece not in taken]
+
+
+def question_of(turn: Turn) -> Question:
+    """What a turn is about, and which blocks its client names."""
+    tags = turn.request.tags
+    question = Question.of(turn.request.query)
+    return replace(question, named=tags.recover, gold=tags.oracle)
 
 
 def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:

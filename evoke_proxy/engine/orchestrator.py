@@ -162,7 +162,7 @@ class Engine:
         way.hint = hint_of(client, body)
         named = body.get("id_slot")
         way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None
-        request = parse_chat(dialect, body)
+        request = parse_chat(dialect, body, self.config.policy.bench_fields)
         way.is_batch = request.n > 1 and isinstance(body.get("prompt"), list)
         return request
 

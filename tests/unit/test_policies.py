@@ -10,12 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slot_model import SlotModel, seen
 
-from evoke_proxy.config import PolicyConfig
+from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core import policies
 from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common, merged, total
 from evoke_proxy.core.books import forecast
 from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve import Index, Scores
@@ -28,7 +29,9 @@ CONFIG = PolicyConfig(
 
 
 def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
-    return policies.decide(view, Question.of(query), config)
+    """With two of the blocks for the oracle, and some that the client names now and then."""
+    named = ("user:0", "tool:3#0") if "port" in query else ()
+    return policies.decide(view, replace(Question.of(query), named=named, gold=(1, 2)), config)
 
 
 @st.composite
@@ -87,11 +90,13 @@ def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
     )
 
 
+# Those that evict: each holds the same contract.
+NAMES = [name for name in POLICIES if name != "no_eviction"]
+each = pytest.mark.parametrize("name", NAMES)
 CONFIGS = st.builds(
     PolicyConfig,
-    name=st.sampled_from(["evoke", "evoke", "evoke", "discard"]),
     budget=st.integers(150, 1200) | st.sampled_from([None, 512]),
-    recovery=st.sampled_from(["kv_restore", "kv_restore", "discard"]),
+    recovery=st.sampled_from(["kv_restore", "kv_restore", "breadcrumb", "discard"]),
     block_tokens=st.just(64),
     sink_tokens=st.integers(0, 20),
     recent_tokens=st.integers(0, 60),
@@ -149,15 +154,21 @@ def must_stay(view: PolicyView, config: PolicyConfig) -> list[Block]:
         block
         for block, state in zip(view.blocks, view.states, strict=True)
         if state.resident
-        and (block.pinned or block.span.start < config.sink_tokens or view.n_past - 1 in block.span)
+        and (block.pinned or block.span.start < sinks(config) or view.n_past - 1 in block.span)
     ]
 
 
+def sinks(config: PolicyConfig) -> int:
+    return 0 if config.name == "recency" else config.sink_tokens
+
+
+@each
 @given(views(), QUERIES, CONFIGS)
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_a_plan_can_be_run_and_keeps_the_budget(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
+    config = replace(config, name=name)
     plan = decide(view, query, config)
     then, model = after(view, plan)
     assert (
@@ -180,20 +191,21 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
         assert loose == min(uncovered, loose), "an infeasible plan kept what it need not"
 
 
+@each
 @given(views(), QUERIES, CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_infeasible_means_that_what_must_stay_does_not_fit(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
+    config = replace(config, name=name)
     plan = decide(view, query, config)
     if config.budget is None:
         return
-    recovers = config.name == "evoke" and config.recovery == "kv_restore"
     held = [
         block
         for block, state in zip(view.blocks, view.states, strict=True)
-        if (state.resident or (recovers and state.saved and block.span.end <= view.n_past))
-        and (block.pinned or block.span.start < config.sink_tokens or view.n_past - 1 in block.span)
+        if (state.resident or (recovers(config) and state.saved and block.span.end <= view.n_past))
+        and (block.pinned or block.span.start < sinks(config) or view.n_past - 1 in block.span)
     ]
     loose = resident_tokens(view) - sum(
         len(b.span) for b, s in zip(view.blocks, view.states, strict=True) if s.resident
@@ -202,11 +214,13 @@ def test_infeasible_means_that_what_must_stay_does_not_fit(
     assert plan.infeasible == (needed + view.tail + reserve(view, config) > config.budget)
 
 
+@each
 @given(views(), QUERIES, CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_sinks_pins_and_the_topmost_block_are_never_evicted(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
+    config = replace(config, name=name)
     plan = decide(view, query, config)
     evicted = {evict.label for evict in plan.evicts}
     assert not evicted & {block.label for block in must_stay(view, config)}
@@ -214,48 +228,54 @@ def test_sinks_pins_and_the_topmost_block_are_never_evicted(
     assert not common(loaded, [evict.span for evict in plan.evicts])
     assert all(span.end <= view.n_past for span in loaded)
     if plan.stream is not None and plan.stream.budget:
-        spared = [*plan.stream.protect, Span(0, config.sink_tokens)]
+        spared = [*plan.stream.protect, Span(0, sinks(config))]
         assert not common((victim.span for victim in plan.stream.order), spared)
         assert plan.stream.held <= max(
             plan.stream.budget, config.sink_tokens + config.recent_tokens + config.block_tokens
         )
 
 
+@each
 @given(views(), QUERIES, CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_deciding_on_the_result_moves_nothing(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
+    config = replace(config, name=name)
     then, _ = after(view, decide(view, query, config))
     again = decide(then, query, config)
     assert again.moves_nothing
     assert again.drops == ()
 
 
+@each
 @given(views(), QUERIES, CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_evicting_saves_first_once_or_not_at_all(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
+    config = replace(config, name=name)
     plan = decide(view, query, config)
     saved = {save.label for save in plan.saves}
     had = {b.label for b, s in zip(view.blocks, view.states, strict=True) if s.saved}
     evicted = {evict.label for evict in plan.evicts if evict.label is not None}
-    if config.name == "evoke" and config.recovery == "kv_restore":
+    if recovers(config):
         assert saved == evicted - had
     else:
         assert not saved and not plan.loads
         assert had <= {drop.label for drop in plan.drops}
     assert set(view.stale) <= {drop.label for drop in plan.drops}
-    if config.name == "evoke" and config.recovery == "kv_restore":
+    if recovers(config):
         assert {drop.label for drop in plan.drops} == set(view.stale)
 
 
+@each
 @given(views(), QUERIES, CONFIGS)
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
+    config = replace(config, name=name)
     used = Index()
     used.relevance(Question.of("vault"), view.blocks[: len(view.blocks) // 2])
     other = replace(view, index=used)
@@ -263,12 +283,14 @@ def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
     assert decide(view, query, config) == decide(view, query, config)
 
 
+@each
 @given(views() | views(adopts=True), QUERIES, CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_every_prompt_position_is_in_one_book(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
-    if view.adopt_to and config.recovery != "kv_restore":
+    config = replace(config, name=name)
+    if view.adopt_to and not recovers(config):
         return  # a session never offers what its policy cannot do
     plan = decide(view, query, config)
     books = forecast(view, plan)
@@ -287,12 +309,13 @@ def test_every_prompt_position_is_in_one_book(
     assert parts == books.n_prompt == view.n_tokens
 
 
+@pytest.mark.parametrize("name", ["evoke", "infllm", "oracle"])
 @given(views(adopts=True), QUERIES, CONFIGS)
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_a_session_comes_back_under_its_budget(
-    view: PolicyView, query: str, config: PolicyConfig
+    name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
-    config = replace(config, name="evoke", recovery="kv_restore")
+    config = replace(config, name=name, recovery="kv_restore")
     plan = decide(view, query, config)
     then, _ = after(view, plan)
     assert not (plan.saves or plan.evicts or plan.loads)

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.naming import called
 from evoke_proxy.core.plan import Drop, Plan, Stream
-from evoke_proxy.core.policies import evoke
+from evoke_proxy.core.policies import evoke, infllm, moves, oracle, window
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.errors import ConfigError
 
-__all__ = ["PolicyView", "decide", "recovers"]
+__all__ = ["PolicyView", "decide", "recovers", "recovers_text"]
+
+# Those that bring back what a question is about.
+_RECOVERING = ("evoke", "infllm", "oracle")
+# More than any block can be worth by itself: the client has asked for it.
+_ASKED_FOR = 10.0
 
 
 def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
     """What to move before a prompt is decoded, `question` being what this turn is about.
 
     After the plan resident rows + tail + reserve fit the budget, or it is `infeasible` and keeps
-    only what must stay. Sinks, pinned blocks and the block decoding goes on from are never evicted.
-    Ties break by block key, and deciding again on the plan's own result moves nothing. Without a
-    budget nothing is evicted. ConfigError for an unknown policy.
+    only what must stay. Sinks, pinned blocks and the block decoding goes on from are never evicted;
+    `recency` has no sinks. Ties break by block key, and deciding again on the plan's own result
+    moves nothing. Without a budget nothing is evicted. ConfigError for an unknown policy.
     """
     if config.name == "no_eviction":
         # A slot must not go on holding the budget of the session it had before.
-        return Plan(drops=_drops(view), stream=Stream(0), reason=config.name)
-    if config.name not in ("evoke", "discard", "truncate"):  # a truncated prompt fits, or nearly
-        raise ConfigError(f"policy.name: {config.name!r} is not a policy")
-    return evoke.decide(view, question, config, recovers(config))
+        drops = tuple(Drop(label) for label in sorted(view.stale))
+        return Plan(drops=drops, stream=Stream(0), reason=config.name)
+    if config.name == "recency":
+        config = replace(config, sink_tokens=0)
+    choice = _choice(view, question, config)
+    if choice.recovers and question.named:
+        asked = choice.values + _ASKED_FOR * called(view.blocks, question.named)
+        choice = replace(choice, values=asked)
+    return moves.plan(view, config, choice)
 
 
 def recovers(config: PolicyConfig) -> bool:
     """Whether evicted blocks are saved and may come back under this policy."""
-    return config.name == "evoke" and config.recovery == "kv_restore"
+    return config.name in _RECOVERING and config.recovery == "kv_restore"
 
 
-def _drops(view: PolicyView) -> tuple[Drop, ...]:
-    return tuple(Drop(label) for label in sorted(view.stale))
+def recovers_text(config: PolicyConfig) -> bool:
+    """Whether evicted blocks come back as text, to be decoded again."""
+    return config.name in _RECOVERING and config.recovery == "breadcrumb"
+
+
+def _choice(view: PolicyView, question: Question, config: PolicyConfig) -> moves.Choice:
+    match config.name:
+        case "recency" | "streaming":
+            return window.choice(view)
+        case "infllm":
+            return infllm.choice(view, question, config, recovers(config))
+        case "oracle":
+            return oracle.choice(view, question, config, recovers(config))
+        case "evoke" | "discard" | "truncate":  # a truncated prompt fits, or nearly
+            return evoke.choice(view, question, config, recovers(config))
+    raise ConfigError(f"policy.name: {config.name!r} is not a policy")

@@ -8,7 +8,6 @@ in go out, saved first. With `recovers` off it is the control arm: losers are go
 from __future__ import annotations
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
 from evoke_proxy.core.policy_view import PolicyView
@@ -22,15 +21,17 @@ _QUERY_CHARS = 2048
 _FOCUS_CHARS = 300
 
 
-def decide(view: PolicyView, question: Question, config: PolicyConfig, recovers: bool) -> Plan:
-    """See `policies.decide`; `recovers` says whether evicted blocks are saved and may come back."""
-    values = _values(view, question, config)
+def choice(
+    view: PolicyView, question: Question, config: PolicyConfig, recovers: bool
+) -> moves.Choice:
+    """What each block is worth for the question, and the best that fits."""
 
-    def select(given: Candidates, capacity: int | None) -> WorkingSet:
+    def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
         return choose(given, values, capacity, config.margin)
 
+    values = _values(view, question, config)
     tail = _tail_values(view, question, config, values)
-    return moves.plan(view, config, moves.Choice(values, tail, select, recovers))
+    return moves.Choice(values, tail, select, recovers)
 
 
 def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:

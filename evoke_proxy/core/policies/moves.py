@@ -29,8 +29,9 @@ from evoke_proxy.core.score import Scores
 # never come are worth less than blocks that are there.
 _MAX_RESERVE_SHARE = 4
 
-# Chooses what is to be resident of what could be; None for the tokens there is room for: all.
-Select = Callable[[Candidates, int | None], WorkingSet]
+# Chooses what is to be resident of what could be, by these values, in room for so many tokens; None
+# for those takes everything.
+Select = Callable[[Candidates, Scores, int | None], WorkingSet]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +55,7 @@ def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
     if view.adopt_to and choice.recovers:
         return _adopting(view, config, given, choice)
     capacity = _capacity(view.tail, view.max_tokens, config)
-    chosen = choice.select(given, capacity)
+    chosen = choice.select(given, choice.values, capacity)
     out = given.resident & ~chosen.chosen
     loads = _loads(view, config, given, choice.values, chosen)
     rows = view.strange_rows if loads.any() and config.budget is not None else ()
@@ -71,7 +72,7 @@ def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
 
 def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, choice: Choice) -> Plan:
     capacity = _capacity(view.n_tokens - view.adopt_to, view.max_tokens, config)
-    chosen = choice.select(given, capacity)
+    chosen = choice.select(given, choice.values, capacity)
     room = view.n_free + count(view.resident) - (view.n_tokens - view.adopt_to)
     if config.budget is not None:
         room = min(room, config.budget)

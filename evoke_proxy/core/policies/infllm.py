@@ -1,0 +1,69 @@
+"""InfLLM on blocks: sinks, a local window, and the K blocks that have most to do with the question.
+
+After Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient
+Context Memory" (NeurIPS 2024, arXiv:2402.04617), published with blocks of 128 tokens, 128 initial
+and 4096 local tokens and 16 blocks a look-up. Here blocks are `policy.block_tokens`, the initial
+tokens `policy.sink_tokens`, K is `policy.infllm_blocks` (8), and the window takes what the budget
+has left, a quarter of it at least.
+
+What stands in for the original: it finds blocks by the mean of their representative keys, per
+layer and at every step, and moves all of them to one far position. Here one look-up a turn ranks
+blocks by their text, as for `evoke`, and rows come back to their own positions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.block_table import Mask
+from evoke_proxy.core.policies import moves
+from evoke_proxy.core.policies.window import by_age, newest
+from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, by_value
+from evoke_proxy.core.policy_view import PolicyView
+from evoke_proxy.core.question import Question
+from evoke_proxy.core.score import Scores
+
+_MIN_WINDOW_SHARE = 4
+# So little that it only tells blocks apart which have nothing to do with the question.
+_AGE = 1e-6
+
+
+def choice(
+    view: PolicyView, question: Question, config: PolicyConfig, recovers: bool
+) -> moves.Choice:
+    """The blocks of one look-up beside a window over the newest."""
+
+    def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
+        return _select(given, values, capacity, config.infllm_blocks)
+
+    relevance = view.index.relevance(question, view.blocks)
+    values = relevance.round(9) + _AGE * by_age(view)
+    return moves.Choice(values, values, select, recovers)
+
+
+def _select(given: Candidates, values: Scores, capacity: int | None, k: int) -> WorkingSet:
+    there = given.resident | given.loadable
+    used = int(given.lengths[given.must].sum()) + given.loose_rows
+    if capacity is None:
+        return WorkingSet(there, False, int(given.lengths[there].sum()) + given.loose_rows)
+    if used > capacity:
+        return WorkingSet(given.must.copy(), True, used)
+    room = capacity - used
+    rest = there & ~given.must
+    local = newest(given, rest, room // _MIN_WINDOW_SHARE)
+    far = rest & ~local & (values > _AGE)
+    found = _found(given, values, far, room - int(given.lengths[local].sum()), k)
+    room -= int(given.lengths[found].sum())
+    chosen = given.must | found | newest(given, rest & ~found, room)
+    return WorkingSet(chosen, False, int(given.lengths[chosen].sum()) + given.loose_rows)
+
+
+def _found(given: Candidates, values: Scores, far: Mask, room: int, k: int) -> Mask:
+    found = np.zeros(len(far), np.bool_)
+    for i in by_value(far, values, given.blocks)[:k].tolist():
+        length = int(given.lengths[i])
+        if length <= room:
+            found[i] = True
+            room -= length
+    return found
