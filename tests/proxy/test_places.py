@@ -10,17 +10,32 @@ from typing import Any
 
 import pytest
 from comparing import comparable
-from running import Answer, RunningProxy, ask, proxy
+from running import Answer, RunningProxy, ask, llama_server, proxy, server_binary
 from talking import FILLER, Talk, events
 
 BUDGET = 320
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.fixture(scope="module")
+def shared_cells_port() -> Iterator[int]:
+    """The port of a server whose two slots share their cells."""
+    binary = server_binary(patched=True)
+    with llama_server(binary, "-np", "2", "-kvu", "--evoke-ram", "64") as port:
+        yield port
+
+
+@pytest.fixture(params=["two_slots_port", "shared_cells_port"])
+def port(request: pytest.FixtureRequest) -> int:
+    """A server with two slots."""
+    chosen: int = request.getfixturevalue(request.param)
+    return chosen
+
+
 @pytest.fixture
-def two_slots(two_slots_port: int) -> Iterator[RunningProxy]:
-    """A proxy of its own in front of a server with two slots."""
-    with proxy(two_slots_port, policy__budget=BUDGET) as running:
+def two_slots(port: int) -> Iterator[RunningProxy]:
+    """A proxy of its own in front of it."""
+    with proxy(port, policy__budget=BUDGET) as running:
         yield running
 
 
@@ -81,21 +96,19 @@ def test_several_answers_from_a_named_slot(two_slots: RunningProxy) -> None:
 
 
 def test_more_answers_than_slots_are_refused_by_the_server(
-    two_slots_port: int, two_slots: RunningProxy
+    port: int, two_slots: RunningProxy
 ) -> None:
     fields = {"messages": HELLO, "max_tokens": 4, "n": 3}
-    direct = _post(two_slots_port, "/v1/chat/completions", **fields)
+    direct = _post(port, "/v1/chat/completions", **fields)
     proxied = _post(two_slots.port, "/v1/chat/completions", **fields)
     assert direct.status == 400
     assert comparable(proxied) == comparable(direct)
 
 
-def test_a_batch_of_prompts_costs_nobody_any_rows(
-    two_slots_port: int, two_slots: RunningProxy
-) -> None:
+def test_a_batch_of_prompts_costs_nobody_any_rows(port: int, two_slots: RunningProxy) -> None:
     prompts = ["The river", "A mountain", "My house"]
     fields = {"prompt": prompts, "max_tokens": 3}
-    direct = json.loads(_post(two_slots_port, "/v1/completions", **fields).body)
+    direct = json.loads(_post(port, "/v1/completions", **fields).body)
     talks = _conversations(two_slots)
     batch = json.loads(_post(two_slots.port, "/v1/completions", **fields).body)
     texts = [[choice["text"] for choice in said["choices"]] for said in (direct, batch)]
