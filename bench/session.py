@@ -1,0 +1,238 @@
+"""What a budget costs in time: a long conversation, and many at once, on a 24-layer model.
+
+Long: one conversation of many turns through the proxy, under `evoke` with a quarter of it as the
+budget and under `no_eviction`, in pairs that take turns to be first. Given is the median of the
+pairs' ratios of wall clock; the same turns sent directly to the server are there for comparison.
+
+Many: conversations at once, as many as the server has slots, each going on as soon as it has its
+answer; the tokens generated in a second through the proxy with a budget, over those of the same
+server asked directly, pair by pair.
+
+The model has random weights: right for cost, without meaning. Answers have a fixed length, and the
+history that is resent has other, fixed ones, so that every way has the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.chat_turns import proxied
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.demo.script import paragraph
+from evoke_proxy.server_build import ensure_server
+
+_TURN_TOKENS = 90  # about what a turn adds to the history
+_SENTENCES, _ANSWER_SENTENCES = 5, 3
+_COLUMNS = (
+    *("part", "way", "repeat", "wall_s", "turns", "generated", "tokens_per_s", "prompt"),
+    *("decoded", "recovered", "peak"),
+)
+LONG_MOST, MANY_LEAST = 1.05, 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests get to the server: `fields` go into each, `proxied` says through what."""
+
+    name: str
+    proxied: bool
+    fields: Mapping[str, Any]
+
+
+def ways(budget: int) -> dict[str, Way]:
+    """The three that are compared."""
+    return {
+        "direct": Way("direct", False, {}),
+        "no_eviction": Way("no_eviction", True, {"evoke_policy": "no_eviction"}),
+        "evoke": Way("evoke", True, {"evoke_policy": "evoke", "evoke_budget": budget}),
+    }
+
+
+def converse(port: int, way: Way, seed: int, turns: int, answer: int) -> dict[str, int]:
+    """One conversation, turn by turn; what it took, in tokens."""
+    rng = random.Random(f"session-{seed}")
+    messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
+    headers = {"X-Evoke-Session": f"{way.name}-{seed}"} if way.proxied else {}
+    total = {"generated": 0, "prompt": 0, "decoded": 0, "recovered": 0, "peak": 0}
+    for _ in range(turns):
+        messages.append({"role": "user", "content": paragraph(rng, _SENTENCES)})
+        body = {
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": answer,
+            "ignore_eos": True,
+            **way.fields,
+        }
+        timings = chat(port, body, headers).timings
+        books = timings.get("evoke") or {}
+        total["generated"] += int(timings["predicted_n"])
+        total["decoded"] += int(timings["prompt_n"])
+        total["prompt"] = int(books.get("n_prompt", timings["prompt_n"] + timings["cache_n"]))
+        total["recovered"] += int(books.get("recovered", 0))
+        total["peak"] = max(total["peak"], int(books.get("n_resident_peak", total["prompt"])))
+        said = paragraph(rng, _ANSWER_SENTENCES)
+        messages.append({"role": "assistant", "content": said})
+    return total
+
+
+def long(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
+    """The one long conversation, each way on a server of its own, `repeats` times."""
+    size = args.turns * _TURN_TOKENS
+    options = ["-np", "1", "-c", str(2 * size + 4096), "--evoke-ram", "2048"]
+    known, rows = ways(size // 4), []
+    for repeat in range(args.repeats):
+        order = ["evoke", "no_eviction", "direct"]
+        for name in order if repeat % 2 else reversed(order):
+            with _server(args, options) as port, _front(port, known[name]) as front:
+                began = time.perf_counter()
+                total = converse(front, known[name], repeat, args.turns, args.answer)
+                wall = time.perf_counter() - began
+            rows.append(_row("long", name, repeat, wall, args.turns, total))
+            say(rows[-1:])
+    return rows
+
+
+def many(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
+    """So many conversations at once, each way on a server of its own, `repeats` times."""
+    size = args.each * _TURN_TOKENS
+    cells = args.sessions * (2 * size + 256)
+    options = ["-np", str(args.sessions), "-c", str(cells), "-no-kvu", "--evoke-ram", "2048"]
+    # Half of the history: enough to evict in every conversation.
+    known, rows = ways(max(320, size // 2)), []
+    for repeat in range(args.repeats):
+        order = ["evoke", "direct"]
+        for name in order if repeat % 2 else reversed(order):
+            with _server(args, options) as port, _front(port, known[name]) as front:
+                wall, total = _at_once(front, known[name], repeat, args)
+            turns = args.sessions * args.each
+            rows.append(_row("many", name, repeat, wall, turns, total))
+            say(rows[-1:])
+    return rows
+
+
+def _at_once(
+    port: int, way: Way, repeat: int, args: argparse.Namespace
+) -> tuple[float, dict[str, int]]:
+    seeds = [1000 * (repeat + 1) + i for i in range(args.sessions)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(args.sessions) as pool:
+        jobs = [pool.submit(converse, port, way, s, args.each, args.answer) for s in seeds]
+        found = [job.result() for job in jobs]
+    wall = time.perf_counter() - began
+    total = {name: sum(one[name] for one in found) for name in found[0]}
+    return wall, {**total, "peak": max(one["peak"] for one in found)}
+
+
+def _row(
+    part: str, way: str, repeat: int, wall: float, turns: int, total: Mapping[str, int]
+) -> dict[str, Any]:
+    speed = total["generated"] / wall
+    head = {"part": part, "way": way, "repeat": repeat, "wall_s": round(wall, 3), "turns": turns}
+    return {**head, **total, "tokens_per_s": round(speed, 2)}
+
+
+@contextmanager
+def _server(args: argparse.Namespace, options: Sequence[str]) -> Iterator[int]:
+    port, threads = free_port(), str(args.threads)
+    where = ["--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads]
+    command = [str(args.server or ensure_server()), "-m", str(ensure(SHAPES[args.model])), *where]
+    with tempfile.TemporaryDirectory() as folder:
+        with serving([*command, *options], port, Path(folder) / "llama-server.log"):
+            yield port
+
+
+@contextmanager
+def _front(port: int, way: Way) -> Iterator[int]:
+    if not way.proxied:
+        yield port
+        return
+    with proxied(port) as proxy:
+        yield proxy.port
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over the repeats of what the bars are about, and the smallest and largest."""
+    summary: dict[str, Any] = {}
+    long_ratios = _ratios(rows, "long", "evoke", "no_eviction", "wall_s")
+    if long_ratios:
+        summary["long_wall_evoke_over_no_eviction"] = statistics.median(long_ratios)
+        direct = _ratios(rows, "long", "evoke", "direct", "wall_s")
+        summary["long_wall_evoke_over_direct"] = statistics.median(direct)
+        summary["long_spread"] = record.spread(long_ratios)
+    shared = _ratios(rows, "many", "evoke", "direct", "tokens_per_s")
+    if shared:
+        summary["many_tokens_per_s_proxied_over_direct"] = statistics.median(shared)
+        summary["many_spread"] = record.spread(shared)
+    return summary
+
+
+def _ratios(
+    rows: Sequence[Mapping[str, Any]], part: str, above: str, below: str, name: str
+) -> list[float]:
+    values = {(row["part"], row["way"], row["repeat"]): float(row[name]) for row in rows}
+    repeats = sorted({repeat for found, way, repeat in values if (found, way) == (part, above)})
+    return [values[part, above, i] / values[part, below, i] for i in repeats]
+
+
+def reached(summary: Mapping[str, Any]) -> bool:
+    """Whether what was measured is as good as it must be."""
+    long_ratio = summary.get("long_wall_evoke_over_no_eviction", 0.0)
+    shared = summary.get("many_tokens_per_s_proxied_over_direct", 1.0)
+    return bool(long_ratio <= LONG_MOST and shared >= MANY_LEAST)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/session.json`; 0 when the bars are reached."""
+    args = _parser().parse_args(argv)
+
+    def say(rows: Sequence[Mapping[str, Any]]) -> None:
+        print(record.table(rows, _COLUMNS).splitlines()[-1], flush=True)
+
+    rows = [*(long(args, say) if args.turns else ()), *(many(args, say) if args.each else ())]
+    summary = summarise(rows)
+    print(record.table(rows, _COLUMNS))
+    print(json.dumps(summary, indent=1))
+    print(f"written: {record.write('session', rows, summary, args.out)}")
+    return 0 if reached(summary) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.session",
+        description=__doc__,
+        epilog="example:\n  python -m bench.session --turns 14 --each 2 --repeats 1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    free = max(1, (os.cpu_count() or 2) - 1)
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--model", choices=sorted(SHAPES), default="deep-24")
+    parser.add_argument("--turns", type=int, default=56, help="of the long one, 0: none (56)")
+    parser.add_argument("--sessions", type=int, default=16, help="conversations at once (16)")
+    parser.add_argument("--each", type=int, default=6, help="turns of each of them, 0: none (6)")
+    parser.add_argument("--answer", type=int, default=32, help="tokens of every answer (32)")
+    parser.add_argument("--repeats", type=int, default=3, help="pairs to take the median of (3)")
+    parser.add_argument(
+        "--threads", type=int, default=free, help="of the server; one core is the proxy's"
+    )
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

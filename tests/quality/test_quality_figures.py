@@ -1,0 +1,193 @@
+"""What the quality bench makes of its records: intervals, pairs, bars, resuming."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.quality import misses, plots, tables
+from bench.quality.arms import Arm, ladder
+from bench.quality.journal import Journal, chosen
+from bench.quality.plan import FULL, QUICK, batches
+from bench.quality.sessions import DEPTHS, REPORTING, TUNING, scripts
+from bench.quality.stats import clustered, design_effect, mcnemar, ratio_interval, wilson
+from bench.quality.summary import checks, summarise
+
+
+def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any) -> dict[str, Any]:
+    visible = visible or "1" * len(answers)
+    probes = [
+        {
+            "question": f"q{i}",
+            "expected": "x",
+            "answer": "y",
+            "known": True,
+            "depth": None,
+            "right": answer == "1",
+            "visible": seen == "1",
+            "decoded_again": False,
+            "gold": [[10, 20]],
+            "saw": ["1: other | text"],
+        }
+        for i, (answer, seen) in enumerate(zip(answers, visible, strict=True))
+    ]
+    given = {
+        "cell": "facts5",
+        "session": session,
+        "arm": arm.name,
+        "policy": arm.policy,
+        "ratio": arm.ratio,
+        "budget": arm.budget(4000),
+        "again": 0,
+        "faults": [],
+        "turns": [[100, 100, 0, 0, 0, 90]],
+        "probes": probes,
+    }
+    return {**given, **more}
+
+
+CEILING, OURS, GONE = Arm("no_eviction"), Arm("evoke", 8.0), Arm("discard", 8.0)
+
+
+def one_row(records: Sequence[dict[str, Any]], arm: str) -> dict[str, Any]:
+    rows = summarise(records)["rows"]
+    return next(row for row in rows if row["cell"] == "facts5" and row["arm"] == arm)
+
+
+def test_a_share_of_the_ceiling_counts_the_same_questions_in_both_arms() -> None:
+    records = [
+        record("a", CEILING, "1110"),
+        record("a", OURS, "1011"),
+        record("b", CEILING, "1111"),
+        record("b", OURS, "1111"),
+        record("c", CEILING, "1111"),  # not run under the other arm
+    ]
+    row = one_row(records, "evoke@8x")
+    assert (row["n"], row["sessions"], row["right"]) == (8, 2, 7)
+    assert row["share"] == pytest.approx(7 / 7)
+    assert (row["lost"], row["gained"]) == (1, 1)
+
+
+def test_discard_is_held_against_what_was_still_there() -> None:
+    records = [record("a", CEILING, "1111"), record("a", GONE, "1110", visible="1000")]
+    bar = next(check for check in checks(summarise(records)) if "discard" in check["bar"])
+    assert not bar["ok"]
+    records[1] = record("a", GONE, "1000", visible="1000")
+    bar = next(check for check in checks(summarise(records)) if "discard" in check["bar"])
+    assert bar["ok"]
+
+
+def test_a_turn_over_its_budget_is_named_and_spoils_the_run() -> None:
+    fault = record("a", OURS, "1", faults=["turn 3: peak 501 over 500"])
+    found = summarise([record("a", CEILING, "1"), fault])
+    assert found["violations"] == ["a evoke@8x: turn 3: peak 501 over 500"]
+    assert not found["checks"][-1]["ok"]
+
+
+def test_the_report_has_every_cell_and_every_miss() -> None:
+    records = [record("a", CEILING, "111"), record("a", OURS, "110", visible="110")]
+    found = summarise(records)
+    text = tables.report(found, ["about"]) + misses.report(records)
+    assert "### facts5" in text and "### headline" in text
+    assert "1 in all; of 1 the fact was not in the cache" in text
+    assert "1: other \\| text" in text
+    assert "<polyline" in plots.curves(found["rows"]) and "<rect" in plots.bars(found["rows"])
+
+
+def test_wilson_is_the_published_interval() -> None:
+    low, high = wilson(15 / 15, 15)
+    assert (round(low, 3), round(high, 3)) == (0.796, 1.0)
+    low, high = wilson(43 / 75, 75)
+    assert (round(low, 3), round(high, 3)) == (0.461, 0.679)
+
+
+def test_sessions_that_agree_within_themselves_widen_the_interval() -> None:
+    together = design_effect([5, 5, 0, 0], [5, 5, 5, 5])
+    apart = design_effect([3, 2, 3, 2], [5, 5, 5, 5])
+    assert together == pytest.approx(4 / 3 * 5)  # all of a session are one answer
+    assert apart == 1.0
+    wide, narrow = clustered([5, 5, 0, 0], [5] * 4), clustered([3, 2, 3, 2], [5] * 4)
+    assert wide[1] - wide[0] > 1.5 * (narrow[1] - narrow[0])
+
+
+@given(st.integers(0, 12), st.integers(0, 12))
+def test_mcnemar_is_the_two_sided_binomial_test(lost: int, gained: int) -> None:
+    n = lost + gained
+    chances = [math.comb(n, i) / 2**n for i in range(n + 1)]
+    as_rare = sum(chance for chance in chances if chance <= chances[lost] * (1 + 1e-9))
+    assert mcnemar(lost, gained) == pytest.approx(as_rare)
+
+
+def test_the_bootstrap_covers_the_ratio_it_is_of() -> None:
+    random = np.random.default_rng(1)
+    held = 0
+    for trial in range(60):
+        above = random.binomial(5, 0.9, 40)
+        right = random.binomial(above, 0.8)
+        interval = ratio_interval(right.tolist(), above.tolist(), trial)
+        assert interval is not None
+        held += interval[0] <= 0.8 <= interval[1]
+    assert held >= 51  # 95 % of 60 is 57; 51 would be a chance of one in 200
+    assert ratio_interval([0, 0], [0, 0]) is None
+
+
+def test_a_journal_goes_on_after_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal(path, "new").append("a", {"x": 1})
+    Journal(path, "old").append("b", {"x": 2})
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"config": "new", "unit": "c", "x"\n')
+    Journal(path, "new").append("a", {"x": 3})
+    found = Journal(path, "new").records()
+    assert [item["x"] for item in chosen(found, ["a", "b", "c"])] == [3]
+    assert json.loads(path.read_text("utf-8").splitlines()[0])["config"] == "new"
+
+
+def test_tuning_and_reporting_share_no_session() -> None:
+    assert not set(TUNING) & set(REPORTING)
+    one = scripts(TUNING.start, "facts5", 1000, 2)
+    other = scripts(REPORTING.start, "facts5", 1000, 2)
+    assert {script.name for script in one}.isdisjoint(script.name for script in other)
+    assert [script.messages for script in one] != [script.messages for script in other]
+
+
+def test_a_request_is_made_for_every_answer_and_the_last_are_the_probes() -> None:
+    for script in scripts(TUNING.start, "needle", 1500, 3):
+        asked = [script.messages[end - 1]["content"] for end in script.turns[-len(script.probes) :]]
+        assert asked == [probe.question for probe in script.probes]
+        assert sorted(script.depths) == sorted(DEPTHS)
+        said = " ".join(message["content"] for message in script.messages)
+        places = {
+            depth: said.index(probe.fact.told) / len(said)
+            for depth, probe in zip(script.depths, script.probes, strict=True)
+        }
+        assert all(abs(places[depth] - depth) < 0.1 for depth in DEPTHS)
+
+
+def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once() -> None:
+    keys = [unit.key for batch in batches(FULL, TUNING.start) for unit in batch.units]
+    assert len(keys) == len(set(keys))
+    for ratio in (3.6, 8, 16):
+        known = sum(
+            len(unit.script.probes)
+            for batch in batches(FULL, TUNING.start)
+            for unit in batch.units
+            if unit.arm.name == f"evoke@{ratio:g}x" and unit.cell in ("needle",)
+        )
+        assert known >= 200
+    assert any(cell.tokens >= 7000 for cell in FULL)
+    assert len({unit.script.name for unit in batches(QUICK, 1)[0].units}) == 3
+
+
+def test_arms_are_the_policies_the_proxy_has() -> None:
+    names = [arm.name for arm in ladder(("evoke", "no_eviction", "no such policy"), (8.0,))]
+    assert names == ["no_eviction", "evoke@8x"]
+    assert Arm("evoke", 8.0).body(4001) == {"evoke_policy": "evoke", "evoke_budget": 500}

@@ -1,0 +1,45 @@
+"""What the session bench makes of its runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.session import reached, summarise, ways
+
+
+def run(part: str, way: str, repeat: int, wall: float, speed: float) -> dict[str, Any]:
+    return {"part": part, "way": way, "repeat": repeat, "wall_s": wall, "tokens_per_s": speed}
+
+
+def test_ratios_are_those_of_pairs_and_the_median_counts() -> None:
+    rows = [
+        *(run("long", "evoke", i, wall, 1.0) for i, wall in enumerate((11.0, 10.0, 40.0))),
+        *(run("long", "no_eviction", i, wall, 1.0) for i, wall in enumerate((10.0, 10.0, 10.0))),
+        *(run("long", "direct", i, 5.0, 1.0) for i in range(3)),
+        *(run("many", "evoke", i, 1.0, speed) for i, speed in enumerate((90.0, 50.0, 99.0))),
+        *(run("many", "direct", i, 1.0, 100.0) for i in range(3)),
+    ]
+    summary = summarise(rows)
+    assert summary["long_wall_evoke_over_no_eviction"] == pytest.approx(1.1)
+    assert summary["long_wall_evoke_over_direct"] == pytest.approx(2.2)
+    assert summary["many_tokens_per_s_proxied_over_direct"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("long", "many", "good"), [(1.05, 0.95, True), (1.06, 0.95, False), (1.05, 0.94, False)]
+)
+def test_both_bars_count(long: float, many: float, good: bool) -> None:
+    summary = {
+        "long_wall_evoke_over_no_eviction": long,
+        "many_tokens_per_s_proxied_over_direct": many,
+    }
+    assert reached(summary) is good
+
+
+def test_only_a_way_through_the_proxy_carries_our_fields() -> None:
+    known = ways(512)
+    assert known["direct"].fields == {}
+    assert known["evoke"].fields == {"evoke_policy": "evoke", "evoke_budget": 512}
+    assert "evoke_budget" not in known["no_eviction"].fields
