@@ -10,6 +10,8 @@ from fake_upstream import Exchange, fake_upstream, whole
 from running import Answer, RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
+from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECOVERIES
+
 JSON = {"Content-Type": "application/json"}
 BUDGET = 320
 USER = {"role": "user", "content": "Hello."}
@@ -47,7 +49,8 @@ WRONG = [
     ("evoke_budget", 0),
     ("evoke_budget", "many"),
     ("evoke_policy", "lru"),
-    ("evoke_recovery", "breadcrumb"),
+    *(("evoke_policy", name) for name in BENCH_POLICIES),
+    ("evoke_recovery", "later"),
     ("evoke_priority", -1),
     ("evoke_pinned", "yes"),
     ("evoke_task_boundary", 1),
@@ -125,10 +128,10 @@ def test_what_is_no_json_is_the_servers_to_refuse(
 
 
 def test_a_recovery_that_is_not_there_is_said_so(patched_proxy: RunningProxy) -> None:
-    answer = _post(patched_proxy.port, "/v1/chat/completions", {"evoke_recovery": "breadcrumb"})
+    answer = _post(patched_proxy.port, "/v1/chat/completions", {"evoke_recovery": "later"})
     assert answer.status == 400
     message = json.loads(answer.body)["error"]["message"]
-    assert message == "evoke_recovery must be one of kv_restore, discard, not 'breadcrumb'"
+    assert message == f"evoke_recovery must be one of {', '.join(RECOVERIES)}, not 'later'"
 
 
 @pytest.mark.parametrize("path", CHATS)
@@ -188,8 +191,8 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
 
 def test_a_policy_is_the_requests_own(patched_proxy: RunningProxy) -> None:
     talk = Talk(patched_proxy.port, "own", {"evoke_budget": BUDGET})
-    names = ("evoke", "discard", "no_eviction", "truncate", "evoke")
-    for number, name in enumerate(names):
+    names = [name for name in POLICIES if name not in BENCH_POLICIES]
+    for number, name in enumerate([*names, "evoke"]):
         said = talk.say(f"Turn {number}. {FILLER}", evoke_policy=name)
         assert said.headers["x-evoke-policy"] == name
         assert said.books["marker"] == "ok"
