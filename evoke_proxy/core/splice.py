@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
-from evoke_proxy.errors import RequestError
+from evoke_proxy.core.json_places import Place, Scanner, json_text
 
-_MESSAGE_LISTS = ("messages", "input")
-_SPACE = " \t\n\r"
 _ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
 _EMPTY = re.compile(rb"\s*\}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    key: str
-    start: int
-    value: int
-    end: int
+_EMPTY_LIST = re.compile(r"\[\s*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +42,15 @@ def edit_top_level(
     """
     if keys is not None and not message_remove and {*set, *remove}.isdisjoint(keys):
         return _inserted(body, set)
-    text = _decoded(body)
-    scanner = _Scanner(text, message_remove)
-    members = scanner.document()
-    edits = scanner.edits + _member_edits(members, _unwanted(members, set, remove))
+    text = json_text(body)
+    edits: list[_Edit] = []
+
+    def unmark(members: list[Place]) -> None:
+        unwanted = [i for i, member in enumerate(members) if member.key in message_remove]
+        edits.extend(_member_edits(members, unwanted))
+
+    members = Scanner(text, unmark if _may_hold(text, message_remove) else None).document()
+    edits += _member_edits(members, _unwanted(members, set, remove))
     edits += _replacements(members, set)
     edits += _insertion(text, members, set, remove)
     return _applied(text, edits).encode() if edits else body
@@ -66,12 +61,12 @@ def remove_elements(body: bytes, key: str, indexes: Collection[int]) -> bytes:
 
     RequestError when `body` is no JSON object.
     """
-    text = _decoded(body)
-    members = _Scanner(text, ()).document()
+    text = json_text(body)
+    members = Scanner(text).document()
     found = [member for member in members if member.key == key and text[member.value] == "["]
     if not found or not indexes:
         return body
-    elements = _Scanner(text, ()).elements(found[-1].value)
+    elements = Scanner(text).elements(found[-1].value)
     return _applied(text, _member_edits(elements, indexes)).encode()
 
 
@@ -82,8 +77,8 @@ def edit_nested(body: bytes, path: Sequence[str], set: Mapping[str, bytes]) -> b
     """
     if not path:
         return edit_top_level(body, set, ())
-    text = _decoded(body)
-    members = _Scanner(text, ()).document()
+    text = json_text(body)
+    members = Scanner(text).document()
     found = [member for member in members if member.key == path[0] and text[member.value] == "{"]
     if not found:
         return body
@@ -92,15 +87,22 @@ def edit_nested(body: bytes, path: Sequence[str], set: Mapping[str, bytes]) -> b
     return text[:start].encode() + inner + text[end:].encode()
 
 
-def _decoded(body: bytes) -> str:
-    try:
-        return body.decode("utf-8")
-    except UnicodeDecodeError:
-        _refuse("it is not UTF-8")
+def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str, str]) -> bytes:
+    """`body` with a text at the beginning of the value at `path`, keys and indexes from the top.
 
-
-def _refuse(why: str) -> NoReturn:
-    raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
+    Inside the quotes of a string, or of a list as its first element, `part`. Unchanged where there
+    is neither. RequestError when `body` is no JSON object.
+    """
+    decoded = json_text(body)
+    at = Scanner(decoded).find(path)
+    if at is None or decoded[at] not in '["':
+        return body
+    if decoded[at] == '"':
+        added = json.dumps(text)[1:-1]
+    else:
+        filled = not _EMPTY_LIST.match(decoded, at)
+        added = json.dumps(part) + ("," if filled else "")
+    return _applied(decoded, [_Edit(at + 1, at + 1, added)]).encode()
 
 
 def _may_hold(text: str, keys: Collection[str]) -> bool:
@@ -118,104 +120,8 @@ def _inserted(body: bytes, set: Mapping[str, bytes]) -> bytes:
     return body[:at] + added + more + body[at:]
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-class _Scanner:
-    """Finds where members and elements are. Values are decoded only to learn where they end."""
-
-    def __init__(self, text: str, message_remove: Collection[str]) -> None:
-        self._text = text
-        self._message_remove = message_remove if _may_hold(text, message_remove) else ()
-        # float for whole numbers too: int() refuses long ones
-        decoder = json.JSONDecoder(parse_int=float, parse_constant=_no_constant)
-        self._decode: Callable[[str, int], tuple[Any, int]] = decoder.raw_decode
-        self.edits: list[_Edit] = []
-
-    def document(self) -> list[_Member]:
-        """The top-level members; collects the edits inside messages on the way."""
-        start = 1 if self._text.startswith("\ufeff") else 0
-        at = self._space(start)
-        if self._at(at) != "{":
-            _refuse("it does not begin with {")
-        members, end = self._members(at, top=True)
-        if self._space(end) != len(self._text):
-            _refuse(f"text after its end, at {end}")
-        return members
-
-    def elements(self, at: int) -> list[_Member]:
-        """The elements of the list that begins at `at`, as members without a key."""
-        return self._elements(at, self._value)[0]
-
-    def _members(self, at: int, top: bool) -> tuple[list[_Member], int]:
-        members: list[_Member] = []
-        at = self._space(at + 1)
-        if self._at(at) == "}":
-            return members, at + 1
-        while True:
-            members.append(self._member(at, top))
-            at = self._space(members[-1].end)
-            if self._at(at) == "}":
-                return members, at + 1
-            at = self._space(self._expect(at, ","))
-
-    def _member(self, start: int, top: bool) -> _Member:
-        if self._at(start) != '"':
-            _refuse(f"a key must be at {start}")
-        key, at = self._value(start)
-        at = self._space(self._expect(self._space(at), ":"))
-        if top and self._message_remove and key in _MESSAGE_LISTS and self._at(at) == "[":
-            return _Member(key, start, at, self._elements(at, self._message)[1])
-        return _Member(key, start, at, self._value(at)[1])
-
-    def _elements(
-        self, at: int, read: Callable[[int], tuple[Any, int]]
-    ) -> tuple[list[_Member], int]:
-        elements: list[_Member] = []
-        at = self._space(at + 1)
-        if self._at(at) == "]":
-            return elements, at + 1
-        while True:
-            elements.append(_Member("", at, at, read(at)[1]))
-            at = self._space(elements[-1].end)
-            if self._at(at) == "]":
-                return elements, at + 1
-            at = self._space(self._expect(at, ","))
-
-    def _message(self, at: int) -> tuple[Any, int]:
-        if self._at(at) != "{":
-            return self._value(at)
-        members, end = self._members(at, top=False)
-        unwanted = {i for i, member in enumerate(members) if member.key in self._message_remove}
-        self.edits += _member_edits(members, unwanted)
-        return None, end
-
-    def _value(self, at: int) -> tuple[Any, int]:
-        try:
-            return self._decode(self._text, at)
-        except RecursionError:
-            _refuse("it is nested too deep")
-        except ValueError as error:
-            _refuse(str(error))
-
-    def _space(self, at: int) -> int:
-        text = self._text
-        while at < len(text) and text[at] in _SPACE:
-            at += 1
-        return at
-
-    def _at(self, at: int) -> str:
-        return self._text[at : at + 1]
-
-    def _expect(self, at: int, char: str) -> int:
-        if self._at(at) != char:
-            _refuse(f"{char!r} must be at {at}")
-        return at + 1
-
-
 def _unwanted(
-    members: list[_Member], set: Mapping[str, bytes], remove: Collection[str]
+    members: list[Place], set: Mapping[str, bytes], remove: Collection[str]
 ) -> Collection[int]:
     first: dict[str, int] = {}
     for i, member in enumerate(members):
@@ -228,7 +134,7 @@ def _unwanted(
     }
 
 
-def _member_edits(members: list[_Member], unwanted: Collection[int]) -> list[_Edit]:
+def _member_edits(members: list[Place], unwanted: Collection[int]) -> list[_Edit]:
     """Removals with the right comma: the one before, or the next when nothing before is kept."""
     edits: list[_Edit] = []
     kept_before = False
@@ -243,7 +149,7 @@ def _member_edits(members: list[_Member], unwanted: Collection[int]) -> list[_Ed
     return edits
 
 
-def _replacements(members: list[_Member], set: Mapping[str, bytes]) -> list[_Edit]:
+def _replacements(members: list[Place], set: Mapping[str, bytes]) -> list[_Edit]:
     edits: dict[str, _Edit] = {}
     for member in members:
         if member.key in set and member.key not in edits:
@@ -252,7 +158,7 @@ def _replacements(members: list[_Member], set: Mapping[str, bytes]) -> list[_Edi
 
 
 def _insertion(
-    text: str, members: list[_Member], set: Mapping[str, bytes], remove: Collection[str]
+    text: str, members: list[Place], set: Mapping[str, bytes], remove: Collection[str]
 ) -> list[_Edit]:
     present = {member.key for member in members}
     added = [f"{json.dumps(key)}:{set[key].decode()}" for key in set if key not in present]

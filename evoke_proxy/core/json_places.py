@@ -1,0 +1,152 @@
+"""Where the values of a JSON object are in its text, as the decoder itself reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from evoke_proxy.errors import RequestError
+
+_MESSAGE_LISTS = ("messages", "input")
+_SPACE = " \t\n\r"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a member of an object, or an element of a list, is in the text: [start, end), its value
+    from `value` on; an element has no key."""
+
+    key: str
+    start: int
+    value: int
+    end: int
+
+
+def json_text(body: bytes) -> str:
+    """The text of a body; RequestError when it is not UTF-8."""
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError:
+        _refuse("it is not UTF-8")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+class Scanner:
+    """Finds where members and elements are. Values are decoded only to learn where they end.
+
+    `on_message` is shown the members of each object in the lists `messages` and `input`.
+    """
+
+    def __init__(self, text: str, on_message: Callable[[list[Place]], None] | None = None) -> None:
+        self._text = text
+        self._on_message = on_message
+        # float for whole numbers too: int() refuses long ones
+        decoder = json.JSONDecoder(parse_int=float, parse_constant=_no_constant)
+        self._decode: Callable[[str, int], tuple[Any, int]] = decoder.raw_decode
+
+    def document(self) -> list[Place]:
+        """The top-level members. RequestError when the text is no JSON object."""
+        start = 1 if self._text.startswith("\ufeff") else 0
+        at = self._space(start)
+        if self._at(at) != "{":
+            _refuse("it does not begin with {")
+        members, end = self._members(at, top=True)
+        if self._space(end) != len(self._text):
+            _refuse(f"text after its end, at {end}")
+        return members
+
+    def elements(self, at: int) -> list[Place]:
+        """The elements of the list that begins at `at`, as members without a key."""
+        return self._elements(at, self._value)[0]
+
+    def find(self, path: Sequence[str | int]) -> int | None:
+        """Where the value at a path of keys and indexes begins; None when nothing is there."""
+        found, at = self.document(), 0
+        for depth, step in enumerate(path):
+            if depth:
+                found = self._inside(at)
+            if isinstance(step, str):
+                found = [place for place in found if place.key == step][-1:]
+            else:
+                found = found[step : step + 1]
+            if not found:
+                return None
+            at = found[0].value
+        return at
+
+    def _inside(self, at: int) -> list[Place]:
+        if self._at(at) == "{":
+            return self._members(at, top=False)[0]
+        return self.elements(at) if self._at(at) == "[" else []
+
+    def _members(self, at: int, top: bool) -> tuple[list[Place], int]:
+        members: list[Place] = []
+        at = self._space(at + 1)
+        if self._at(at) == "}":
+            return members, at + 1
+        while True:
+            members.append(self._member(at, top))
+            at = self._space(members[-1].end)
+            if self._at(at) == "}":
+                return members, at + 1
+            at = self._space(self._expect(at, ","))
+
+    def _member(self, start: int, top: bool) -> Place:
+        if self._at(start) != '"':
+            _refuse(f"a key must be at {start}")
+        key, at = self._value(start)
+        at = self._space(self._expect(self._space(at), ":"))
+        if top and self._on_message and key in _MESSAGE_LISTS and self._at(at) == "[":
+            return Place(key, start, at, self._elements(at, self._message)[1])
+        return Place(key, start, at, self._value(at)[1])
+
+    def _elements(self, at: int, read: Callable[[int], tuple[Any, int]]) -> tuple[list[Place], int]:
+        elements: list[Place] = []
+        at = self._space(at + 1)
+        if self._at(at) == "]":
+            return elements, at + 1
+        while True:
+            elements.append(Place("", at, at, read(at)[1]))
+            at = self._space(elements[-1].end)
+            if self._at(at) == "]":
+                return elements, at + 1
+            at = self._space(self._expect(at, ","))
+
+    def _message(self, at: int) -> tuple[Any, int]:
+        if self._at(at) != "{":
+            return self._value(at)
+        members, end = self._members(at, top=False)
+        assert self._on_message is not None
+        self._on_message(members)
+        return None, end
+
+    def _value(self, at: int) -> tuple[Any, int]:
+        try:
+            return self._decode(self._text, at)
+        except RecursionError:
+            _refuse("it is nested too deep")
+        except ValueError as error:
+            _refuse(str(error))
+
+    def _space(self, at: int) -> int:
+        text = self._text
+        while at < len(text) and text[at] in _SPACE:
+            at += 1
+        return at
+
+    def _at(self, at: int) -> str:
+        return self._text[at : at + 1]
+
+    def _expect(self, at: int, char: str) -> int:
+        if self._at(at) != char:
+            _refuse(f"{char!r} must be at {at}")
+        return at + 1
