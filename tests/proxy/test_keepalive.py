@@ -21,7 +21,7 @@ CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 8, "temperature": 0, "st
 
 
 @contextmanager
-def _busy(port: int, n_tokens: int = 500, **overrides: object) -> Iterator[RunningProxy]:
+def _busy(port: int, n_tokens: int = 1500, **overrides: object) -> Iterator[RunningProxy]:
     """A proxy whose only slot is generating."""
     with proxy(port, limits__keepalive_s=0.05, **overrides) as running:
         slow = Talk(running.port, "slow", {"max_tokens": n_tokens, "ignore_eos": True})
