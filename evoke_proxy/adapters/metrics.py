@@ -49,6 +49,7 @@ class Metrics:
             self.tokens.labels(kind=kind)
         self.evicted = self._counter("evoke_blocks_evicted", "Blocks taken out of the KV cache.")
         self.recovered = self._counter("evoke_blocks_recovered", "Blocks put back undecoded.")
+        self.as_text = self._counter("evoke_blocks_as_text", "Blocks put back as text, decoded.")
         self.resident = self._gauge(
             "evoke_resident_tokens", "Tokens resident in managed slots after their last reply."
         )
@@ -59,13 +60,13 @@ class Metrics:
             "evoke_bypass", "Chat requests forwarded without a budget.", "reason"
         )
         self.degraded = self._counter(
-            "evoke_degraded", "Requests forwarded plainly after a fault of ours.", "stage"
+            "evoke_degraded", "Requests that a fault of ours left without a plan.", "stage"
         )
         self.plan_failures = self._counter(
             "evoke_plan_failures", "Block plans llama-server refused.", "reason"
         )
         self.breaches = self._counter(
-            "evoke_budget_breach", "Replies whose resident peak went over the budget."
+            "evoke_budget_breach", "Turns over their budget, or with nothing to hold it."
         )
         self.upstream_errors = self._counter(
             "evoke_upstream_errors", "Failures of llama-server.", "kind"
