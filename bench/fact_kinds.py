@@ -33,7 +33,6 @@ from evoke_proxy.server_build import ensure_server
 
 KINDS = {
     "my": "about the user",
-    "poss": "about another person",
     "para": "asked in other words",
     "file": "a setting of a file",
 }

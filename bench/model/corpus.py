@@ -12,6 +12,7 @@ from bench.model.facts import Fact
 
 QUESTION_TOKENS = 44
 FACT_TOKENS = 26  # told in a message of its own, with the answer to it
+_MOST_TOLD = 40  # of about 65 facts that are not settings of files
 MODES = {"dense": 5, "many": 5, "needle": 2, "sparse": 2}
 
 
@@ -42,14 +43,14 @@ class Writer:
 
     def dense(self) -> None:
         """Facts and questions in turns, an update or an unrelated exchange now and then."""
-        rng, updates = self.rng, self.rng.choice((0.05, 0.2, 0.5))
+        rng, updates = self.rng, self.rng.choice((0.1, 0.3, 0.5))
         while self._room > 0:
             left = len(self.builder.facts) - len(self.asked)
             if self._room < 120 and self.builder.facts or (left and rng.random() < 0.6):
                 self._ask()
             elif self.builder.facts and rng.random() < updates:
                 self._update()
-            elif self.builder.facts and rng.random() < 0.15:
+            elif self.builder.facts and rng.random() < (0.15 if self.length < 1500 else 0.5):
                 self.builder.fill(rng)
             else:
                 self._tell(rng.choice((1, 1, 2, 3)))
@@ -59,7 +60,7 @@ class Writer:
         rng = self.rng
         total = max(2, min(self.length // 55, rng.choice((5, 8, 12, 20, 30, 40))))
         reserve = min(total, 12) * 34
-        updates, fills = rng.choice((0, 0.1, 0.3)), rng.choice((0, 0.2, 0.5, 0.8))
+        updates, fills = rng.choice((0, 0.2, 0.4)), rng.choice((0, 0.2, 0.5, 0.8))
         while len(self.builder.facts) < total and self._room > reserve + 100:
             self._tell(min(total - len(self.builder.facts), rng.choice((1, 1, 2, 3))))
             left = self._room - reserve - FACT_TOKENS * (total - len(self.builder.facts))
@@ -97,7 +98,7 @@ class Writer:
             room = max(1, (self._room - 120) // 12)  # sentences
             before = rng.randrange(min(room, 30) + 1)
             after = rng.randrange(min(room - before, 30) + 1)
-            fact = self._new(kinds=("my", "my", "poss", "para"))
+            fact = self._new(kinds=("my", "my", "para"))
             self.builder.tell(
                 [fact],
                 before=text.paragraph(rng, before) + " " * bool(before),
@@ -141,17 +142,17 @@ class Writer:
                 fact = facts.draw(self.rng, kind)
             if fact.key not in self.builder.facts:
                 return fact
-        return self._new(None, kinds)
+        return self._new(None, ("file",))  # of files there are always new ones
 
     def _tell(self, count: int) -> None:
         """Tell new facts in one message, or a file or two of them."""
         rng, told = self.rng, [f for f in self.builder.facts.values() if f.kind != "file"]
-        if rng.random() < 0.2:
-            return self._read(rng.choice((1, 2, 2)), min(count, self._room // 90))
+        if rng.random() < 0.35 or len(told) > _MOST_TOLD:
+            return self._read(rng.choice((1, 2, 2)), max(1, min(count, self._room // 90)))
         chosen: dict[str, Fact] = {}
         for _ in range(count):
             near = rng.choice(told) if told and rng.random() < 0.3 else None
-            fact = self._new(near, ("my", "my", "poss", "para"))
+            fact = self._new(near, ("my", "my", "para"))
             chosen[fact.key] = fact
         before = rng.choice(vocab.STATEMENT_PREFIXES)
         self.builder.tell(list(chosen.values()), before=before)
@@ -159,7 +160,7 @@ class Writer:
 
     def _read(self, files: int, settings: int) -> None:
         """Read files that have the same settings."""
-        rng, names = self.rng, self.rng.sample(vocab.SETTINGS, max(1, settings))
+        rng, names = self.rng, self.rng.sample(vocab.SETTINGS, settings)
         for path in {facts.file_name(rng): None for _ in range(files)}:
             lines = [facts.setting(rng, path, name) for name in names]
             rng.shuffle(lines)
@@ -175,9 +176,11 @@ class Writer:
     def _update(self) -> None:
         """Change a fact that was told, a setting by reading its file again."""
         rng = self.rng
-        once = [fact for fact in self.builder.facts.values() if not fact.updated]
         every = list(self.builder.facts.values())
-        old = rng.choice(once if once and rng.random() < 0.85 else every)
+        once = [fact for fact in every if not fact.updated]
+        if not once and rng.random() < 0.9:  # a second change of one fact is rare
+            return self._tell(1)
+        old = rng.choice(once if once and rng.random() < 0.97 else every)
         self.asked.discard(old.key)
         if old.kind != "file":
             self.builder.tell([facts.update(rng, old)])

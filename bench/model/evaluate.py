@@ -63,14 +63,15 @@ def spell(session: Session, encode: Encoder) -> Spelled:
 
 
 def grade(
-    model: Model, chosen: Sequence[Session], encode: Encoder, holes: bool
+    model: Model, chosen: Sequence[Session], encode: Encoder, holes: bool, gap: int = 0
 ) -> Iterator[tuple[str, bool, str]]:
     """Yield variant, whether it was right and what was said, for every probe."""
     tokenizer, _ = encoder()
     for session in chosen:
         spelled = spell(session, encode)
         ids = spelled.ids
-        logits, cache = model.extend(ids, list(range(len(ids))))
+        behind = range(spelled.end + gap, len(ids) + gap)
+        logits, cache = model.extend(ids, [*range(spelled.end), *behind])
         predicted = logits.argmax(-1).tolist()
         for question, probe in zip(spelled.questions, session.probes, strict=True):
             start, end = question.answer[0], question.value[1]
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=6, help="sessions a cell (6)")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--holes", action="store_true", help="also with blocks removed")
+    parser.add_argument("--gap", type=int, default=0, help="positions left out before the probes")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -140,7 +142,7 @@ def main() -> None:
         for length in map(int, args.lengths.split(",")):
             chosen = sessions(args.seed, task, length, args.sessions)
             score = defaultdict[str, list[int]](lambda: [0, 0])
-            for variant, right, said in grade(model, chosen, encode, args.holes):
+            for variant, right, said in grade(model, chosen, encode, args.holes, args.gap):
                 score[variant][0] += right
                 score[variant][1] += 1
                 if not right and variant == "everything":

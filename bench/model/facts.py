@@ -3,7 +3,6 @@
 The kinds are few and their wording is fixed, so that a small model can be nearly perfect on them:
 
 * `my`: My badge number is 48213. / What is my badge number? / Your badge number is 48213.
-* `poss`: the same about another person: Priya's badge number is 48213.
 * `para`: My residence is amber falcon. / Where do I live? / Your residence is amber falcon.
 * `file`: config.env: PORT = 48213 / What is PORT in config.env? / config.env: PORT = 48213
 
@@ -19,10 +18,10 @@ from dataclasses import dataclass, replace
 
 from bench.model import text, vocab
 
-KINDS = ("my", "poss", "para", "file")
+KINDS = ("my", "para", "file")
 TYPES = ("number", "pair", "code")
 UNKNOWN_VALUE = f"something {vocab.UNKNOWN}"
-_SHARES = (0.34, 0.24, 0.2, 0.22)
+_SHARES = (0.5, 0.22, 0.28)
 _STANDARD: Mapping[str, Sequence[str]] = {
     "number": vocab.NUMBER_ATTRIBUTES,
     "pair": vocab.PAIR_ATTRIBUTES,
@@ -38,7 +37,7 @@ Parts = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact. `parts` name it: an attribute; a person and an attribute; a file and a setting."""
+    """One fact. `parts` name it: an attribute, or a file and a setting."""
 
     kind: str
     parts: Parts
@@ -51,7 +50,7 @@ class Fact:
         """What the fact is about; facts of one key are the same fact at different times."""
         if self.kind == "file":
             return f"{self.parts[0]}: {self.parts[1]}"
-        return "'s ".join(self.parts) if self.kind == "poss" else f"my {self.parts[0]}"
+        return f"my {self.parts[0]}"
 
     @property
     def told(self) -> str:
@@ -87,7 +86,7 @@ class Fact:
         return f"{self._subject('Your')} {verb} {UNKNOWN_VALUE}"
 
     def _subject(self, owner: str) -> str:
-        return f"{owner} {self.parts[0]}" if self.kind in ("my", "para") else self.key
+        return self.key if self.kind == "file" else f"{owner} {self.parts[0]}"
 
 
 def draw(rng: random.Random, kind: str | None = None, type_: str | None = None) -> Fact:
@@ -102,9 +101,7 @@ def draw(rng: random.Random, kind: str | None = None, type_: str | None = None) 
         chosen = type_ or rng.choice(("number", "pair", "pair"))
         return _fresh(rng, kind, (rng.choice(list(_PARAPHRASES[chosen])),), chosen)
     chosen = type_ or rng.choices(TYPES, (0.4, 0.35, 0.25))[0]
-    attribute = rng.choice(_STANDARD[chosen])
-    parts = (rng.choice(vocab.NAMES), attribute) if kind == "poss" else (attribute,)
-    return _fresh(rng, "poss" if kind == "poss" else "my", parts, chosen)
+    return _fresh(rng, "my", (rng.choice(_STANDARD[chosen]),), chosen)
 
 
 def setting(rng: random.Random, path: str, name: str) -> Fact:
@@ -119,21 +116,12 @@ def file_name(rng: random.Random) -> str:
 
 
 def near_miss(rng: random.Random, fact: Fact) -> Fact:
-    """Return a fact that differs in one part of its key: another owner, attribute or file."""
-    if fact.kind == "file":
-        if rng.random() < 0.5:
-            return setting(rng, file_name(rng), fact.parts[1])
-        return setting(rng, fact.parts[0], rng.choice(vocab.SETTINGS))
-    if fact.kind == "para":
-        return draw(rng, "para", fact.type)
-    attribute, names = fact.parts[-1], [None, *rng.sample(vocab.NAMES, 3)]
+    """Return a fact of the same frame: another attribute, another file or another setting."""
+    if fact.kind != "file":
+        return draw(rng, fact.kind, fact.type)
     if rng.random() < 0.5:
-        attribute = rng.choice(_STANDARD[fact.type])
-        names = [fact.parts[0] if fact.kind == "poss" else None]
-    name = rng.choice(names)
-    if name is None:
-        return _fresh(rng, "my", (attribute,), fact.type)
-    return _fresh(rng, "poss", (name, attribute), fact.type)
+        return setting(rng, file_name(rng), fact.parts[1])
+    return setting(rng, fact.parts[0], rng.choice(vocab.SETTINGS))
 
 
 def update(rng: random.Random, fact: Fact) -> Fact:

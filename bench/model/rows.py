@@ -22,7 +22,7 @@ from bench.model.chat import Chat, Encoder, Question, Span
 from bench.model.corpus import chat as draw_chat
 
 PAD, START_ID = 3, 1
-MAX_POSITION = 16_384  # twice the declared context: holes let a session's positions run on
+MAX_POSITION = 12_288  # beyond the declared context: with holes a session's positions run on
 BLOCK = 64  # tokens of the largest block that an eviction drops
 TOKENIZER = Path(__file__).with_name("tokenizer.json")
 

@@ -135,7 +135,7 @@ def _with_system(rng: random.Random, parts: Sequence[Exchange]) -> Exchange:
 
 
 def _needle(rng: random.Random, tokens: int) -> Session:
-    fact = facts.draw(rng, rng.choice(("my", "poss", "para")))
+    fact = facts.draw(rng, rng.choice(("my", "my", "para")))
     sentences = max(2, tokens // 12)
     depth, parts = rng.randrange(sentences), []
     for start in range(0, sentences, 40):
@@ -160,7 +160,7 @@ def _facts(count: int, type_: str | None = None) -> Callable[[random.Random], _P
 
 
 def _updates(rng: random.Random) -> _Plan:
-    chosen = draw_facts(rng, 5, ("my", "poss", "para"))
+    chosen = draw_facts(rng, 5, ("my", "my", "para"))
     new = [facts.update(rng, fact) for fact in rng.sample(chosen, 3)]
     changed = {fact.key for fact in new}
     asked = [*new, next(fact for fact in chosen if fact.key not in changed)]

@@ -38,10 +38,10 @@ PREPOSITIONS = (
     "near the;under the;behind the;across the;inside the;beyond the;along the;around the"
 ).split(";")
 SETTINGS = (
-    "PORT TIMEOUT RETRIES BATCH_SIZE SEED WORKERS LIMIT DEPTH MAX_USERS CACHE_SIZE BUFFER "
-    "VERSION OFFSET LEVEL WIDTH HEIGHT RATE BUILD_ID QUOTA TTL"
+    "PORT TIMEOUT RETRIES SEED WORKERS LIMIT DEPTH BUFFER VERSION OFFSET LEVEL WIDTH HEIGHT RATE "
+    "QUOTA TTL"
 ).split()
-CODE_SETTINGS = ("SEED", "VERSION", "BUILD_ID")  # their values are codes, those of the rest numbers
+CODE_SETTINGS = ("SEED", "VERSION", "BUFFER")  # their values are codes, those of the rest numbers
 FILE_STEMS = (
     "config settings main server utils client app db worker deploy test build setup routes models"
 ).split()
@@ -53,12 +53,12 @@ NUMBER_ATTRIBUTES = (
 ).split(";")
 PAIR_ATTRIBUTES = (
     "favorite color;favorite animal;password;nickname;code name;username;team name;"
-    "secret word;project name;locker;parking spot;desk;call sign;pet's name;street"
+    "secret word;project name;locker;parking spot;desk;call sign;street"
 ).split(";")
+# One token each before "code": words spelled in pieces with the same end are told apart worse.
 CODE_ATTRIBUTES = (
-    "license key;booking code;tracking number;activation code;API token;confirmation code;"
-    "device ID;membership code;coupon code;license plate;reservation code;recovery code;"
-    "customer ID;session ID"
+    "access code;alarm code;door code;gate code;vault code;safe code;router code;printer code;"
+    "server code;elevator code;garage code;studio code;office code;device code"
 ).split(";")
 # Attribute -> the same question without any of its words. Values: pairs, and numbers.
 PAIR_PARAPHRASES = {
