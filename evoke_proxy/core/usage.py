@@ -7,6 +7,7 @@ event of a stream that has usage, or the whole answer.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from evoke_proxy.core.books import Books
@@ -19,8 +20,9 @@ _USAGES = (("usage",), ("response", "usage"))
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 
 
-def with_books(document: bytes) -> bytes:
-    """A JSON document with `evoke` in its `usage`; as it was when it lacks books or usage."""
+def with_books(document: bytes, more: Mapping[str, Any]) -> bytes:
+    """A JSON document with `evoke`, the books and `more`, in its `usage`; as it was when it lacks
+    books or usage."""
     if b'"usage"' not in document or b'"evoke"' not in document:
         return document
     try:
@@ -31,7 +33,7 @@ def with_books(document: bytes) -> bytes:
     path = next((path for path in _USAGES if isinstance(_at(value, path), dict)), None)
     if books is None or path is None:
         return document
-    shown = json.dumps(_shown(books), separators=(",", ":")).encode()
+    shown = json.dumps(_shown(books) | dict(more), separators=(",", ":")).encode()
     try:
         return edit_nested(document, path, {"evoke": shown})
     except RequestError:
@@ -39,9 +41,13 @@ def with_books(document: bytes) -> bytes:
 
 
 class StreamEdit:
-    """Edits an event stream cut anywhere into pieces; each waits only for the end of a line."""
+    """Edits an event stream cut anywhere into pieces; each waits only for the end of a line.
 
-    def __init__(self) -> None:
+    `more` is added to the books.
+    """
+
+    def __init__(self, more: Mapping[str, Any]) -> None:
+        self._more = more
         self._line = bytearray()
         self._too_long = False
 
@@ -68,7 +74,7 @@ class StreamEdit:
         self._line.clear()
         if self._too_long or not line.startswith(b"data:"):
             return line
-        return line[:5] + with_books(line[5:])
+        return line[:5] + with_books(line[5:], self._more)
 
 
 def _shown(books: Books) -> dict[str, int | None]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.blocks import Block, Span
 from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.identity import Hint
+from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.session import Turn
 from evoke_proxy.core.sse import Observer
@@ -17,7 +20,8 @@ from evoke_proxy.engine.waiting import Lease, Patience
 
 @dataclass(slots=True)
 class Forwarding:
-    """`body` is what to forward, `headers` go into the answer, `observe` wants its bytes.
+    """`body` is what to forward, `headers` go into the answer, `outcome` into its
+    `usage.evoke`, `observe` wants its bytes.
 
     `leases`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
     carries the marker, so that the reply will bring the engine's books. `held` is the budget of one
@@ -39,6 +43,7 @@ class Forwarding:
     stage: str = "render"
     marked: bool = False
     headers: dict[str, str] = field(default_factory=dict)
+    outcome: dict[str, Any] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
     conversation: Conversation | None = None
     turn: Turn | None = None
@@ -71,7 +76,7 @@ class Forwarding:
             self.first_byte_s = asyncio.get_running_loop().time() - self.began
         self.observer.feed(data)
 
-    def announce(self, turn: Turn, plan: Plan) -> None:
+    def announce(self, turn: Turn, plan: Plan, quoted: Sequence[Block] = ()) -> None:
         """Put what is known before the answer into its headers, for a client that asked."""
         if not self.shows or self.conversation is None:
             return
@@ -83,6 +88,9 @@ class Forwarding:
             "X-Evoke-Recovered": _counted(loads),
             "X-Evoke-Omitted": f"tokens={forecast(turn.view, plan).omitted}",
         }
+        self.outcome = outcome(turn, plan, quoted)
+        if "as_text" in self.outcome:
+            self.headers["X-Evoke-As-Text"] = _counted([block.span for block in quoted])
 
     def summary(self) -> str:
         """What was decided and what it came to, for the log; never any text."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import orjson
@@ -12,11 +12,13 @@ import orjson
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.blocks import Block, Span
+from evoke_proxy.core.breadcrumb import Recalled, recall
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.plan import Adopt, Drop, Plan, Save, Stream
+from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
-from evoke_proxy.core.session import Turn, effective
+from evoke_proxy.core.session import Turn, effective, question_of
 from evoke_proxy.core.side import is_side
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
@@ -154,14 +156,36 @@ class Planner:
         if way.conversation.epoch != view.epoch:
             view = await self._without_foreign_holes(view, rendered, way.conversation, client)
         turn = session.begin(rendered, view, request)
-        plan = session.plan(turn)
+        plan, recalled = session.plan(turn), None
+        if recovers_text(turn.config):
+            turn, plan, recalled = await self._with_text(way, turn, plan, client)
         way.stage = "plan"
-        epoch = await self._run(plan, view, way.conversation, client, rendered.tokens)
+        tokens = turn.rendered.tokens
+        epoch = await self._run(plan, turn.slot, way.conversation, client, tokens)
         session.applied(turn, plan)
         way.stage = "splice"
-        body = _marked(way.body, request.keys, view.id, epoch)
-        self._note(way, turn, plan, epoch)
+        body = way.body if recalled is None else recalled.body
+        body = _marked(body, request.keys, view.id, epoch)
+        self._note(way, turn, plan, epoch, () if recalled is None else recalled.blocks)
         way.body = body
+
+    async def _with_text(
+        self, way: Forwarding, turn: Turn, plan: Plan, client: Mapping[str, str]
+    ) -> tuple[Turn, Plan, Recalled | None]:
+        """The turn with the evicted text it needs in its last message, if that fits the budget."""
+        assert way.conversation is not None
+        session, request = way.conversation.session, turn.request
+        recalled = recall(turn, question_of(turn), way.body)
+        if recalled is None:
+            return turn, plan, None
+        way.stage = "render"
+        rendered = await self._upstream.render(request.dialect, recalled.body, client)
+        way.stage = "decide"
+        longer = session.begin(rendered, slot_in(rendered, turn.slot.id), recalled.request)
+        longer_plan = session.plan(longer)
+        if longer_plan.infeasible and not plan.infeasible:
+            return session.begin(turn.rendered, turn.slot, request), plan, None
+        return longer, longer_plan, recalled
 
     async def _without_foreign_holes(
         self, view: SlotView, rendered: Rendered, known: Conversation, client: Mapping[str, str]
@@ -192,15 +216,18 @@ class Planner:
             n_free=view.n_free + freed,
         )
 
-    def _note(self, way: Forwarding, turn: Turn, plan: Plan, epoch: int) -> None:
+    def _note(
+        self, way: Forwarding, turn: Turn, plan: Plan, epoch: int, quoted: Sequence[Block]
+    ) -> None:
         assert way.conversation is not None
         way.turn, way.plan, way.marked = turn, plan, True
         way.decision = turn.config.name + ("" if plan.moves_nothing else ":moved")
         way.conversation.epoch = epoch
         way.conversation.budget, way.conversation.policy = turn.config.budget, turn.config.name
-        way.announce(turn, plan)
+        way.announce(turn, plan, quoted)
         self._metrics.evicted.inc(len(plan.evicts))
         self._metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
+        self._metrics.as_text.inc(len(quoted))
         if turn.divergence is not None:
             _log.info("session %s left its history at %d", way.conversation.id, turn.divergence)
 

@@ -31,7 +31,7 @@ async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web
             async with engine.upstream.open("POST", target, headers, way.body) as reply:
                 if stream.response is not None:
                     await check(reply)
-                asked = way.shows and way.marked
+                asked = way.outcome if way.shows and way.marked else None
                 return await relay.send(
                     request, reply, way.observe, way.headers, asked, stream.response
                 )

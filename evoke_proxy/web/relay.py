@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
@@ -71,20 +72,21 @@ async def send(
     reply: Reply,
     observe: Callable[[bytes], None] | None = None,
     extra: Mapping[str, str] | None = None,
-    books_in_usage: bool = False,
+    outcome: Mapping[str, Any] | None = None,
     begun: Relayed | None = None,
 ) -> web.StreamResponse:
     """Relay an answer chunk by chunk; `observe` sees a copy before the client does.
 
-    `begun` is an event stream that the client was sent already, and that this one continues.
+    Given an `outcome`, the answer's usage gets it, with the books of the turn. `begun` is an event
+    stream that the client was sent already, and that this one continues.
     When llama-server breaks off, the client's connection is cut too: a clean end would be a lie.
     Raises UpstreamError when it does before anything of the answer is sent.
     """
     response = begun or _opened(reply, extra or {})
     chunks = reply.chunks() if observe is None else _observed(reply, observe)
     try:
-        if books_in_usage:
-            chunks = await _with_books(chunks, response)
+        if outcome is not None:
+            chunks = await _with_books(chunks, response, outcome)
         if begun is None:
             await response.prepare(request)
         async for chunk in chunks:
@@ -115,22 +117,22 @@ async def _observed(reply: Reply, observe: Callable[[bytes], None]) -> AsyncIter
 
 
 async def _with_books(
-    chunks: AsyncIterator[bytes], response: web.StreamResponse
+    chunks: AsyncIterator[bytes], response: web.StreamResponse, outcome: Mapping[str, Any]
 ) -> AsyncIterator[bytes]:
     """The chunks with the books of the turn in their usage; a whole answer is read to its end."""
     if "Content-Encoding" in response.headers:
         return chunks
     if response.content_type == "text/event-stream":
-        return _edited(chunks)
+        return _edited(chunks, outcome)
     if response.content_type != "application/json":
         return chunks
-    body = with_books(b"".join([chunk async for chunk in chunks]))
+    body = with_books(b"".join([chunk async for chunk in chunks]), outcome)
     response.content_length = len(body)
     return _once(body)
 
 
-async def _edited(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    edit = StreamEdit()
+async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    edit = StreamEdit(outcome)
     async for chunk in chunks:
         # An empty chunk would be the end of the answer.
         if out := edit.feed(chunk):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from running import RunningProxy, llama_server, proxy, server_binary
+
+from evoke_proxy.web.dialects import ANSWER_PATHS
+
+Json = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +49,20 @@ def two_slots_port() -> Iterator[int]:
     binary = server_binary(patched=True)
     with llama_server(binary, "-np", "2", "-no-kvu", "--evoke-ram", "64") as port:
         yield port
+
+
+@pytest.fixture
+def noting(patched_port: int) -> Iterator[tuple[RunningProxy, list[Json]]]:
+    """A proxy of its own, and the bodies it forwards to a chat of any dialect."""
+    sent: list[Json] = []
+    with proxy(patched_port) as running:
+        upstream = running.engine.upstream
+        opened = upstream.open
+
+        def noted(method: str, target: str, headers: Any, body: Any = None) -> Any:
+            if target in ANSWER_PATHS and isinstance(body, bytes):
+                sent.append(json.loads(body))
+            return opened(method, target, headers, body)
+
+        upstream.open = noted  # type: ignore[method-assign]
+        yield running, sent

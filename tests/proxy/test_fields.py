@@ -43,6 +43,7 @@ FIELDS: dict[str, Any] = {
     "evoke_pinned": False,
     "evoke_task_boundary": True,
     "evoke_session": "mine",
+    "evoke_recover": ["file:a.py", "user:1"],
 }
 WRONG = [
     ("evoke", "no"),
@@ -55,6 +56,10 @@ WRONG = [
     ("evoke_pinned", "yes"),
     ("evoke_task_boundary", 1),
     ("evoke_session", "a b"),
+    ("evoke_recover", "file:a.py"),
+    ("evoke_recover", [1]),
+    ("evoke_recover", ["x"] * 65),
+    ("evoke_oracle", [1]),
 ]
 WRONG_MARKS = [("evoke_keep", "always"), ("evoke_name", "")]
 

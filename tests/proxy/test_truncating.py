@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from running import Answer, RunningProxy, ask, proxy
+from running import Answer, RunningProxy, ask
 from talking import FILLER
 from test_dialects import DIALECTS, PATHS, SAID, STREAM, body_of, post, told
 from weather import TOOLS
@@ -15,23 +13,6 @@ from weather import TOOLS
 BUDGET = 320
 JSON = {"Content-Type": "application/json"}
 Json = dict[str, Any]
-
-
-@pytest.fixture
-def noting(patched_port: int) -> Iterator[tuple[RunningProxy, list[Json]]]:
-    """A proxy of its own, and the bodies it forwards to a chat of any dialect."""
-    sent: list[Json] = []
-    with proxy(patched_port) as running:
-        upstream = running.engine.upstream
-        opened = upstream.open
-
-        def noted(method: str, target: str, headers: Any, body: Any = None) -> Any:
-            if target in DIALECTS and isinstance(body, bytes):
-                sent.append(json.loads(body))
-            return opened(method, target, headers, body)
-
-        upstream.open = noted  # type: ignore[method-assign]
-        yield running, sent
 
 
 def _asking(path: str, stream: bool) -> Json:

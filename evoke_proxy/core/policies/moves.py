@@ -54,7 +54,7 @@ def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
     given = candidates(view, config.sink_tokens, choice.recovers)
     if view.adopt_to and choice.recovers:
         return _adopting(view, config, given, choice)
-    capacity = _capacity(view.tail, view.max_tokens, config)
+    capacity = room_for(view.tail, view.max_tokens, config)
     chosen = choice.select(given, choice.values, capacity)
     out = given.resident & ~chosen.chosen
     loads = _loads(view, config, given, choice.values, chosen)
@@ -71,7 +71,7 @@ def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
 
 
 def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, choice: Choice) -> Plan:
-    capacity = _capacity(view.n_tokens - view.adopt_to, view.max_tokens, config)
+    capacity = room_for(view.n_tokens - view.adopt_to, view.max_tokens, config)
     chosen = choice.select(given, choice.values, capacity)
     room = view.n_free + count(view.resident) - (view.n_tokens - view.adopt_to)
     if config.budget is not None:
@@ -93,7 +93,8 @@ def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, choice:
     )
 
 
-def _capacity(tail: int, max_tokens: int | None, config: PolicyConfig) -> int | None:
+def room_for(tail: int, max_tokens: int | None, config: PolicyConfig) -> int | None:
+    """Tokens that are left for blocks beside a tail and its answer; None without a budget."""
     if config.budget is None:
         return None
     wanted = config.reserve_tokens if max_tokens is None else max_tokens
