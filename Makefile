@@ -6,7 +6,9 @@ TESTS  ?= tests
 
 ARGS   ?=
 
-.PHONY: demo test check help venv build tools clean
+BENCHES := latency overhead embedding ceiling ruler fact_kinds demo_seeds quality session
+
+.PHONY: demo test check bench help venv build tools clean
 
 demo: venv
 	@$(BIN)/evoke-proxy demo
@@ -19,7 +21,14 @@ check: venv
 	$(BIN)/mypy --strict evoke_proxy
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
 
-bench-embedding: .venv/clients
+# All of them, one after the other, hours: on a machine that does nothing else. A bench that misses
+# what it is held to does not keep the others from running.
+bench: build .venv/clients
+	@missed=; for name in $(BENCHES); do \
+	  echo "== $$name"; $(BIN)/python -m bench.$$name || missed="$$missed $$name"; done; \
+	test -z "$$missed" || { echo "missed what they are held to:$$missed" >&2; exit 1; }
+
+bench-embedding bench-quality: .venv/clients
 
 # What it writes: a table, and out/bench/NAME.json. ARGS='--help' says what a bench can be told.
 bench-%: venv
@@ -34,6 +43,9 @@ help:
 	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
 	@echo "make bench-embedding what a vector of a question or of a block costs"
 	@echo "make bench-ceiling   how often the bundled model recalls when nothing is evicted"
+	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
+	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
+	@echo "make bench           all benches, hours"
 	@echo "make clean           all but the built servers"
 
 # Both servers, from one build tree: minutes the first time, nothing after that.

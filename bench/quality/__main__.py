@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.journal.unlink()
     if not args.show:
         deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-        Work(server, model, journal, deadline).run(todo, args.lanes)
+        logs = args.journal.parent / "quality-logs"
+        Work(server, model, journal, logs, deadline).run(todo, args.lanes)
     keys = [unit.key for batch in todo for unit in batch.units]
     records = chosen(journal.records(), keys)
     if not records:

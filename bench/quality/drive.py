@@ -24,7 +24,7 @@ from evoke_proxy.demo.records import Reply, Turn, read_turn
 
 ANSWER_TOKENS = 40
 ORACLE = "oracle"
-BLOCK_TOKENS = PolicyConfig().block_tokens
+BLOCK_TOKENS, SINK_TOKENS = PolicyConfig().block_tokens, PolicyConfig().sink_tokens
 BOOKS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
 
 
@@ -83,8 +83,11 @@ def _gold_names(script: Script, reading: Reading, index: int) -> list[str]:
     for start, end in reading.gold[index][-1:]:
         message = next(i for i, edge in enumerate(reading.ends) if edge >= end)
         begin, role = reading.ends[message - 1], script.messages[message]["role"]
+        # Blocks are cut from where a message begins, and at the last of the sinks.
+        skipped = begin < SINK_TOKENS <= start
+        begin = SINK_TOKENS if skipped else begin
         numbers = range((start - begin) // BLOCK_TOKENS, (end - 1 - begin) // BLOCK_TOKENS + 1)
-        names += [f"{role}:{message}#{number}" for number in numbers]
+        names += [f"{role}:{message}#{number + skipped}" for number in numbers]
     return names
 
 

@@ -48,13 +48,18 @@ class Work:
     """What is left of the batches, and where the results go."""
 
     def __init__(
-        self, server: Path, model: Path, journal: Journal, deadline: float | None = None
+        self,
+        server: Path,
+        model: Path,
+        journal: Journal,
+        logs: Path,
+        deadline: float | None = None,
     ) -> None:
         self._server = server
         self._model = model
         self._journal = journal
         self._deadline = deadline
-        self._logs = Path("out/bench/quality-logs")
+        self._logs = logs
 
     def run(self, batches: Sequence[Batch], lanes: int) -> None:
         """Run what the journal lacks; returns early, between two units, at the deadline."""

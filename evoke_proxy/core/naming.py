@@ -31,4 +31,6 @@ def unknown(blocks: BlockTable, names: Collection[str]) -> list[str]:
 
 
 def _names(block: Block) -> set[str | int]:
-    return {block.message, block.key, block.key.rpartition("#")[0], *block.identity}
+    base, _, number = block.key.rpartition("#")
+    whole = f"{base}#{number.partition('.')[0]}"  # what it was before it was split
+    return {block.message, block.key, whole, base, *block.identity}

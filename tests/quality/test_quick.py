@@ -1,0 +1,72 @@
+"""The quality bench in short, on real servers: a tripwire for recall under a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import server_binary
+
+from bench.quality.journal import Journal
+from bench.quality.plan import QUICK, batches
+from bench.quality.sessions import TUNING
+from bench.quality.work import Work
+from evoke_proxy.models import bundled_model
+
+Records = Sequence[Mapping[str, Any]]
+RATIO = 8.0
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    folder = tmp_path_factory.mktemp("quality")
+    journal = Journal(folder / "journal.jsonl", "test")
+    todo = batches(QUICK, TUNING.start, (RATIO,))
+    work = Work(server_binary(patched=True), bundled_model(), journal, folder)
+    work.run(todo, lanes=1)
+    return list(journal.records().values())
+
+
+def probes(records: Records, policy: str) -> list[Mapping[str, Any]]:
+    return [probe for item in records if item["policy"] == policy for probe in item["probes"]]
+
+
+def right(records: Records, policy: str) -> int:
+    return sum(probe["right"] for probe in probes(records, policy))
+
+
+def test_what_was_evicted_is_recalled(records: Records) -> None:
+    assert right(records, "evoke") >= right(records, "no_eviction") - 1
+    assert right(records, "no_eviction") > len(probes(records, "no_eviction")) // 2
+
+
+def test_the_blocks_a_question_needs_are_there(records: Records) -> None:
+    for policy in ("evoke", "oracle"):
+        missing = [probe["question"] for probe in probes(records, policy) if not probe["visible"]]
+        assert not missing, (policy, missing)
+
+
+def test_without_recovery_it_is_gone(records: Records) -> None:
+    seen = sum(probe["visible"] for probe in probes(records, "discard"))
+    assert right(records, "discard") <= seen + 1
+    assert right(records, "discard") < right(records, "evoke") / 2
+
+
+def test_no_turn_goes_over_its_budget_and_all_books_sum(records: Records) -> None:
+    assert [fault for item in records for fault in item["faults"]] == []
+    assert all(item["tokens"] >= 0.99 * RATIO * item["budget"] for item in records if item["ratio"])
+
+
+def test_no_fact_was_decoded_again(records: Records) -> None:
+    for policy in ("evoke", "discard", "oracle"):
+        assert not any(probe["decoded_again"] for probe in probes(records, policy)), policy
+
+
+def test_a_second_run_has_nothing_to_do(records: Records, tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", "test")
+    todo = batches(QUICK, TUNING.start, (RATIO,))
+    for unit, record in zip(todo[0].units, records, strict=True):
+        journal.append(unit.key, record)
+    Work(Path("/no/such/server"), bundled_model(), journal, tmp_path).run(todo, lanes=1)
