@@ -172,3 +172,21 @@ def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
         assert not [known for known in two_slots.engine.conversations if known.in_use]
     finally:
         thread.join()
+
+
+def test_who_cannot_have_all_its_slots_gives_back_what_it_has(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET, limits__queue_timeout_s=0.3) as running:
+        slow = Talk(running.port, "slow", {"max_tokens": 1500, "ignore_eos": True, "id_slot": 1})
+        thread = threading.Thread(target=slow.say, args=("hello",))
+        thread.start()
+        try:
+            while not len(running.engine.conversations):
+                time.sleep(0.01)
+            fields = {"messages": HELLO, "max_tokens": 4, "n": 2}
+            refused = _post(running.port, "/v1/chat/completions", **fields)
+            assert (refused.status, "retry-after" in refused.headers) == (503, True)
+            beside = Talk(running.port, "beside", {"id_slot": 0})
+            assert beside.say("hello").books["marker"] == "ok"
+            assert thread.is_alive()
+        finally:
+            thread.join()
