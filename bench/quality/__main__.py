@@ -23,7 +23,7 @@ from bench.quality import misses, plots, tables
 from bench.quality.arms import RATIOS
 from bench.quality.drive import BOOKS
 from bench.quality.journal import Journal, chosen, fingerprint
-from bench.quality.plan import FULL, QUICK, Batch, Cell, batches
+from bench.quality.plan import FULL, HEADLINES, QUICK, Batch, Cell, batches
 from bench.quality.sessions import REPORTING, TUNING
 from bench.quality.summary import summarise
 from bench.quality.work import Work
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for check in found["checks"]:
         word = "ok    " if check["ok"] else "MISSED"
         print(f"{word} {check['bar']}: {check['measured']} (wanted {check['wanted']})")
-    print(f"written: {args.out}.md, .json, -curves.svg, -cells.svg")
+    print(f"written: {args.out}.md, .json, and three .svg")
     return 0 if all(check["ok"] for check in found["checks"]) else 1
 
 
@@ -78,7 +78,7 @@ def _todo(args: argparse.Namespace) -> Sequence[Batch]:
     ]
     ratios = (8.0,) if args.quick else RATIOS
     seed = (TUNING if args.tuning else REPORTING).start + args.seed
-    return batches(cells, seed, ratios, _embedder(args.embedder))
+    return batches(cells, seed, ratios, "" if args.quick else _embedder(args.embedder))
 
 
 def _embedder(name: str) -> str:
@@ -95,7 +95,8 @@ def _write(
 ) -> None:
     record.write("quality", [_short(row) for row in records], found, Path(f"{out}.json"))
     Path(f"{out}.md").write_text(text, encoding="utf-8")
-    Path(f"{out}-curves.svg").write_text(plots.curves(found["rows"]), encoding="utf-8")
+    for cell in HEADLINES:
+        Path(f"{out}-{cell}.svg").write_text(plots.curves(found["rows"], cell), encoding="utf-8")
     Path(f"{out}-cells.svg").write_text(plots.bars(found["rows"]), encoding="utf-8")
 
 
@@ -127,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="other sessions of the same kind (0)")
     parser.add_argument("--cells", help="of " + ",".join(cell.name for cell in FULL))
     parser.add_argument(
-        "--embedder", default="none", help="minilm, none, or the directory of an encoder (none)"
+        "--embedder", default="minilm", help="to ablate: minilm, none, or a directory (minilm)"
     )
     lanes = max(1, (os.cpu_count() or 2) // 2)
     parser.add_argument("--lanes", type=int, default=lanes, help="servers at once (half the cores)")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.quality.arms import CEILING, CORE, RATIOS, Arm, ladder
+from bench.quality.arms import CORE, RATIOS, Arm, ladder
 from bench.quality.sessions import Script, scripts
 from evoke_proxy.config import POLICIES
 
@@ -46,10 +46,13 @@ class Batch:
     units: Sequence[Unit] = ()
 
 
-# The headline is over needle, facts5, facts12, facts20 and codes.
-HEADLINE = ("needle", "facts5", "facts12", "facts20", "codes")
+# What the bars are about: more than 200 facts each in the full form.
+HEADLINES: Mapping[str, Sequence[str]] = {
+    "needle": ("needle",),
+    "multi-fact": ("facts5", "facts12", "facts20", "codes"),
+}
 FULL = (
-    Cell("needle", "needle", 4000, 40, wide=8, ablated=0),
+    Cell("needle", "needle", 4000, 40, wide=8),
     Cell("facts5", "facts5", 4000, 12),
     Cell("facts12", "facts12", 4000, 10, wide=10, ablated=8),
     Cell("facts20", "facts20", 4000, 8),
@@ -63,16 +66,18 @@ FULL = (
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
 BLOCKS = (32, 128, 256, 512)
-_ABLATED_AT = 8.0
+LOOK_UPS = (2, 4, 16)  # blocks of an InfLLM look-up, beside its 8
+ABLATED_AT = 8.0
 
 
 def batches(
     cells: Sequence[Cell], seed: int, ratios: Sequence[float] = RATIOS, embedder: str = ""
 ) -> list[Batch]:
-    """Everything to run, the main part first. `embedder` is the directory of an encoder."""
-    base: dict[str, Any] = {"policy.bench_fields": True}
-    if embedder:
-        base["embedder.directory"] = embedder
+    """Everything to run, the main part first, with the proxy's defaults and no embedder.
+
+    `embedder` is the directory of the one that is ablated, "" for none.
+    """
+    base = {"policy.bench_fields": True}
     drawn = {cell: scripts(seed, cell.task, cell.tokens, cell.sessions) for cell in cells}
     # Sessions of all cells in turn, so that a run that is stopped has some of each.
     order = sorted(
@@ -93,18 +98,16 @@ def batches(
 
 
 def variants(embedder: str) -> list[tuple[Mapping[str, Any], Arm]]:
-    """Our own policy with one thing changed each, and the proxy settings that change it."""
-    ratio = _ABLATED_AT
+    """Policies with one thing changed each, and the proxy settings that change it."""
+    at = ABLATED_AT
     found: list[tuple[Mapping[str, Any], Arm]] = [
-        ({}, Arm("evoke", ratio, "no_recovery", fields={"evoke_recovery": "discard"}))
+        ({}, Arm("evoke", at, "no_recovery", fields={"evoke_recovery": "discard"}))
     ]
     if embedder:
-        found.append(({"embedder.directory": ""}, Arm("evoke", ratio, "words_only")))
+        setting = {"embedder.directory": embedder}
+        found += [(setting, Arm("evoke", ratio, "embedder")) for ratio in RATIOS]
     for size in BLOCKS:
-        found.append(({"policy.block_tokens": size}, Arm("evoke", ratio, f"block{size}")))
+        found.append(({"policy.block_tokens": size}, Arm("evoke", at, f"block{size}")))
+    for blocks in LOOK_UPS:
+        found.append(({"policy.infllm_blocks": blocks}, Arm("infllm", at, f"k{blocks}")))
     return found
-
-
-def ceilings(units: Sequence[Unit]) -> int:
-    """How many of the units are ceilings."""
-    return sum(unit.arm.policy == CEILING for unit in units)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from bench.quality.summary import ALL, Row
+from bench.quality.summary import Row
 
 _WIDTH, _HEIGHT = 760, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 170, 40, 50
@@ -21,7 +21,7 @@ _COLOURS = {
 _OTHER = "#444444"
 
 
-def curves(rows: Sequence[Row], cell: str = ALL) -> str:
+def curves(rows: Sequence[Row], cell: str) -> str:
     """Share of the ceiling by compression, a line a policy with its intervals; "" without data."""
     points: dict[str, list[Row]] = {}
     for row in rows:

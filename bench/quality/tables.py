@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.quality import published
-from bench.quality.summary import ALL, Row
+from bench.quality.summary import Row
 
 _COLUMNS = (
     *("arm", "facts", "sessions", "recall", "95 %", "ceiling", "share of ceiling", "95 %"),
@@ -18,6 +18,10 @@ def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
     """The whole report; `about` are lines on how it was run."""
     cells = dict.fromkeys(row["cell"] for row in found["rows"])
     parts = ["# Recall on a budget", *about, "## Bars", _checks(found["checks"])]
+    for policy in ("evoke", "oracle"):
+        parts += [f"## {policy}: share of the ceiling by cell", _matrix(found["rows"], policy)]
+    if found["ablations"]:
+        parts += ["## One thing changed", _ablations(found["ablations"])]
     parts += ["## All figures", _HOW]
     for cell in cells:
         rows = [row for row in found["rows"] if row["cell"] == cell]
@@ -30,8 +34,8 @@ def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
     return "\n\n".join([*parts, _published()]) + "\n"
 
 
-_HOW = f"""`{ALL}` is needle, facts5, facts12, facts20 and codes together. Recall: the answer ends
-with exactly the value (unknown: it says that it was never told). Intervals allow for sessions
+_HOW = """`multi-fact` is facts5, facts12, facts20 and codes together. Recall: the answer ends with
+exactly the value (unknown: it says that it was never told). Intervals allow for sessions
 (`bench/quality/stats.py`): of recall, Wilson with the design effect; of the share of the ceiling, a
 bootstrap of sessions. lost / gained: questions right without eviction and wrong here, and the other
 way round; p is McNemar's exact test of the two. gold resident: questions whose fact was whole in
@@ -75,6 +79,34 @@ def _interval(edges: Sequence[float] | None) -> str:
 def _checks(rows: Sequence[Row]) -> str:
     lines = [(r["bar"], r["wanted"], r["measured"], "yes" if r["ok"] else "NO") for r in rows]
     return table(("what", "wanted", "measured", "reached"), lines)
+
+
+def _matrix(rows: Sequence[Row], policy: str) -> str:
+    """A line a cell, a column a compression: share of the ceiling, gold resident, facts."""
+    plain = [r for r in rows if r["ratio"] and r["arm"] == f"{policy}@{r['ratio']:g}x"]
+    ratios = sorted({row["ratio"] for row in plain})
+    lines = []
+    for cell in dict.fromkeys(row["cell"] for row in plain):
+        here = {row["ratio"]: row for row in plain if row["cell"] == cell}
+        shown = (
+            f"{_percent(r['share'])} (there: {_percent(r['visible'])}, n = {r['n']})" if r else "-"
+            for r in (here.get(ratio) for ratio in ratios)
+        )
+        lines.append((cell, _percent(next(iter(here.values()))["ceiling"]), *shown))
+    return table(("cell", "ceiling", *(f"{ratio:g}x" for ratio in ratios)), lines)
+
+
+def _ablations(rows: Sequence[Row]) -> str:
+    columns = ("cell", "arm", "facts", "recall", "unchanged", "gold resident", "unchanged")
+    lines = [
+        (
+            *(row["cell"], row["arm"], row["n"], _percent(row["recall"])),
+            *(_percent(row["plain"]["recall"]), _percent(row["visible"])),
+            _percent(row["plain"]["visible"]),
+        )
+        for row in rows
+    ]
+    return table(columns, lines)
 
 
 def _depths(rows: Sequence[Row]) -> str:

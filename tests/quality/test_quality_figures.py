@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bench.quality import misses, plots, tables
 from bench.quality.arms import Arm, ladder
 from bench.quality.journal import Journal, chosen
-from bench.quality.plan import FULL, QUICK, batches
+from bench.quality.plan import FULL, HEADLINES, QUICK, batches
 from bench.quality.sessions import DEPTHS, REPORTING, TUNING, scripts
 from bench.quality.stats import clustered, design_effect, mcnemar, ratio_interval, wilson
 from bench.quality.summary import checks, summarise
@@ -85,6 +85,25 @@ def test_discard_is_held_against_what_was_still_there() -> None:
     assert bar["ok"]
 
 
+def test_a_variant_stands_beside_its_policy_on_the_same_sessions() -> None:
+    changed = Arm("evoke", 8.0, "block32")
+    records = [
+        *(record(session, CEILING, "1111") for session in "ab"),
+        record("a", OURS, "1110"),
+        record("b", OURS, "0000"),
+        record("a", changed, "1100"),
+    ]
+    row = summarise(records)["ablations"][0]
+    assert (row["arm"], row["recall"], row["plain"]["recall"]) == ("evoke+block32@8x", 0.5, 0.75)
+
+
+@pytest.mark.parametrize(("answers", "ok"), [("1" * 20, True), ("0" + "1" * 19, False)])
+def test_the_oracle_must_be_the_ceiling(answers: str, ok: bool) -> None:
+    records = [record("a", CEILING, "1" * 20), record("a", Arm("oracle", 8.0), answers)]
+    bar = next(check for check in checks(summarise(records)) if "oracle" in check["bar"])
+    assert bar["ok"] is ok
+
+
 def test_a_turn_over_its_budget_is_named_and_spoils_the_run() -> None:
     fault = record("a", OURS, "1", faults=["turn 3: peak 501 over 500"])
     found = summarise([record("a", CEILING, "1"), fault])
@@ -96,10 +115,10 @@ def test_the_report_has_every_cell_and_every_miss() -> None:
     records = [record("a", CEILING, "111"), record("a", OURS, "110", visible="110")]
     found = summarise(records)
     text = tables.report(found, ["about"]) + misses.report(records)
-    assert "### facts5" in text and "### headline" in text
+    assert "### facts5" in text and "### multi-fact" in text
     assert "1 in all; of 1 the fact was not in the cache" in text
     assert "1: other \\| text" in text
-    assert "<polyline" in plots.curves(found["rows"]) and "<rect" in plots.bars(found["rows"])
+    assert "<polyline" in plots.curves(found["rows"], "multi-fact") and "<rect" in plots.bars(found["rows"])
 
 
 def test_wilson_is_the_published_interval() -> None:
@@ -172,7 +191,8 @@ def test_a_request_is_made_for_every_answer_and_the_last_are_the_probes() -> Non
         assert all(abs(places[depth] - depth) < 0.1 for depth in DEPTHS)
 
 
-def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once() -> None:
+@pytest.mark.parametrize("name", list(HEADLINES))
+def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once(name: str) -> None:
     keys = [unit.key for batch in batches(FULL, TUNING.start) for unit in batch.units]
     assert len(keys) == len(set(keys))
     for ratio in (3.6, 8, 16):
@@ -180,7 +200,7 @@ def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once() -> None:
             len(unit.script.probes)
             for batch in batches(FULL, TUNING.start)
             for unit in batch.units
-            if unit.arm.name == f"evoke@{ratio:g}x" and unit.cell in ("needle",)
+            if unit.arm.name == f"evoke@{ratio:g}x" and unit.cell in HEADLINES[name]
         )
         assert known >= 200
     assert any(cell.tokens >= 7000 for cell in FULL)
