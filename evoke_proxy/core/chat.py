@@ -7,8 +7,9 @@ Only our own fields are checked here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from evoke_proxy.core import messages
@@ -41,6 +42,7 @@ __all__ = [
 
 # Of each argument of a tool call: what it is about, not all that it writes.
 _ARGUMENT_CHARS = 200
+_ARGUMENTS = 16
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
     "chat": messages.from_chat,
@@ -151,6 +153,13 @@ def _arguments(call: ToolCall) -> str:
         said = json.loads(call.arguments)
     except (ValueError, RecursionError):
         return call.arguments[:_ARGUMENT_CHARS]
-    values = list(said.values()) if isinstance(said, dict) else [said]
-    plain = (value for value in values if isinstance(value, str | int | float))
-    return "\n".join(str(value)[:_ARGUMENT_CHARS] for value in plain)
+    return "\n".join(str(value)[:_ARGUMENT_CHARS] for value in islice(_leaves(said), _ARGUMENTS))
+
+
+def _leaves(value: Any) -> Iterator[str | int | float]:
+    """Texts and numbers of a JSON value, however deep."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield value

@@ -172,7 +172,8 @@ class Planner:
     async def _with_text(
         self, way: Forwarding, turn: Turn, plan: Plan, client: Mapping[str, str]
     ) -> tuple[Turn, Plan, Recalled | None]:
-        """The turn with the evicted text it needs in its last message, if that fits the budget."""
+        """The turn with the evicted text it needs in its last message, if that fits the budget and
+        leaves the answer its place in the context."""
         assert way.conversation is not None
         session, request = way.conversation.session, turn.request
         recalled = recall(turn, question_of(turn), way.body)
@@ -183,7 +184,10 @@ class Planner:
         way.stage = "decide"
         longer = session.begin(rendered, slot_in(rendered, turn.slot.id), recalled.request)
         longer_plan = session.plan(longer)
-        if longer_plan.infeasible and not plan.infeasible:
+        slot = await self._upstream.slot(turn.slot.id, way.conversation.tenant, client)
+        n_ctx, answer = slot.get("n_ctx_logical"), request.max_tokens or turn.config.reserve_tokens
+        too_long = isinstance(n_ctx, int) and len(rendered.tokens) + answer > n_ctx
+        if too_long or (longer_plan.infeasible and not plan.infeasible):
             return session.begin(turn.rendered, turn.slot, request), plan, None
         return longer, longer_plan, recalled
 

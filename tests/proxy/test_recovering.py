@@ -251,3 +251,52 @@ def test_every_policy_holds_the_budget(patched_proxy: RunningProxy, name: str) -
     assert (turns[-1].books["recovered"] > 0) is (name in ("evoke", "infllm"))
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
+
+
+def _looked_up(path: str) -> list[Json]:
+    """A tool was asked for the code, and says nothing."""
+    given = {"of": "the access code of the Meridian vault"}
+    if path == "/v1/responses":
+        call = {"type": "function_call", "call_id": "c", "name": "look"}
+        call["arguments"] = json.dumps(given)
+        return [call, {"type": "function_call_output", "call_id": "c", "output": "none"}]
+    if path == "/v1/messages":
+        use = {"type": "tool_use", "id": "c", "name": "look", "input": given}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "none"}
+        return [
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result]},
+        ]
+    function = {"name": "look", "arguments": json.dumps(given)}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    answer = {"role": "tool", "tool_call_id": "c", "content": "none"}
+    return [{"role": "assistant", "content": "", "tool_calls": calls}, answer]
+
+
+@PATHS
+def test_a_tool_result_may_carry_it_in_every_dialect(strict_port: int, path: str) -> None:
+    fields = {"evoke_recovery": "breadcrumb"}
+    with proxy(strict_port) as running:
+        said = [*_long(running.port, path, "tools", **fields), "Zzz?"]
+        # nothing is quoted here, so that nothing has to be decoded again after it
+        told(post(running.port, path, said, "tools", **_asking(path, False, **fields)))
+        said += ["Hm.", "Look it up."]
+        body = json.loads(body_of(path, said, **_asking(path, False, **fields)))
+        _listed(path, body).extend(_looked_up(path))
+        headers = JSON | {"X-Evoke-Session": "tools"}
+        answer = ask(running.port, "POST", path, json.dumps(body).encode(), headers)
+        assert told(answer)["as_text"]["blocks"] > 0
+        assert running.metric("evoke_degraded_total", stage="render") == 0
+
+
+@pytest.mark.parametrize(("max_tokens", "quotes"), [(12, True), (7600, False)])
+def test_the_answer_keeps_its_place_in_the_context(
+    noting: Noting, max_tokens: int, quotes: bool
+) -> None:
+    running, sent = noting
+    path, fields = "/v1/chat/completions", {"evoke_recovery": "breadcrumb"}
+    said = [*_long(running.port, path, "full", **fields), ASKS]
+    stop = {"stop": ["a", "e", "i", "o", "1"], "max_tokens": max_tokens}
+    books = told(post(running.port, path, said, "full", **_asking(path, False, **fields), **stop))
+    assert (books["as_text"]["blocks"] > 0) is quotes
+    assert ("Recovered" in sent[-1]["messages"][-1]["content"]) is quotes

@@ -123,6 +123,11 @@ def test_names_are_keys_their_beginnings_and_identities() -> None:
         assert called(blocks, (name,)).tolist() == [True, False]
     for name in ("file:a", "a.py#0", "A.py", "", 2):
         assert not called(blocks, (name,)).any()
+    split = type(blocks)([replace(first, key="file:a.py#1.1")])
+    assert [called(split, (name,)).all() for name in ("file:a.py#1", "file:a.py#1.0")] == [
+        True,
+        False,
+    ]
     assert unknown(blocks, ("b.py", "a.py", "user:01", "user:1")) == ["b.py", "user:1"]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -86,6 +87,28 @@ def test_the_query_is_what_was_said_since_the_last_answer() -> None:
     assert query(("user", "a"), ("assistant", "the client begins the ans")) == "a"
     assert query(("assistant", "b")) == ""
     assert query() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"path":"src/a.py","line":7,"deep":{"x":["y"]},"dry":true}', "src/a.py\n7\ny\nlong"),
+        ('"src/a.py"', "src/a.py\nlong"),
+        ("src/a.py", "src/a.py\nlong"),
+        (json.dumps(["a"] * 20), "a\n" * 16 + "long"),
+        (json.dumps({"path": "a", "content": "x" * 5000}), "a\n" + "x" * 200 + "\nlong"),
+    ],
+)
+def test_what_a_tool_was_called_with_is_asked_about_too(arguments: str, said: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "long"},
+    ]
+    assert parse_chat("chat", {"messages": messages}).query == said
+    # calls that nobody has answered ask for nothing yet
+    assert parse_chat("chat", {"messages": messages[:2]}).query == "a"
 
 
 def test_tags_are_read() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.splice import edit_nested, edit_top_level, remove_elements
+from evoke_proxy.core.splice import edit_nested, edit_top_level, prepend, remove_elements
 from evoke_proxy.errors import RequestError
 
 KEYS = st.sampled_from(["a", "b", "messages", "input", "evoke_keep", "id_slot", 'q"\\', "ü", ""])
@@ -251,3 +251,40 @@ def test_a_large_body_is_edited_in_reasonable_time() -> None:
 def test_a_member_of_a_nested_object_is_set(body: bytes, edited: bytes | None) -> None:
     expected = edited or body.replace(b'"b":{', b'"b":{"x":7,')
     assert edit_nested(body, ("a", "b"), {"x": b"7"}) == expected
+
+
+def begun(value: Any, path: list[Any], text: str, part: dict[str, str]) -> Any:
+    """The same edit on a parsed value."""
+    if path:
+        copy = dict(value) if isinstance(value, dict) else list(value)
+        copy[path[0]] = begun(value[path[0]], path[1:], text, part)
+        return copy
+    if isinstance(value, str):
+        return text + value
+    return [part, *value] if isinstance(value, list) else value
+
+
+@given(with_text(OBJECTS), st.data(), st.text(max_size=20))
+def test_a_text_goes_to_the_beginning_of_a_string_or_list(
+    given_: tuple[dict[str, Any], str], data: st.DataObject, text: str
+) -> None:
+    value, body = given_
+    path, here = [], value
+    while isinstance(here, dict | list) and here and data.draw(st.integers(0, 3)):
+        steps = sorted(here) if isinstance(here, dict) else range(len(here))
+        path.append(data.draw(st.sampled_from(steps)))
+        here = here[path[-1]]
+    part = {"type": "text", "text": text}
+    edited = prepend(body.encode(), path, text, part)
+    assert json.loads(edited) == begun(value, path, text, part)
+    if not isinstance(here, str | list):
+        assert edited == body.encode()
+
+
+def test_a_path_that_leads_nowhere_changes_nothing() -> None:
+    body = b'{"messages": [{"content": "a"}, 7], "input": "b"}'
+    for path in (["x"], ["messages", 2, "content"], ["messages", 1, "content"], ["input", 0], [],
+                 ["messages", 0, "content", 0], ["messages", 0, "role"]):  # fmt: skip
+        assert prepend(body, path, "note", {"type": "text"}) == body  # type: ignore[arg-type]
+    twice = b'{"input": "first", "input": "last"}'
+    assert json.loads(prepend(twice, ["input"], "> ", {})) == {"input": "> last"}
