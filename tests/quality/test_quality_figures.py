@@ -118,7 +118,8 @@ def test_the_report_has_every_cell_and_every_miss() -> None:
     assert "### facts5" in text and "### multi-fact" in text
     assert "1 in all; of 1 the fact was not in the cache" in text
     assert "1: other \\| text" in text
-    assert "<polyline" in plots.curves(found["rows"], "multi-fact") and "<rect" in plots.bars(found["rows"])
+    assert "<polyline" in plots.curves(found["rows"], "multi-fact")
+    assert "<rect" in plots.bars(found["rows"])
 
 
 def test_wilson_is_the_published_interval() -> None:
