@@ -5,16 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
-import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evoke_proxy.demo.processes import free_port, healthy, serving
 from evoke_proxy.server_build.build import ensure_server
 
 MODEL = Path(__file__).parents[2] / "evoke_proxy/models/tiny-recall-f16.gguf"
@@ -99,33 +97,13 @@ class Llama:
 @contextmanager
 def running(patched: bool, *options: str) -> Iterator[Llama]:
     """A server on a free loopback port; ends with the block. A start that fails shows its log."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as slots, tempfile.TemporaryFile() as log:
-        command = [str(binary(patched)), "-m", str(MODEL), "-t", "1", "--host", "127.0.0.1"]
-        command += ["--port", str(port), "--slot-save-path", slots, *options]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _await_health(process, Llama(port), log)
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(binary(patched)), "-m", str(MODEL), "-t", "1", "--port", str(port)]
+        command += ["--slot-save-path", folder, *options]
+        with serving(command, port, Path(folder) / "llama-server.log"):
             yield Llama(port)
-            assert process.poll() is None, f"the server died with {process.returncode}"
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def _await_health(process: subprocess.Popen[bytes], server: Llama, log: Any) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if server.raw("GET", "/health")[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.05)
-    log.seek(0)
-    raise AssertionError(f"llama-server did not start: {log.read()[-3000:]!r}")
+            assert healthy(port), "the server died"
 
 
 def story(words: int, seed: int = 0) -> str:
