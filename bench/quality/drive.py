@@ -52,6 +52,9 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         planned = reply.headers.get("x-evoke-policy", "no plan")
         if planned != arm.policy:
             faults.append(f"turn {number + 1}: {planned}")
+        sent = reading.prompt(end)
+        if turns[-1].prompt < sent and arm.policy != "truncate":
+            faults.append(f"turn {number + 1}: a prompt of {turns[-1].prompt}, sent {sent}")
         if probing:
             seen = _seen(stack, reply)
             probes.append(_probe(script, reading, number - asking, end, turns[-1], reply, seen))
