@@ -1,0 +1,57 @@
+"""Several rankings of the same blocks as one: of the signals of a clause, and of the clauses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Scores = npt.NDArray[np.float64]
+Order = npt.NDArray[np.int64]
+
+# Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
+# Learning Methods" (2009).
+_K = 60
+# So many of each ranking count; nothing behind them ever fits a budget.
+_DEPTH = 128
+
+
+def ranked(scores: Scores, depth: int = _DEPTH) -> Order:
+    """Indexes of the highest scores above 0, best first; of equal ones the last comes first."""
+    positive = np.flatnonzero(scores > 0)
+    if len(positive) > depth:
+        least = np.partition(scores[positive], len(positive) - depth)[len(positive) - depth]
+        positive = positive[scores[positive] >= least]
+    return positive[np.lexsort((-positive, -scores[positive]))][:depth]
+
+
+def reciprocal(scores: Scores) -> Scores:
+    """(k + 1) / (k + rank) of each score: 1 for the best, 0 for what is not ranked.
+
+    Equal scores share the rank of the first of them.
+    """
+    order = ranked(scores)
+    ordered = scores[order]
+    shares = np.zeros(len(scores))
+    first = np.searchsorted(-ordered, -ordered, "left")
+    shares[order] = (_K + 1) / (_K + 1 + first)
+    return shares
+
+
+def in_turns(orders: Sequence[Order]) -> list[tuple[int, int]]:
+    """The first of each order, then the second of each, and so on: pairs of index and order.
+
+    What an order has taken is passed over by the others.
+    """
+    taken: dict[int, int] = {}
+    queues = [iter(order.tolist()) for order in orders]
+    left = list(range(len(queues)))
+    while left and len(taken) < _DEPTH:
+        for which in list(left):
+            found = next((i for i in queues[which] if i not in taken), None)
+            if found is None:
+                left.remove(which)
+            else:
+                taken[found] = which
+    return list(taken.items())
