@@ -62,8 +62,10 @@ class Forwarding:
 
     @property
     def budget(self) -> int | None:
-        """What the session may keep; None when it may keep everything."""
-        return self.turn.config.budget if self.turn is not None else self.held
+        """What the session may keep; None when it may keep everything, as its policy wants it."""
+        if self.turn is None:
+            return self.held
+        return (self.plan.stream.budget if self.plan.stream is not None else 0) or None
 
     @property
     def books(self) -> Books | None:

@@ -18,7 +18,7 @@ from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.plan import Adopt, Drop, Plan, Save, Stream
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
-from evoke_proxy.core.session import Turn, effective, question_of
+from evoke_proxy.core.session import Turn, effective
 from evoke_proxy.core.side import is_side
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
@@ -93,9 +93,10 @@ class Planner:
         if known.epoch != view.epoch:
             view = await self._without_foreign_holes(view, rendered, known, client)
         config = effective(self._policy, request)
-        epoch = await self._run(Plan(stream=_unplanned(config)), view, known, client)
+        stream = _unplanned(config)
+        epoch = await self._run(Plan(stream=stream), view, known, client)
         way.body = _marked(way.body, request.keys, view.id, epoch)
-        way.marked, way.held = True, config.budget
+        way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
 
     def _conversation(
@@ -176,7 +177,7 @@ class Planner:
         leaves the answer its place in the context."""
         assert way.conversation is not None
         session, request = way.conversation.session, turn.request
-        recalled = recall(turn, question_of(turn), way.body)
+        recalled = recall(turn, turn.question, way.body)
         if recalled is None:
             return turn, plan, None
         way.stage = "render"

@@ -74,6 +74,7 @@ def test_nothing_is_evicted_without_a_budget(
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
     assert turns[-1].books["n_prompt"] > 1.5 * BUDGET
     assert all(said.books["omitted"] == 0 and _balances(said) for said in turns)
+    assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
 
 def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:

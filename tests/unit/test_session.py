@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import Refused, SlotModel
 
-from evoke_proxy.config import PolicyConfig
+from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.blocks import Role, Span, total
 from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.chat import ChatRequest, parse_chat
 from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.rendered import MessageSpan, Rendered
 from evoke_proxy.core.session import Session, Turn, effective
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
@@ -488,6 +489,7 @@ def test_a_slot_does_not_keep_the_budget_of_the_session_before() -> None:
     assert house.slot.stream == Stream(0)
 
 
+EVICTING = [name for name in POLICIES if name != "no_eviction"]
 EVENTS = st.sampled_from(
     ["go on", "go on", "go on", "tool loop", "edit", "retry", "reword", "hand over", "steal"]
     + ["restart", "forget a copy", "break off", "long"]
@@ -497,21 +499,23 @@ EVENTS = st.sampled_from(
 @given(
     events=st.lists(st.tuples(EVENTS, st.integers(1, 1000)), min_size=1, max_size=12),
     budget=st.sampled_from([None, 140, 256, 512, 1024]),
-    name=st.sampled_from(["evoke", "evoke", "evoke", "discard"]),
+    name=st.sampled_from(["evoke", "evoke", *EVICTING]),
+    recovery=st.sampled_from(["kv_restore", "kv_restore", "breadcrumb", "discard"]),
     n_cells=st.sampled_from([1100, 100_000]),
 )
 @settings(max_examples=60)
 def test_any_conversation_keeps_the_budget_and_the_books(
-    events: list[tuple[str, int]], budget: int | None, name: str, n_cells: int
+    events: list[tuple[str, int]], budget: int | None, name: str, recovery: str, n_cells: int
 ) -> None:
     cells = 100_000 if budget is None else n_cells
-    house = House(replace(CONFIG, budget=budget, name=name), SlotModel(n_cells=cells))
+    config = replace(CONFIG, budget=budget, name=name, recovery=recovery)
+    house = House(config, SlotModel(n_cells=cells))
     talk = talk_of(150)
     for event, seed in events:
         happen(house, talk, event, seed)
         books = house.turn(talk, words(seed, seed % 90), heard=event != "break off")
         assert total(house.slot.view([]).resident) <= (budget or cells)
-        assert books.omitted == 0 or budget is not None or name == "discard"
+        assert books.omitted == 0 or budget is not None or not recovers(config)
         talk.say(Role.USER, words(seed + 1, 1 + seed % 70))
 
 
