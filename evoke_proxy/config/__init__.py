@@ -39,7 +39,11 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
 POOLINGS = ("cls", "mean")
 _MAY_BE_ZERO = frozenset(
-    ("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue")
+    (
+        *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
+        *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
+        *("policy.weight_attention", "policy.weight_relevance"),
+    )
 )
 
 
@@ -79,6 +83,11 @@ class PolicyConfig:
     reserve_tokens: int = 256
     pin_share: float = 0.6
     margin: float = 0.1
+    residency_turns: int = 1
+    weight_recency: float = 0.6
+    weight_focus: float = 0.4
+    weight_attention: float = 0.3
+    weight_relevance: float = 2.0
     infllm_blocks: int = 8
     bench_fields: bool = False
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.block_table import BlockTable, Mask
+from evoke_proxy.core.block_table import BlockTable, Mask, Numbers
 from evoke_proxy.core.blocks import BlockState, Span, clipped
 from evoke_proxy.core.retrieve import Index
+from evoke_proxy.core.task import Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,7 +18,9 @@ class PolicyView:
     [0, n_past) will not be decoded, [n_past, n_tokens) is the tail. `resident` are all rows of the
     slot, those past `n_past` too: they are of another text and go when the request starts.
     `adopt_to` above 0 says that the slot holds something else and that the saved blocks cover
-    [0, adopt_to) without a gap. `stale` are labels of useless copies.
+    [0, adopt_to) without a gap. `stale` are labels of useless copies. `recovered` are blocks that
+    came back in this turn or lately, None: none. `attention` is what each block was last looked at,
+    0 to 1, None while nobody has captured it.
     """
 
     blocks: BlockTable
@@ -31,6 +34,9 @@ class PolicyView:
     adopt_to: int = 0
     stale: tuple[str, ...] = ()
     index: Index = field(default_factory=Index)
+    task: Task = field(default_factory=Task)
+    recovered: Mask | None = None
+    attention: Numbers | None = None
 
     @property
     def states(self) -> tuple[BlockState, ...]:

@@ -87,7 +87,8 @@ def asked(request: ChatRequest) -> Question:
     latest = next(said, "")
     if latest and latest in text:
         latest = next(said, "") if len(_WORD.findall(text)) <= _FEW_WORDS else ""
-    return Question.of(text, latest)
+    question = Question.of(text, latest)
+    return replace(question, named=request.tags.recover, gold=request.tags.oracle)
 
 
 def clauses(text: str) -> list[str]:

@@ -7,25 +7,24 @@ how calls are made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role, Span, clipped
 from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.bounds import check_budget
 from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.layout import Layout, SavedRange, wire_name
 from evoke_proxy.core.plan import Plan, Save
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.question import Question, asked
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
-from evoke_proxy.core.retrieve import Index
-from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
-
-# However much of the budget system prompt and sinks take, this share of it may be pinned from.
-_MIN_PIN_SHARE = 4
+from evoke_proxy.core.retrieve import Index, pieces
+from evoke_proxy.core.task import Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +41,8 @@ class Turn:
     view: PolicyView
     config: PolicyConfig
     divergence: int | None
+    question: Question
+    task: Task
 
 
 class Session:
@@ -54,6 +55,8 @@ class Session:
         self.layout = Layout(id)
         self._config = config
         self._index = Index()
+        self._task = Task()
+        self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, tuple[bool, float]] = {}
         self._planned: Books | None = None
         self._victims: dict[str, Span] = {}
@@ -71,8 +74,15 @@ class Session:
         """The tokens of the latest prompt."""
         return self.layout.tokens
 
-    def begin(self, rendered: Rendered, view: SlotView, request: ChatRequest) -> Turn:
-        """Take in a request, rendered, to be run on the slot `view` shows.
+    def begin(
+        self,
+        rendered: Rendered,
+        view: SlotView,
+        request: ChatRequest,
+        vectors: Sequence[Vectors | None] = (),
+    ) -> Turn:
+        """Take in a request, rendered, to be run on the slot `view` shows; `vectors` are those of
+        the parts of what it asks, see `question.asked`.
 
         Calling it again for the same request is no new turn. Raises BudgetTooSmall or
         PinBudgetExceeded, and then has changed nothing that a later request would notice.
@@ -84,28 +94,34 @@ class Session:
         if marks != (False, 1.0):
             self._turn_marks[number] = marks
         layout, adopt_to = self._reconciled(rendered, view, request, number, config)
-        _check_budget(layout, config)
+        check_budget(layout, config)
         self.layout = layout
         self._doubtful = self._doubtful if adopt_to else {}
+        question = asked(request).embedded(vectors)
+        task = self._task.after(question.topic, self._boundary(layout, request, number))
         return Turn(
             number=number,
             request=request,
             rendered=rendered,
             slot=view,
-            view=self._policy_view(layout, view, request, adopt_to),
+            view=self._policy_view(layout, view, request, adopt_to, task),
             config=config,
             divergence=layout.divergence,
+            question=question,
+            task=task,
         )
 
     def plan(self, turn: Turn) -> Plan:
         """What to do before the turn's prompt is decoded; changes nothing."""
-        return decide(turn.view, question_of(turn), turn.config)
+        return decide(turn.view, turn.question, turn.config)
 
     def applied(self, turn: Turn, plan: Plan) -> None:
         """llama-server has run the whole plan."""
         self._moved(plan)
         self.layout = replace(self.layout, guessed=frozenset())
         self._planned = forecast(turn.view, plan)
+        self._task = turn.task
+        self._recovered |= {load.label: turn.number for load in plan.loads}
         order = plan.stream.order if plan.stream is not None else ()
         self._victims = {victim.label: victim.span for victim in order}
 
@@ -204,8 +220,10 @@ class Session:
         )
 
     def _policy_view(
-        self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int
+        self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int, task: Task
     ) -> PolicyView:
+        oldest = self.turns + 1 - self._config.residency_turns
+        self._recovered = {k: turn for k, turn in self._recovered.items() if turn >= oldest}
         return PolicyView(
             blocks=layout.blocks,
             in_cache=layout.in_cache,
@@ -218,7 +236,25 @@ class Session:
             adopt_to=adopt_to,
             stale=tuple(sorted(layout.stale)),
             index=self._index,
+            task=task,
+            recovered=layout.blocks.labelled(frozenset(self._recovered)),
         )
+
+    def _boundary(self, layout: Layout, request: ChatRequest, number: int) -> int | None:
+        """Where the new task of a request begins: with the first user message of its own."""
+        if not request.tags.task_boundary:
+            return None
+        blocks = layout.blocks
+        own = (blocks.turns == number) & (blocks.roles == ROLES.index(Role.USER))
+        return int(blocks.starts[own][0]) if own.any() else layout.generation
+
+    def lacking(self, limit: int) -> list[tuple[str, tuple[str, ...]]]:
+        """Labels and texts to embed of at most so many blocks without vectors, the latest first."""
+        return [(block.label, pieces(block.text)) for block in self._index.lacking(limit)]
+
+    def take(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
+        """The vectors [k, d] of the texts that `lacking` has told, by label."""
+        self._index.take(vectors)
 
     def _generated(self, view: SlotView, start: int) -> list[Span]:
         """Resident rows behind the last block, in pieces of a block, without saved ranges."""
@@ -233,13 +269,6 @@ class Session:
         return [piece for piece in pieces if piece not in taken]
 
 
-def question_of(turn: Turn) -> Question:
-    """What a turn is about, and which blocks its client names."""
-    tags = turn.request.tags
-    question = Question.of(turn.request.query)
-    return replace(question, named=tags.recover, gold=tags.oracle)
-
-
 def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
     """The configured policy as one request wants it; it may lower the budget, not raise it."""
     tags = request.tags
@@ -250,28 +279,6 @@ def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
         name=tags.policy or config.name,
         recovery=tags.recovery or config.recovery,
     )
-
-
-def _check_budget(layout: Layout, config: PolicyConfig) -> None:
-    if config.budget is None:
-        return
-    needed = config.sink_tokens + config.recent_tokens + config.block_tokens
-    if config.budget < needed:
-        raise BudgetTooSmall(config.budget, needed)
-    blocks = layout.blocks
-    pinned = int(blocks.lengths[blocks.pinned].sum())
-    cap = _pin_cap(layout, config, config.budget, needed)
-    if pinned > cap:
-        raise PinBudgetExceeded(pinned, cap)
-
-
-def _pin_cap(layout: Layout, config: PolicyConfig, budget: int, needed: int) -> int:
-    """A share of what system prompt and sinks leave, and never so much that a block cannot move."""
-    blocks = layout.blocks
-    systems = (blocks.roles == ROLES.index(Role.SYSTEM)) & ~blocks.pinned
-    system = int(blocks.lengths[systems].sum())
-    left = max(budget - config.sink_tokens - system, budget // _MIN_PIN_SHARE)
-    return max(0, min(int(config.pin_share * left), budget - needed))
 
 
 def _agree(planned: Books, books: Books) -> bool:

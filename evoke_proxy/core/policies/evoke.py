@@ -7,6 +7,8 @@ in go out, saved first. With `recovers` off it is the control arm: losers are go
 
 from __future__ import annotations
 
+import numpy as np
+
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
@@ -14,10 +16,8 @@ from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.score import Scores, keep_scores
 
-_RELEVANCE = 2.0
-# What a long turn is about stands at its beginning or at its end; so much of both is looked up,
-# and so much to rank the turn's own text, of which all of it would be a part.
-_QUERY_CHARS = 2048
+# Of a long turn so much of both ends is looked up to rank its own text, of which all of it would be
+# a part.
 _FOCUS_CHARS = 300
 
 
@@ -26,8 +26,12 @@ def choice(
 ) -> moves.Choice:
     """What each block is worth for the question, and the best that fits."""
 
+    # What has just come back stays, for a turn, unless another is that much better.
+    lately = view.recovered if view.recovered is not None else False
+    margin = config.margin * (1.0 + np.where(lately, 1.0, 0.0))
+
     def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
-        return choose(given, values, capacity, config.margin)
+        return choose(given, values, capacity, margin)
 
     values = _values(view, question, config)
     tail = _tail_values(view, question, config, values)
@@ -35,9 +39,8 @@ def choice(
 
 
 def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
-    keep = keep_scores(view, config.sink_tokens)
-    asked = question.narrowed(_QUERY_CHARS)
-    values = keep + _RELEVANCE * view.index.relevance(asked, view.blocks)
+    keep = keep_scores(view, config)
+    values = keep + config.weight_relevance * view.index.relevance(question, view.blocks)
     rounded: Scores = values.round(9)  # sums in another order must not make another plan
     return rounded
 

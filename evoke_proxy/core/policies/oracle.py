@@ -26,5 +26,5 @@ def choice(
         return choose(given, values, capacity, config.margin)
 
     gold = called(view.blocks, question.gold)
-    values = keep_scores(view, config.sink_tokens).round(9) + _GOLD * gold
+    values = keep_scores(view, config).round(9) + _GOLD * gold
     return moves.Choice(values, values, select, recovers)

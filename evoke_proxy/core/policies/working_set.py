@@ -50,11 +50,14 @@ def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates
     return Candidates(blocks, lengths, resident, loadable, stays & (resident | loadable), loose)
 
 
-def choose(given: Candidates, values: Scores, capacity: int | None, margin: float) -> WorkingSet:
+def choose(
+    given: Candidates, values: Scores, capacity: int | None, margin: float | Scores
+) -> WorkingSet:
     """What must stay, then the most valuable of the rest, as long as it fits `capacity` tokens.
 
     A block that does not fit is passed over for a smaller one of less value. A resident block is
-    worth `margin` more than one that would have to be moved. None for `capacity` takes everything.
+    worth `margin` more than one that would have to be moved: one number, or one a block. None for
+    `capacity` takes everything.
     """
     used = int(given.lengths[given.must].sum()) + given.loose_rows
     if capacity is None:

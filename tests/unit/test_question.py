@@ -1,0 +1,70 @@
+"""A question, its clauses, and what of the turns before belongs to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.question import Question, asked, clauses
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Where do I live and what is PORT in config.env?",
+         ["Where do I live?", "what is PORT in config.env?"]),
+        ("What are the ports of api, db and cache?",
+         ["What are the ports of api?", "What are the ports of db?",
+          "What are the ports of cache?"]),
+        ("I like salt and pepper.", ["I like salt and pepper."]),
+        ("Read config.env. Then run it.", ["Read config.env.", "Then run it."]),
+        ("...", []),
+    ],
+)  # fmt: skip
+def test_clauses(text: str, parts: list[str]) -> None:
+    assert clauses(text) == parts
+
+
+def test_of_many_sentences_those_that_ask_are_taken() -> None:
+    told = " ".join(f"Fact number {i} is told." for i in range(30))
+    found = clauses(f"What is first? {told}")
+    assert len(found) == 8 and found[0] == "What is first?" and "29" in found[-1]
+
+
+@given(st.text(max_size=9000))
+def test_parts_are_few_and_short_for_any_text(text: str) -> None:
+    question = Question.of(text)
+    assert len(question.parts) <= 9
+    assert all(len(part) <= 2 * 256 + 2 for part in question.parts)
+
+
+def request(*said: tuple[str, str]) -> Question:
+    messages = [{"role": role, "content": text} for role, text in said]
+    return asked(parse_chat("chat", {"messages": messages}))
+
+
+def test_few_words_lean_on_the_turn_before() -> None:
+    first = ("user", "What is the code of the Oslo vault, please?")
+    question = request(first, ("assistant", "48213"), ("user", "And Rome?"))
+    assert question.text == "And Rome?"
+    assert any("Oslo" in part for part in question.parts)
+    long = request(first, ("assistant", "48213"), ("user", "What is the code of the Rome vault?"))
+    assert not any("Oslo" in part for part in long.parts)
+
+
+def test_when_only_tools_have_spoken_the_user_is_still_heard() -> None:
+    question = request(
+        ("user", "Find the Oslo code for me now."), ("assistant", ""), ("tool", "nothing here")
+    )
+    assert question.parts[0] == "nothing here" and "Oslo" in question.parts[-1]
+
+
+def test_a_topic_needs_every_part() -> None:
+    east = np.array([1.0, 0.0], np.float32)
+    question = Question("a. b.", ("a.", "b."))
+    assert question.topic is None
+    assert question.embedded([east, None]).topic is None
+    assert question.embedded([east, east]).topic == pytest.approx(east)
