@@ -5,8 +5,9 @@ Questions of one session are not independent, so every interval allows for it:
 * a share: Wilson's interval for n / deff questions. deff is the variance of the ratio estimator
   over sessions (Cochran, "Sampling Techniques", 1977, 6.4) over that of n independent questions,
   and at least 1. Where all answers are right, or all wrong, it cannot be estimated and is 1.
-* a share of the ceiling: the ratio of two counts of the same sessions; percentiles of a bootstrap
-  that draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
+* a share of the ceiling: the same over the questions that the ceiling answered. Where an arm also
+  answered others, the share is a ratio that may be over 1; then percentiles of a bootstrap that
+  draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
 * with or without: McNemar's exact test on the questions that only one of two arms got right.
 """
 
@@ -49,15 +50,22 @@ def clustered(right: Sequence[int], asked: Sequence[int]) -> tuple[float, float]
     return wilson(sum(right) / n, n / design_effect(right, asked))
 
 
-def ratio_interval(
-    right: Sequence[int], ceiling: Sequence[int], seed: int = 0
+def share_interval(
+    kept: Sequence[int], gained: Sequence[int], ceiling: Sequence[int], seed: int = 0
 ) -> tuple[float, float] | None:
-    """The 95 % interval of sum(right) / sum(ceiling); None when nothing under the ceiling is."""
+    """The 95 % interval of sum(kept + gained) / sum(ceiling), one number a session each.
+
+    `kept` of the `ceiling` questions that the ceiling answered were answered, and `gained` others.
+    None when the ceiling answered nothing.
+    """
     if not sum(ceiling):
         return None
+    if not sum(gained):
+        asked = [(x, m) for x, m in zip(kept, ceiling, strict=True) if m]
+        return clustered([x for x, _ in asked], [m for _, m in asked])
     random = np.random.default_rng(seed)
-    drawn = random.integers(0, len(right), (_DRAWS, len(right)))
-    above = np.asarray(right)[drawn].sum(axis=1)
+    drawn = random.integers(0, len(kept), (_DRAWS, len(kept)))
+    above = (np.asarray(kept) + np.asarray(gained))[drawn].sum(axis=1)
     below = np.asarray(ceiling)[drawn].sum(axis=1)
     low, high = np.percentile(above[below > 0] / below[below > 0], [2.5, 97.5])
     return float(low), float(high)

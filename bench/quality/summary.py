@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.quality.arms import CEILING
 from bench.quality.plan import HEADLINES
-from bench.quality.stats import clustered, mcnemar, ratio_interval
+from bench.quality.stats import clustered, mcnemar, share_interval
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
@@ -84,9 +84,10 @@ def _row(
     asked = [len(pair) for pair in pairs]
     right = [sum(bool(probe["right"]) for probe, _ in pair) for pair in pairs]
     above = [sum(bool(probe["right"]) for _, probe in pair) for pair in pairs]
+    kept = [sum(bool(p["right"] and top["right"]) for p, top in pair) for pair in pairs]
+    gained = [x - both for x, both in zip(right, kept, strict=True)]
     flat = [item for pair in pairs for item in pair]
-    lost = sum(bool(top["right"]) and not probe["right"] for probe, top in flat)
-    gained = sum(bool(probe["right"]) and not top["right"] for probe, top in flat)
+    lost = sum(above) - sum(kept)
     first, n = records[0], sum(asked)
     low, high = clustered(right, asked)
     return {
@@ -101,10 +102,10 @@ def _row(
         "recall_95": [round(low, 4), round(high, 4)],
         "ceiling": sum(above) / n,
         "share": sum(right) / sum(above) if sum(above) else None,
-        "share_95": _rounded(ratio_interval(right, above)),
+        "share_95": _rounded(share_interval(kept, gained, above)),
         "lost": lost,
-        "gained": gained,
-        "p": mcnemar(lost, gained),
+        "gained": sum(gained),
+        "p": mcnemar(lost, sum(gained)),
         "visible": sum(bool(probe["visible"]) for probe, _ in flat) / n,
         "decoded_again": sum(bool(probe["decoded_again"]) for probe, _ in flat),
         "again_tokens": sum(record["again"] for record in records),

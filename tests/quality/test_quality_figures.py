@@ -18,7 +18,7 @@ from bench.quality.arms import Arm, ladder
 from bench.quality.journal import Journal, chosen
 from bench.quality.plan import FULL, HEADLINES, QUICK, batches
 from bench.quality.sessions import DEPTHS, REPORTING, TUNING, scripts
-from bench.quality.stats import clustered, design_effect, mcnemar, ratio_interval, wilson
+from bench.quality.stats import clustered, design_effect, mcnemar, share_interval, wilson
 from bench.quality.summary import checks, summarise
 
 
@@ -151,12 +151,18 @@ def test_the_bootstrap_covers_the_ratio_it_is_of() -> None:
     held = 0
     for trial in range(60):
         above = random.binomial(5, 0.9, 40)
-        right = random.binomial(above, 0.8)
-        interval = ratio_interval(right.tolist(), above.tolist(), trial)
+        kept, gained = random.binomial(above, 0.7), random.binomial(5 - above, 0.9)
+        interval = share_interval(kept.tolist(), gained.tolist(), above.tolist(), trial)
         assert interval is not None
-        held += interval[0] <= 0.8 <= interval[1]
+        held += interval[0] <= (0.9 * 0.7 + 0.1 * 0.9) / 0.9 <= interval[1]
     assert held >= 51  # 95 % of 60 is 57; 51 would be a chance of one in 200
-    assert ratio_interval([0, 0], [0, 0]) is None
+    assert share_interval([0, 0], [0, 0], [0, 0]) is None
+
+
+def test_a_share_without_a_loss_still_has_an_interval() -> None:
+    assert share_interval([5] * 40, [0] * 40, [5] * 40) == clustered([5] * 40, [5] * 40)
+    interval = share_interval([5, 5, 0], [0, 0, 0], [5, 5, 0])  # no question of the third counts
+    assert interval == wilson(1.0, 10)
 
 
 def test_a_journal_goes_on_after_a_line_that_was_cut_off(tmp_path: Path) -> None:
