@@ -1,8 +1,9 @@
 """Recovery by text: what was evicted is quoted in the last message, and decoded again there.
 
-Nothing is copied to host memory. The rows of such a block stay missing for good; its text costs its
-tokens once more, and the exchange it was quoted in is decoded again in the next turn, because the
-client does not know of the quotation. Both are in the books as `decoded`.
+No plan copies rows to host memory, and what the engine itself saves while it decodes is dropped in
+the next turn. The rows of such a block stay missing for good; its text costs its tokens once more,
+and the exchange it was quoted in is decoded again in the next turn, as the client does not know
+of the quotation. Both are in the books as `decoded`.
 """
 
 from __future__ import annotations

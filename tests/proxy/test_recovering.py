@@ -16,6 +16,8 @@ BUDGET = 320
 JSON = {"Content-Type": "application/json"}
 FACT = "The access code of the Meridian vault is 7741."
 ASKS = "What is the access code of the Meridian vault?"
+# More words than a turn may have that leans on the one before it.
+QUIET = "Zzz yyy xxx qqq vvv kkk?"
 Json = dict[str, Any]
 Noting = tuple[RunningProxy, list[Json]]
 
@@ -94,12 +96,12 @@ def test_nothing_is_quoted_where_nothing_is_asked_for(noting: Noting) -> None:
     running, sent = noting
     path = "/v1/chat/completions"
     said = _long(running.port, path, "calm", evoke_recovery="breadcrumb")
-    said.append("Zzz?")
+    said.append(QUIET)
     answer = post(
         running.port, path, said, "calm", **_asking(path, False, evoke_recovery="breadcrumb")
     )
     assert told(answer)["as_text"] == {"blocks": 0, "tokens": 0}
-    assert sent[-1]["messages"][-1]["content"] == "Zzz?"
+    assert sent[-1]["messages"][-1]["content"] == QUIET
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def _looked_up(path: str) -> list[Json]:
 def test_a_tool_result_may_carry_it_in_every_dialect(strict_port: int, path: str) -> None:
     fields = {"evoke_recovery": "breadcrumb"}
     with proxy(strict_port) as running:
-        said = [*_long(running.port, path, "tools", **fields), "Zzz?"]
+        said = [*_long(running.port, path, "tools", **fields), QUIET]
         # nothing is quoted here, so that nothing has to be decoded again after it
         told(post(running.port, path, said, "tools", **_asking(path, False, **fields)))
         said += ["Hm.", "Look it up."]

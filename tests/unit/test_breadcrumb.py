@@ -8,22 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from slot_model import seen
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.blocks import BlockState, Span
+from evoke_proxy.core.blocks import Span, merged
 from evoke_proxy.core.breadcrumb import Recalled, recall
 from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.layout import Layout
 from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Evict, Load, Plan
-from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView
-from evoke_proxy.core.retrieve import Index
-from evoke_proxy.core.session import Turn
+from evoke_proxy.core.session import Session, Turn
 
-CONFIG = PolicyConfig(budget=512, recovery="breadcrumb", reserve_tokens=64)
+CONFIG = PolicyConfig(
+    budget=512, recovery="breadcrumb", block_tokens=8, sink_tokens=0, reserve_tokens=64
+)
 FACT = "the oslo vault code is 48213"
 ASKS = "what is the oslo vault code?"
 FILLER = [f"some filler number{i} of this talk" for i in range(4)]
@@ -42,16 +40,9 @@ def turn_of(
         at = end
     rendered = Rendered(np.arange(at + 1, dtype=np.int32), at, spans)
     known = spans[-1].span.start
-    slot = SlotView(0, 1, known, known, (Span(0, known),), 1 << 20)
-    layout = Layout("s").reconcile(rendered, slot, request.messages, 1, 8, 0)
-    gone = [b.message in evicted for b in layout.blocks]
-    states = [
-        BlockState.DROPPED if out or b.span.end > known else BlockState.RESIDENT
-        for b, out in zip(layout.blocks, gone, strict=True)
-    ]
-    rows = [b.span for b, s in zip(layout.blocks, states, strict=True) if s.resident]
-    view = PolicyView(*seen(layout.blocks, states), at + 1, known, tuple(rows), index=Index())
-    return Turn(1, request, rendered, slot, view, config, None)
+    rows = merged(item.span for item in spans[:-1] if item.index not in evicted)
+    slot = SlotView(0, 1, known, known, rows, 1 << 20)
+    return Session("s", "", config).begin(rendered, slot, request)
 
 
 def recalled(
