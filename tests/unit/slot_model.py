@@ -70,15 +70,18 @@ class SlotModel:
         ops = plan.ops()
         for op in [op for op in ops if op["op"] == "save"]:
             trial._save(op["name"], Span(op["p0"], op["p1"]))
-        trial._note_peak()
         for op in [op for op in ops if op["op"] != "save"]:
             trial._op(op, plan)
-        trial._note_peak()
+            trial._note_peak()
         self.__dict__.update(trial.__dict__)
 
     def answer(self, prompt: Sequence[int], said: Iterable[int]) -> dict[str, Any]:
         """Decode a marked request and its answer; the timings of the reply."""
         n_past = self.view(prompt).n_past(len(prompt))
+        # Rows of a text the prompt does not share go before anything is decoded.
+        n_common = self.view(prompt).n_common
+        gone = {row for row in self.rows - self.loaded if row >= n_common}
+        self.peak -= len(gone)
         self.tokens = list(prompt[:n_past])
         self.rows = {row for row in self.rows if row < n_past}
         self.loaded = {row for row in self.loaded if row < n_past}
@@ -125,7 +128,7 @@ class SlotModel:
             assert plan.stream is not None
             if 0 < plan.stream.budget < plan.stream.held:
                 raise Refused("invalid_request_error")
-            self.stream = plan.stream
+            self.stream, self.peak = plan.stream, 0
 
     def _save(self, name: str, span: Span) -> None:
         if not len(span) or not set(range(span.start, span.end)) <= self.rows:
