@@ -7,7 +7,7 @@ how calls are made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
@@ -79,10 +79,10 @@ class Session:
         rendered: Rendered,
         view: SlotView,
         request: ChatRequest,
-        vectors: Sequence[Vectors | None] = (),
+        vectors: Mapping[str, Vectors | None] | None = None,
     ) -> Turn:
         """Take in a request, rendered, to be run on the slot `view` shows; `vectors` are those of
-        the parts of what it asks, see `question.asked`.
+        the parts of what it asks, by text (`question.asked`).
 
         Calling it again for the same request is no new turn. Raises BudgetTooSmall or
         PinBudgetExceeded, and then has changed nothing that a later request would notice.
@@ -97,7 +97,8 @@ class Session:
         check_budget(layout, config)
         self.layout = layout
         self._doubtful = self._doubtful if adopt_to else {}
-        question = asked(request).embedded(vectors)
+        question = asked(request)
+        question = question.embedded([(vectors or {}).get(part) for part in question.parts])
         task = self._task.after(question.topic, self._boundary(layout, request, number))
         return Turn(
             number=number,

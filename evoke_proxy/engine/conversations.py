@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
@@ -23,7 +23,8 @@ class Conversation:
     `tokens`, `head` and `generation` are those of the latest prompt as the client sent it, before
     any truncation (see `identity.Known`); `hint` is what the client calls it; `epoch` is that of
     its slot when its last request was marked, None when it was not. A `passing` one is a side
-    request: forgotten after its only turn, and nothing goes on from it.
+    request: forgotten after its only turn, and nothing goes on from it. `awaited` are by label
+    the embedder's keys of the texts of blocks that are being embedded.
     """
 
     session: Session
@@ -37,6 +38,7 @@ class Conversation:
     epoch: int | None = None
     n_resident: int = 0
     in_use: int = 0
+    awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

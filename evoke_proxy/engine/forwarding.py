@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from evoke_proxy.core.blocks import Block, Span
 from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.identity import Hint
 from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Plan
@@ -28,7 +29,8 @@ class Forwarding:
     that has no plan but is held in a budget all the same. `stage` is where planning stands, for
     counting what fails. `hint` is what the client calls its conversation, `id_slot` the slot it
     names, `is_batch` says that it brings several prompts. `patience` is what to do for it while it
-    waits for a slot. `waits` are seconds by what was waited for, `own_s` the rest of the time until
+    waits for a slot. `vectors` are those of the clauses it asks, by text. `waits` are seconds by
+    what was waited for, `own_s` the rest of the time until
     forwarding, `after_s` what was left to do when the answer had ended.
     """
 
@@ -52,6 +54,7 @@ class Forwarding:
     observer: Observer = field(default_factory=Observer)
     first_byte_s: float | None = None
     waits: dict[str, float] = field(default_factory=dict)
+    vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
     own_s: float | None = None
     after_s: float = 0.0
 

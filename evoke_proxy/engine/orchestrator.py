@@ -26,6 +26,7 @@ from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
 from evoke_proxy.engine.reading import parse_object
 from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import (
@@ -61,8 +62,10 @@ class Engine:
         self._slots = SlotQueue(config.limits)
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
+        self._vectors = BlockVectors(self.embedding, config.policy)
         self._planner = Planner(
-            config.policy, self.upstream, self.metrics, self._seating, self.conversations
+            *(config.policy, self.upstream, self.metrics, self._seating, self.conversations),
+            self._vectors,
         )
         self._tasks = asyncio.TaskGroup()
 
@@ -242,6 +245,7 @@ class Engine:
         """The request is done with its slot and its session."""
         if way.conversation is not None:
             way.conversation.in_use -= 1
+            self._vectors.submit(way.conversation)
         for lease in way.leases:
             self._slots.release(lease)
         for gone in self.conversations.forget_surplus():

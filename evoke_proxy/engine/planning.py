@@ -26,6 +26,7 @@ from evoke_proxy.engine.calls import run_plan, slot_in
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -41,12 +42,14 @@ class Planner:
         metrics: Metrics,
         seating: Seating,
         conversations: Conversations,
+        vectors: BlockVectors,
     ) -> None:
         self._policy = policy
         self._upstream = upstream
         self._metrics = metrics
         self._seating = seating
         self._conversations = conversations
+        self._vectors = vectors
 
     async def prepare(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
@@ -58,7 +61,8 @@ class Planner:
         does. The lease is in `way` as soon as there is one and stays the caller's to release.
         """
         began = asyncio.get_running_loop().time()
-        rendered = await self._upstream.render(request.dialect, way.body, client)
+        rendering = self._upstream.render(request.dialect, way.body, client)
+        rendered = await self._vectors.beside(rendering, way, request, tenant)
         way.stage = "session"
         known = way.conversation = self._conversation(way, request, rendered, tenant)
         known.in_use += 1
@@ -156,7 +160,8 @@ class Planner:
         session = way.conversation.session
         if way.conversation.epoch != view.epoch:
             view = await self._without_foreign_holes(view, rendered, way.conversation, client)
-        turn = session.begin(rendered, view, request)
+        self._vectors.collect(way.conversation)
+        turn = session.begin(rendered, view, request, way.vectors)
         plan, recalled = session.plan(turn), None
         if recovers_text(turn.config):
             turn, plan, recalled = await self._with_text(way, turn, plan, client)
@@ -183,13 +188,14 @@ class Planner:
         way.stage = "render"
         rendered = await self._upstream.render(request.dialect, recalled.body, client)
         way.stage = "decide"
-        longer = session.begin(rendered, slot_in(rendered, turn.slot.id), recalled.request)
+        view = slot_in(rendered, turn.slot.id)
+        longer = session.begin(rendered, view, recalled.request, way.vectors)
         longer_plan = session.plan(longer)
         slot = await self._upstream.slot(turn.slot.id, way.conversation.tenant, client)
         n_ctx, answer = slot.get("n_ctx_logical"), request.max_tokens or turn.config.reserve_tokens
         too_long = isinstance(n_ctx, int) and len(rendered.tokens) + answer > n_ctx
         if too_long or (longer_plan.infeasible and not plan.infeasible):
-            return session.begin(turn.rendered, turn.slot, request), plan, None
+            return session.begin(turn.rendered, turn.slot, request, way.vectors), plan, None
         return longer, longer_plan, recalled
 
     async def _without_foreign_holes(

@@ -36,7 +36,7 @@ def pieces(text: str) -> tuple[str, ...]:
     """At most 4 parts of a text, cut between sentences or lines: what is embedded of a block."""
     parts: list[str] = []
     for part in (part.strip() for part in _END.split(text)):
-        if parts and min(len(part), len(parts[-1])) < _SHORTEST:
+        if parts and len(parts[-1]) < _SHORTEST:
             parts[-1] = f"{parts[-1]} {part}".strip()
         elif part:
             parts.append(part)

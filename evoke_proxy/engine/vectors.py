@@ -1,0 +1,85 @@
+"""Between the embedder and the sessions: questions before a plan, blocks after a reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+
+import numpy as np
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.encoding import Vectors
+from evoke_proxy.core.question import asked
+from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.session import effective
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.forwarding import Forwarding
+
+# Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
+_AT_ONCE = 1024
+# Policies that look nothing up.
+_BLIND = ("no_eviction", "truncate", "recency", "streaming")
+
+
+class BlockVectors:
+    """The embedder as planning needs it; without one nothing here does anything."""
+
+    def __init__(self, embedding: Embedding, policy: PolicyConfig) -> None:
+        self._embedding = embedding
+        self._policy = policy
+
+    async def beside(
+        self, rendering: Awaitable[Rendered], way: Forwarding, request: ChatRequest, tenant: str
+    ) -> Rendered:
+        """What `rendering` gives; meanwhile the question is embedded, into `way.vectors`.
+
+        What that takes longer than the rendering is counted as waiting for it.
+        """
+        if not self._wanted(request):
+            return await rendering
+        loop, rendered_at = asyncio.get_running_loop(), 0.0
+
+        async def timed() -> Rendered:
+            nonlocal rendered_at
+            found = await rendering
+            rendered_at = loop.time()
+            return found
+
+        rendered, way.vectors = await asyncio.gather(timed(), self._asked(request, tenant))
+        way.waits["embed"] = way.waits.get("embed", 0.0) + loop.time() - rendered_at
+        return rendered
+
+    def collect(self, known: Conversation) -> None:
+        """Give a session the vectors of its blocks that have been made since its last turn."""
+        arrived = []
+        for label, keys in known.awaited.items():
+            found = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
+            if len(found) == len(keys) > 0:
+                arrived.append((label, np.stack(found)))
+        known.session.take(arrived)
+
+    def submit(self, known: Conversation) -> None:
+        """Have the blocks embedded that have no vectors yet, the latest first."""
+        if not self._embedding.on or known.passing:
+            return
+        lacking = known.session.lacking(_AT_ONCE)
+        known.awaited = {
+            label: known.awaited.get(label) or self._keys(texts, known.tenant)
+            for label, texts in lacking
+        }
+        for label, texts in reversed(lacking):
+            self._embedding.submit(zip(known.awaited[label], texts, strict=True))
+
+    def _keys(self, texts: tuple[str, ...], tenant: str) -> tuple[bytes, ...]:
+        return tuple(self._embedding.key(text, tenant) for text in texts)
+
+    def _wanted(self, request: ChatRequest) -> bool:
+        config = effective(self._policy, request)
+        return self._embedding.on and config.budget is not None and config.name not in _BLIND
+
+    async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
+        parts = asked(request).parts
+        found = await self._embedding.embed_queries(parts, tenant) if parts else []
+        return dict(zip(parts, found, strict=True))

@@ -1,0 +1,128 @@
+"""The embedder and the sessions: what is asked of it, when, and what comes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.block_table import BlockTable
+from evoke_proxy.core.blocks import Block, Role, Span
+from evoke_proxy.core.chat import ChatRequest, parse_chat
+from evoke_proxy.core.question import Question
+from evoke_proxy.core.session import Session
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.vectors import BlockVectors
+
+EAST = np.array([1.0, 0.0], np.float32)
+POLICY = PolicyConfig(budget=512)
+
+
+class FakeEmbedding:
+    """Knows what `done` has; takes `seconds` for a question."""
+
+    def __init__(self, on: bool = True, seconds: float = 0.0) -> None:
+        self.on, self.seconds = on, seconds
+        self.submitted: list[str] = []
+        self.done: dict[bytes, np.ndarray] = {}
+        self.asked: list[str] = []
+
+    def key(self, text: str, tenant: str = "") -> bytes:
+        return f"{tenant}/{text}".encode()
+
+    def vector(self, key: bytes) -> np.ndarray | None:
+        return self.done.get(key)
+
+    def submit(self, texts: Any) -> None:
+        self.submitted += [text for _, text in texts]
+
+    async def embed_queries(self, texts: Any, tenant: str = "") -> list[np.ndarray | None]:
+        self.asked += texts
+        await asyncio.sleep(self.seconds)
+        return [EAST for _ in texts]
+
+
+def vectors_of(fake: FakeEmbedding, policy: PolicyConfig = POLICY) -> BlockVectors:
+    return BlockVectors(fake, policy)  # type: ignore[arg-type]
+
+
+def conversation(*said: str) -> Conversation:
+    """One whose index holds a block for each text."""
+    session = Session("s", "me", POLICY)
+    blocks = [
+        Block(f"user:{i}#0", f"s/{i}", Span(i * 9, i * 9 + 9), Role.USER, 1, i, text)
+        for i, text in enumerate(said)
+    ]
+    session._index.relevance(Question.of("x"), BlockTable(blocks))
+    return Conversation(session, np.zeros(0, np.int32))
+
+
+def request(**fields: Any) -> ChatRequest:
+    message = {"role": "user", "content": "Where is it? How is the old one called?"}
+    return parse_chat("chat", {"messages": [message], **fields})
+
+
+async def rendering(seconds: float = 0.0) -> Any:
+    await asyncio.sleep(seconds)
+    return "rendered"
+
+
+async def beside(fake: FakeEmbedding, policy: PolicyConfig, seconds: float = 0.0) -> Forwarding:
+    way = Forwarding(b"", 0.0)
+    found = await vectors_of(fake, policy).beside(rendering(seconds), way, request(), "me")
+    assert found == "rendered"
+    return way
+
+
+def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
+    fake, known = FakeEmbedding(), conversation("The first one is here.", "One. " * 12)
+    vectors = vectors_of(fake)
+    vectors.submit(known)
+    assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
+    fake.done[b"me/The first one is here."] = EAST
+    fake.done[known.awaited["s/1"][0]] = EAST
+    vectors.collect(known)
+    assert [label for label, _ in known.session.lacking(9)] == ["s/1"]
+    fake.submitted.clear()
+    vectors.submit(known)
+    assert set(known.awaited) == {"s/1"} and "The first one is here." not in fake.submitted
+
+
+def test_an_embedder_that_is_off_is_asked_nothing() -> None:
+    fake, known = FakeEmbedding(on=False), conversation("text")
+    vectors_of(fake).submit(known)
+    way = asyncio.run(beside(fake, POLICY))
+    assert not (fake.submitted or fake.asked or known.awaited or way.vectors or way.waits)
+
+
+@pytest.mark.parametrize(
+    "policy", [replace(POLICY, budget=None), replace(POLICY, name="streaming")]
+)
+def test_what_nobody_looks_up_is_not_embedded(policy: PolicyConfig) -> None:
+    fake = FakeEmbedding()
+    assert not asyncio.run(beside(fake, policy)).vectors and not fake.asked
+
+
+def test_a_question_is_embedded_beside_the_rendering_and_only_the_rest_is_waiting() -> None:
+    way = asyncio.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
+    assert set(way.vectors) == {"Where is it?", "How is the old one called?"}
+    assert 0.0 <= way.waits["embed"] < 0.14
+    quick = asyncio.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
+    assert quick.waits["embed"] < 0.05
+
+
+def test_a_rendering_that_fails_is_not_hidden() -> None:
+    async def failing() -> Any:
+        raise ValueError("no")
+
+    async def run() -> None:
+        vectors = vectors_of(FakeEmbedding())
+        await vectors.beside(failing(), Forwarding(b"", 0.0), request(), "me")
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(run())
