@@ -28,7 +28,7 @@ bench: build .venv/clients
 	  echo "== $$name"; $(BIN)/python -m bench.$$name || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "missed what they are held to:$$missed" >&2; exit 1; }
 
-bench-embedding bench-quality: .venv/clients
+bench-embedding bench-quality bench-retrieval: .venv/clients
 
 # What it writes: a table, and out/bench/NAME.json. ARGS='--help' says what a bench can be told.
 bench-%: venv
@@ -42,6 +42,7 @@ help:
 	@echo "make bench-latency   save, load, evict a block, against decoding it again"
 	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
 	@echo "make bench-embedding what a vector of a question or of a block costs"
+	@echo "make bench-retrieval how often the block with the answer is found, and how fast"
 	@echo "make bench-ceiling   how often the bundled model recalls when nothing is evicted"
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"

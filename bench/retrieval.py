@@ -1,0 +1,299 @@
+"""Whether the block with the answer is found, and how long looking takes: retrieval alone.
+
+No server and no budget: a haystack of blocks with one fact each in some of them, questions of six
+kinds, and where the block with the fact comes in the ranking. Questions in quite other words are
+asked of a trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import retrieval_texts as texts
+from bench.ceiling import wilson
+from bench.export_minilm import ensure
+from bench.record import table, write
+from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.block_table import BlockTable
+from evoke_proxy.core.blocks import Block, Role, Span
+from evoke_proxy.core.encoding import Vectors
+from evoke_proxy.core.question import Question
+from evoke_proxy.core.retrieve import Index, pieces
+from evoke_proxy.core.retrieve.terms import FUNCTION_WORDS
+
+BLOCK = 64
+ARMS: Mapping[str, Sequence[str]] = {
+    "bm25": ("words", "names"),
+    "+ngrams": ("words", "grams", "names"),
+    "dense": ("vectors", "names"),
+    "bm25+dense": ("words", "vectors", "names"),
+    "fused": ("words", "grams", "vectors", "names"),
+}
+KINDS: Mapping[str, str] = {
+    "lexical": "in the words of the fact",
+    "paraphrase": "no content word in common",
+    "clauses": "three questions in one sentence",
+    "numbers": "identifiers, codes, settings",
+    "typos": "a typing error in every content word",
+    "inflected": "other forms of the words",
+}
+DEPTHS = (1, 4, 8)
+_EXAMPLES = """examples:
+  python -m bench.retrieval
+  python -m bench.retrieval --seeds 1 --sizes 10000
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, and the numbers of the blocks that hold what it asks for."""
+
+    kind: str
+    text: str
+    gold: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Haystack:
+    """Blocks in order, and what is asked of them."""
+
+    blocks: BlockTable
+    questions: Sequence[Asked]
+
+
+def haystack(seed: int, n_blocks: int) -> Haystack:
+    """Facts, each in its own block among sentences about nothing; equal for equal arguments."""
+    rng = random.Random(f"retrieval-{seed}-{n_blocks}")
+    told = [(fact, _filled(rng, fact.fact)) for fact in texts.TOLD]
+    bent = [(question, _filled(rng, fact)) for fact, question in texts.BENT]
+    coded = list(_coded(rng))
+    said = [*(s for _, s in told), *(s for _, s in bent), *(s for _, s in coded)]
+    places = rng.sample(range(n_blocks), len(said))
+    blocks = _blocks(rng, n_blocks, dict(zip(places, said, strict=True)))
+    at = dict(zip(said, places, strict=True))
+    questions = [Asked("lexical", fact.lexical, (at[s],)) for fact, s in told]
+    questions += [Asked("paraphrase", fact.paraphrase, (at[s],)) for fact, s in told]
+    questions += [Asked("typos", mistyped(rng, fact.lexical), (at[s],)) for fact, s in told]
+    questions += [Asked("inflected", question, (at[s],)) for question, s in bent]
+    questions += [Asked("numbers", question, (at[s],)) for question, s in coded]
+    for _ in range(len(told) // 2):
+        three = rng.sample(told, 3)
+        gold = tuple(at[s] for _, s in three)
+        questions.append(Asked("clauses", _joined([fact.lexical for fact, _ in three]), gold))
+    return Haystack(BlockTable(blocks), questions)
+
+
+def mistyped(rng: random.Random, text: str) -> str:
+    """A text with one letter left out, doubled, swapped or replaced in each longer content word."""
+    return " ".join(_mistyped(rng, word) for word in text.split())
+
+
+def _mistyped(rng: random.Random, word: str) -> str:
+    letters = word.rstrip("?.,")
+    if len(letters) < 5 or letters.lower() in FUNCTION_WORDS or not letters.isalpha():
+        return word
+    at, rest = rng.randrange(1, len(letters) - 1), word[len(letters) :]
+    begin, one, two, end = letters[:at], letters[at], letters[at + 1], letters[at + 2 :]
+    other = rng.choice("aeiourstln".replace(one.lower(), ""))
+    bent = (begin + two + end, begin + one + one + two + end, begin + two + one + end,
+            begin + other + two + end)  # fmt: skip
+    return rng.choice(bent) + rest
+
+
+def _joined(questions: Sequence[str]) -> str:
+    first, second, third = (question[0].lower() + question[1:-1] for question in questions)
+    return f"{first[0].upper()}{first[1:]}, {second} and {third}?"
+
+
+def _filled(rng: random.Random, fact: str) -> str:
+    return fact.format(rng.choice((_name(rng), str(rng.randrange(100, 9999)))))
+
+
+def _name(rng: random.Random) -> str:
+    sounds = ("ba", "do", "ke", "li", "mo", "na", "ri", "su", "ta", "vo", "we", "zu")
+    return "".join(rng.choice(sounds) for _ in range(3)).capitalize()
+
+
+def _code(rng: random.Random, length: int = 8) -> str:
+    signs = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+    return "".join(rng.choice(signs) for _ in range(length))
+
+
+def _coded(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Questions and statements that only a number or an identifier tells from others like them."""
+    for number in rng.sample(range(1000, 9999), 12):
+        yield f"Who closed ticket {number}?", f"Ticket {number} was closed by {_name(rng)}."
+    for _ in range(12):
+        code = f"{_code(rng, 4)}-{_code(rng, 4)}"
+        yield f"Where is order {code}?", f"Order {code} is stored in hall {_name(rng)}."
+    for path, name in rng.sample([(f, s) for f in texts.FILES for s in texts.SETTINGS], 24):
+        yield f"What is {name} in {path}?", f"{path}: {name} = {_code(rng)}"
+
+
+def _blocks(rng: random.Random, count: int, said: Mapping[int, str]) -> Iterator[Block]:
+    for number in range(count):
+        sentences = [_sentence(rng) for _ in range(4)]
+        if number in said:
+            sentences[rng.randrange(4)] = said[number]
+        span = Span(number * BLOCK, number * BLOCK + BLOCK)
+        text = " ".join(sentences)
+        yield Block(f"user:{number}#0", f"b/{number}", span, Role.USER, number, number, text)
+
+
+def _sentence(rng: random.Random) -> str:
+    parts = rng.choice(texts.SUBJECTS), rng.choice(texts.VERBS), rng.choice(texts.OBJECTS)
+    return f"{' '.join(parts)}."
+
+
+def find(stack: Haystack, encoder: Embedder | None) -> list[dict[str, Any]]:
+    """A row for each arm and each fact asked for: the place of its block, from 1; 0 if none."""
+    vectors = _vectors(stack.blocks, encoder) if encoder is not None else ()
+    rows = []
+    questions = [_embedded(Question.of(asked.text), encoder) for asked in stack.questions]
+    for arm, signals in ARMS.items():
+        if encoder is None and "vectors" in signals:
+            continue
+        index = Index(signals)
+        index.relevance(Question.of("hold them"), stack.blocks)
+        index.take(vectors)
+        for asked, question in zip(stack.questions, questions, strict=True):
+            scores = index.relevance(question, stack.blocks)
+            for gold in asked.gold:
+                place = int((scores > scores[gold]).sum()) + 1 if scores[gold] > 0 else 0
+                rows.append({"arm": arm, "kind": asked.kind, "place": place})
+    return rows
+
+
+def _vectors(blocks: BlockTable, encoder: Embedder) -> list[tuple[str, Vectors]]:
+    given = [(block.label, pieces(block.text)) for block in blocks]
+    flat = iter(encoder.documents([piece for _, parts in given for piece in parts]))
+    return [(label, np.stack(list(islice(flat, len(parts))))) for label, parts in given]
+
+
+def _embedded(question: Question, encoder: Embedder | None) -> Question:
+    if encoder is None:
+        return question
+    return question.embedded(list(encoder.queries(question.parts)))
+
+
+def recall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each kind and arm the share of facts whose block is among the first k."""
+    found = []
+    for kind in KINDS:
+        for arm in ARMS:
+            places = [row["place"] for row in rows if (row["arm"], row["kind"]) == (arm, kind)]
+            if not places:
+                continue
+            line: dict[str, Any] = {"kind": kind, "arm": arm, "n": len(places)}
+            for depth in DEPTHS:
+                hits = sum(0 < place <= depth for place in places)
+                low, high = wilson(hits, len(places))
+                line[f"@{depth}"] = hits / len(places)
+                line[f"@{depth} 95%"] = f"{low:.3f}-{high:.3f}"
+            found.append(line)
+    return found
+
+
+def speed(n_blocks: int, turns: int, dimensions: int = 384) -> list[dict[str, Any]]:
+    """What one turn costs: 8 new blocks, then a question; milliseconds of this thread's CPU time.
+
+    Words are drawn as unevenly as in prose, vectors are random, four a block.
+    """
+    rng, numbers = np.random.default_rng(n_blocks), random.Random(n_blocks)
+    words = [_code(numbers, numbers.randrange(3, 10)).lower() for _ in range(30_000)]
+    blocks = [_drawn(rng, words, number) for number in range(n_blocks + 8 * turns)]
+    rows = []
+    for kind, signals in (("words", ARMS["+ngrams"]), ("words and vectors", ARMS["fused"])):
+        index, held = Index(signals), BlockTable(blocks[:n_blocks])
+        index.relevance(Question.of("hold them"), held)
+        if "vectors" in signals:
+            index.take((label, _directions(rng, 4, dimensions)) for label in held.labels)
+        for clauses in (1, 3):
+            took = []
+            for _ in range(turns):
+                held += BlockTable(blocks[len(held) : len(held) + 8])
+                question = _asking(rng, words, clauses, dimensions)
+                began = time.thread_time()
+                index.relevance(question, held)
+                took.append(1000 * (time.thread_time() - began))
+            row = {"blocks": n_blocks, "signals": kind, "clauses": clauses}
+            p90 = sorted(took)[int(0.9 * len(took))]
+            rows.append(row | {"median_ms": statistics.median(took), "p90_ms": p90})
+            held = held[:n_blocks]
+    return rows
+
+
+def _drawn(rng: np.random.Generator, words: Sequence[str], number: int) -> Block:
+    at = np.minimum(rng.zipf(1.2, 45) - 1, len(words) - 1)
+    text = " ".join(words[i] for i in at.tolist())
+    span = Span(number * BLOCK, number * BLOCK + BLOCK)
+    return Block(f"user:{number}#0", f"b/{number}", span, Role.USER, number, number, text)
+
+
+def _directions(rng: np.random.Generator, count: int, dimensions: int) -> Vectors:
+    drawn = rng.standard_normal((count, dimensions), dtype=np.float32)
+    unit: Vectors = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+    return unit
+
+
+def _asking(
+    rng: np.random.Generator, words: Sequence[str], clauses: int, dimensions: int
+) -> Question:
+    """Clauses of ten words each, four of them rare, two of them mistyped."""
+    parts = []
+    for _ in range(clauses):
+        at = np.minimum(rng.zipf(1.2, 6) - 1, len(words) - 1).tolist()
+        chosen = [words[i] for i in [*at, *rng.integers(100, len(words), 4).tolist()]]
+        chosen[-2:] = [word[:-1] + "x" for word in chosen[-2:]]
+        parts.append(" ".join(chosen))
+    vectors = tuple(_directions(rng, clauses, dimensions))
+    return Question(" ".join(parts), tuple(parts), vectors)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the JSON."""
+    args = _parser().parse_args(argv)
+    encoder = None if args.lexical else Embedder(EmbedderConfig(directory=str(ensure())))
+    seeds = range(args.first, args.first + args.seeds)
+    rows = [row for seed in seeds for row in find(haystack(seed, args.blocks), encoder)]
+    found = recall(rows)
+    times = [row for size in args.sizes for row in speed(size, args.turns)]
+    print(table(found, ("kind", "arm", "n", *(f"@{depth}" for depth in DEPTHS), "@8 95%")))
+    print(table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
+    summary = {"blocks": args.blocks, "seeds": list(seeds), "times": times}
+    print(write("retrieval", found, summary, args.out))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.retrieval",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=4, help="haystacks (4)")
+    parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
+    parser.add_argument("--blocks", type=int, default=512, help="blocks a haystack (512)")
+    parser.add_argument("--lexical", action="store_true", help="without an encoder")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000],
+                        help="saved blocks to time with (10000 100000)")  # fmt: skip
+    parser.add_argument("--turns", type=int, default=20, help="turns timed of each (20)")
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
