@@ -12,8 +12,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from bench import record
@@ -38,16 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON; 0 when every cell reaches --least."""
     args = _parser().parse_args(argv)
     server = args.server or ensure_server(patched=False)
-    model, rows = args.model or bundled_model(), []
-    port = free_port()
-    command = server_command(server, model, port, blocks=False)
-    command[command.index("-t") + 1] = str(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        with serving(command, port, Path(folder) / "llama-server.log"):
-            for task in args.tasks.split(","):
-                for length in map(int, args.lengths.split(",")):
-                    rows += (found := _cell(port, args.seed, task, length, args.questions))
-                    print(_line(task, length, found), flush=True)
+    model, lengths = args.model or bundled_model(), [int(part) for part in args.lengths.split(",")]
+    cells = [(task, length) for task in args.tasks.split(",") for length in lengths]
+    with ExitStack() as stack, ThreadPoolExecutor(args.servers) as pool:
+        ports: SimpleQueue[int] = SimpleQueue()
+        for _ in range(args.servers):
+            ports.put(stack.enter_context(_serving(server, model, args.threads)))
+        measured = [pool.submit(_cell, ports, args.seed, *cell, args.questions) for cell in cells]
+        rows = [row for future in measured for row in future.result()]
     summary = summarise(rows)
     print(json.dumps(summary["all"]))
     print(f"written: {record.write('ruler', rows, summary, args.out)}")
@@ -55,13 +56,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if worst >= args.least else 1
 
 
-def _cell(port: int, seed: int, task: str, length: int, questions: int) -> list[Row]:
-    """Ask the sessions of one cell until it has that many answers."""
-    rows: list[Row] = []
-    for index, session in enumerate(sessions(seed, task, length, questions)):
-        if len(rows) >= questions:
-            break
-        rows += ask(port, session, length, index)
+@contextmanager
+def _serving(server: Path, model: Path, threads: int) -> Iterator[int]:
+    port = free_port()
+    command = server_command(server, model, port, blocks=False)
+    command[command.index("-t") + 1] = str(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "llama-server.log"):
+            yield port
+
+
+def _cell(
+    ports: SimpleQueue[int], seed: int, task: str, length: int, questions: int
+) -> Sequence[Row]:
+    """Ask the sessions of one cell, on a server nobody else uses, until there are enough rows."""
+    port, rows = ports.get(), list[Row]()
+    try:
+        for index, session in enumerate(sessions(seed, task, length, questions)):
+            if len(rows) >= questions:
+                break
+            rows += ask(port, session, length, index)
+    finally:
+        ports.put(port)
+    print(_line(task, length, rows), flush=True)
     return rows
 
 
@@ -146,7 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", default="1000,4000,7000", help="tokens (1000,4000,7000)")
     parser.add_argument("--questions", type=int, default=60, help="at least so many a cell (60)")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
+    parser.add_argument("--servers", type=int, default=1, help="how many at a time (1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a server (1)")
     parser.add_argument("--least", type=float, default=0.0, help="the ceiling wanted (0)")
     parser.add_argument("--out", type=Path)
     return parser
