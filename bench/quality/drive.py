@@ -3,7 +3,8 @@
 The whole history is resent each turn, with the scripted answers, so that it is the same in every
 arm. The probes are asked one after another in the session, each behind the expected answers to the
 earlier ones: a wrong answer cannot spoil a later one, and what an earlier probe brought back is
-there for the next, as in a real session.
+there for the next, as in a real session. With an embedder a probe waits until every block has its
+vector: a client's pause is longer than a bench's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
     asking = len(script.turns) - len(script.probes)
     for number, end in enumerate(script.turns):
         probing = number >= asking
+        if probing and not stack.settle():
+            faults.append(f"turn {number + 1}: blocks without vectors")
         body = {
             "messages": list(script.messages[:end]),
             "temperature": 0,

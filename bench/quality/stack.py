@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import tempfile
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ from evoke_proxy.demo.processes import free_port, proxy_command, server_command,
 from evoke_proxy.demo.residency import resident_now
 
 CONTEXT = 12288
+_SETTLE_S = 60.0
+_WAITING = re.compile(r"^evoke_embed_waiting (\S+)$", re.MULTILINE)
 _UNKNOWN = "\0"  # pieces of the template, which no fact contains
 
 Range = tuple[int, int]
@@ -28,14 +32,24 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The ports of one server with one slot and of its proxy."""
+    """The ports of one server with one slot and of its proxy, which may have an embedder."""
 
     upstream: int
     front: int
+    embeds: bool = False
 
     def resident(self) -> Sequence[Range]:
         """The ranges the slot holds now."""
         return [(a, b) for a, b in resident_now(self.upstream) or []]
+
+    def settle(self) -> bool:
+        """Wait until no block waits for its vector, as a user's pause would; False when in vain."""
+        until = time.monotonic() + _SETTLE_S
+        while self.embeds and _waiting(self.front) > 0:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,7 @@ def stack(server: Path, model: Path, settings: Mapping[str, Any], logs: Path) ->
         proxy = [*proxy_command(front, upstream), "--log-level", "warning", "--config", str(config)]
         with serving(command, upstream, logs / f"{upstream}-llama-server.log"):
             with serving(proxy, front, logs / f"{upstream}-proxy.log"):
-                yield Stack(upstream, front)
+                yield Stack(upstream, front, bool(settings.get("embedder.directory")))
 
 
 def read(upstream: int, script: Script) -> Reading:
@@ -115,6 +129,16 @@ def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
     body = {"content": "\n".join(texts), "with_pieces": True}
     answer = _post(upstream, "/tokenize", body)
     return {item["id"]: str(item["piece"]) for item in answer["tokens"]}
+
+
+def _waiting(port: int) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/metrics")
+        found = _WAITING.search(connection.getresponse().read().decode())
+        return float(found[1]) if found else 0.0
+    finally:
+        connection.close()
 
 
 def _post(port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
