@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import record
 from bench.quality import misses, plots, tables
-from bench.quality.arms import RATIOS
+from bench.quality.arms import CEILING, RATIOS
 from bench.quality.drive import BOOKS
 from bench.quality.journal import Journal, chosen, fingerprint
 from bench.quality.plan import FULL, HEADLINES, QUICK, Batch, Cell, batches
@@ -78,7 +78,14 @@ def _todo(args: argparse.Namespace) -> Sequence[Batch]:
     ]
     ratios = (8.0,) if args.quick else RATIOS
     seed = (TUNING if args.tuning else REPORTING).start + args.seed
-    return batches(cells, seed, ratios, "" if args.quick else _embedder(args.embedder))
+    made = batches(cells, seed, ratios, "" if args.quick else _embedder(args.embedder))
+    if args.policies is None:
+        return made
+    policies = {CEILING, *args.policies.split(",")}
+    return [
+        Batch(batch.settings, [unit for unit in batch.units if unit.arm.policy in policies])
+        for batch in made
+    ]
 
 
 def _embedder(name: str) -> str:
@@ -127,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tuning", action="store_true", help="sessions that may be tuned on")
     parser.add_argument("--seed", type=int, default=0, help="other sessions of the same kind (0)")
     parser.add_argument("--cells", help="of " + ",".join(cell.name for cell in FULL))
+    parser.add_argument("--policies", help="only these, beside never evicting (all there are)")
     parser.add_argument(
         "--embedder", default="minilm", help="to ablate: minilm, none, or a directory (minilm)"
     )
