@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evoke_proxy.core.blocks import Span, clipped, count, merged
+from evoke_proxy.core.blocks import Span, count
 from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.policy_view import PolicyView
 
@@ -66,13 +66,12 @@ _COUNTS = (
 def forecast(view: PolicyView, plan: Plan) -> Books:
     """What the books must say if the plan is run and the engine evicts nothing by itself."""
     cursor = plan.adopt.n_tokens if plan.adopt is not None else view.n_past
-    below = Span(0, cursor)
     if plan.adopt is not None:
         recovered, before = count(plan.adopt.spans), 0
     else:
-        recovered = count(clipped(merged(load.span for load in plan.loads), below))
-        evicted = clipped(merged(evict.span for evict in plan.evicts), below)
-        before = count(view.kept_rows) - count(evicted)
+        recovered = _below(cursor, (load.span for load in plan.loads))
+        evicted = _below(cursor, (evict.span for evict in plan.evicts))
+        before = count(view.kept_rows) - evicted
     return Books(
         decoded=view.n_tokens - cursor,
         recovered=recovered,
@@ -82,3 +81,8 @@ def forecast(view: PolicyView, plan: Plan) -> Books:
         n_resident=view.n_tokens - cursor + recovered + before,
         budget=plan.stream.budget if plan.stream is not None else 0,
     )
+
+
+def _below(cursor: int, spans: Iterable[Span]) -> int:
+    """How many positions of these disjoint spans are before the cursor."""
+    return sum([min(span.end, cursor) - min(span.start, cursor) for span in spans])

@@ -60,7 +60,7 @@ class ReadLater(Sequence[Message]):
 
     __slots__ = ("_items", "_read")
 
-    def __init__(self, items: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, items: Sequence[Any]) -> None:
         self._items = items
         self._read: dict[int, Message] = {}
 
@@ -75,7 +75,8 @@ class ReadLater(Sequence[Message]):
         if isinstance(at, slice):
             return ReadLater(self._items[at])
         if at not in self._read:
-            self._read[at] = _plain(self._items[at])
+            item = self._items[at]
+            self._read[at] = _plain(item if isinstance(item, dict) else {})
         return self._read[at]
 
     def __eq__(self, other: object) -> bool:
@@ -86,7 +87,8 @@ class ReadLater(Sequence[Message]):
 
 def from_chat(body: Mapping[str, Any]) -> Sequence[Message]:
     """Messages of a chat completions body, one for one."""
-    return ReadLater(_items(body.get("messages")))
+    given = body.get("messages")
+    return ReadLater(given if isinstance(given, list) else ())
 
 
 def from_completion(body: Mapping[str, Any]) -> list[Message]:
@@ -128,8 +130,14 @@ def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
 
 def has_media(body: Mapping[str, Any]) -> bool:
     """Whether any message carries an image, a sound or a file."""
-    items = [*_objects(body.get("messages")), *_objects(body.get("input"))]
-    listed = [item for item in items if "output" in item or isinstance(item.get("content"), list)]
+    lists = [body.get(key) for key in ("messages", "input")]
+    listed = [
+        item
+        for given in lists
+        if isinstance(given, list)
+        for item in given
+        if isinstance(item, dict) and (type(item.get("content")) is list or "output" in item)
+    ]
     parts = (part for item in listed for part in _parts(item))
     return any(part.get("type") in _MEDIA_PARTS for part in parts)
 

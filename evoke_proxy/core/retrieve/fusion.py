@@ -44,6 +44,8 @@ def in_turns(orders: Sequence[Order]) -> list[tuple[int, int]]:
 
     What an order has taken is passed over by the others.
     """
+    if len(orders) == 1:
+        return [(i, 0) for i in orders[0][:_DEPTH].tolist()]
     taken: dict[int, int] = {}
     queues = [iter(order.tolist()) for order in orders]
     left = list(range(len(queues)))

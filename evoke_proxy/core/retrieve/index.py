@@ -71,8 +71,10 @@ class Index:
         clauses = self._clauses(question, heard)
         found = np.zeros(len(blocks))
         places = in_turns([clause.order for clause in clauses])
-        for place, (i, which) in enumerate(places):
-            found[i] = clauses[which].evidence[i] / (1 + place / _HALF_PLACE)
+        if places:
+            at, which = np.array(places, np.int64).T
+            evidence = np.stack([clause.evidence for clause in clauses])[which, at]
+            found[at] = evidence / (1 + np.arange(len(at)) / _HALF_PLACE)
         words = {term for (term, alike), one in heard.items() if self._tells(one) and not alike}
         return self._with_neighbours(found, [i for i, _ in places[:_EDGES]], words)
 
@@ -213,7 +215,9 @@ class Index:
     ) -> Scores:
         """What was cut in two comes back whole: the neighbour of a block that has the rest."""
         shared, touching = scores.copy(), set(self._held.adjacent().tolist())
-        for i in best if touching else ():
+        for i in best:
+            if i not in touching and i - 1 not in touching:
+                continue
             text = self._held[i].text
             worth = _NEIGHBOUR if any(map(text.lower().count, words)) else _UNSEEN_NEIGHBOUR
             begins, ends = cut_off(text, words)
