@@ -1,7 +1,8 @@
 """The bundled model's ceiling: recall with nothing evicted, by task and length, temperature 0.
 
 Every probe goes through a stock llama-server's chat endpoint, behind the session and the probes
-before it (with their expected answers). A value counts when the answer ends with exactly it; for
+before it (with their expected answers). A run that was broken off goes on with the cells it had not
+finished. A value counts when the answer ends with exactly it; for
 what was never told the answer must say so. Sessions come from seeds that no training run and no
 evaluation during one has used.
 """
@@ -9,12 +10,14 @@ evaluation during one has used.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -47,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ports: SimpleQueue[int] = SimpleQueue()
         for _ in range(args.servers):
             ports.put(stack.enter_context(_serving(server, model, args.threads)))
-        measured = [pool.submit(_cell, ports, args.seed, *cell, args.questions) for cell in cells]
+        kept = Kept(_kept_in(args.out), _identity(server, model, args.seed, args.questions))
+        measured = [
+            pool.submit(_cell, ports, kept, args.seed, *cell, args.questions) for cell in cells
+        ]
         rows = [row for future in measured for row in future.result()]
     summary = summarise(rows)
     print(json.dumps(summary["all"]))
@@ -66,18 +72,54 @@ def _serving(server: Path, model: Path, threads: int) -> Iterator[int]:
             yield port
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Cells that an interrupted run had finished: JSON lines, good for one identity only."""
+
+    path: Path
+    identity: str
+
+    def rows(self, task: str, length: int) -> Sequence[Row]:
+        """Return the rows of a finished cell, none where it has not been measured."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        wanted = [self.identity, task, length]
+        return next((cell["rows"] for cell in map(json.loads, lines) if cell["of"] == wanted), [])
+
+    def add(self, task: str, length: int, rows: Sequence[Row]) -> None:
+        """Keep a finished cell."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"of": [self.identity, task, length], "rows": rows}) + "\n")
+
+
+def _kept_in(out: Path | None) -> Path:
+    return (out or Path("out/bench/ruler.json")).with_suffix(".cells.jsonl")
+
+
+def _identity(server: Path, model: Path, seed: int, questions: int) -> str:
+    """Return what a cell's rows depend on, besides task and length."""
+    digest = hashlib.sha256(model.read_bytes())
+    for name in ("facts.py", "tasks.py", "text.py", "vocab.py"):
+        digest.update((Path(__file__).parent / "model" / name).read_bytes())
+    digest.update(f"{server} {seed} {questions}".encode())
+    return digest.hexdigest()
+
+
 def _cell(
-    ports: SimpleQueue[int], seed: int, task: str, length: int, questions: int
+    ports: SimpleQueue[int], kept: Kept, seed: int, task: str, length: int, questions: int
 ) -> Sequence[Row]:
     """Ask the sessions of one cell, on a server nobody else uses, until there are enough rows."""
-    port, rows = ports.get(), list[Row]()
-    try:
-        for index, session in enumerate(sessions(seed, task, length, questions)):
-            if len(rows) >= questions:
-                break
-            rows += ask(port, session, length, index)
-    finally:
-        ports.put(port)
+    rows = list(kept.rows(task, length))
+    if not rows:
+        port = ports.get()
+        try:
+            for index, session in enumerate(sessions(seed, task, length, questions)):
+                if len(rows) >= questions:
+                    break
+                rows += ask(port, session, length, index)
+        finally:
+            ports.put(port)
+        kept.add(task, length, rows)
     print(_line(task, length, rows), flush=True)
     return rows
 

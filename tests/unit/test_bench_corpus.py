@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 from bench.model import facts, text, vocab
 from bench.model.tasks import TASKS, Session, estimated_tokens, sessions
-from bench.ruler import right, summarise
+from bench.ruler import Kept, right, summarise
 
 _FUNCTION_WORDS = set(
     "my is what where who which how do does did am was i me to for a the of in on with have be "
@@ -133,3 +134,12 @@ def test_the_summary_counts_by_task_and_length() -> None:
     assert first["tokens_max"] == 12
     assert (second["length"], second["ceiling"]) == (4000, 1.0)
     assert 0 < first["interval_95"][0] < 0.5 < first["interval_95"][1] < 1
+
+
+def test_finished_cells_are_kept_for_the_same_identity_only(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "out" / "ruler.cells.jsonl", "one")
+    assert kept.rows("needle", 1000) == []
+    kept.add("needle", 1000, [{"right": True}])
+    assert kept.rows("needle", 1000) == [{"right": True}]
+    assert kept.rows("needle", 4000) == kept.rows("codes", 1000) == []
+    assert Kept(kept.path, "other").rows("needle", 1000) == []
