@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from llama import Llama, binary, running, story
+from llama import Json, Llama, binary, running, story
 from test_random import play
 
 from bench.random_models import SHAPES, ensure
@@ -52,6 +52,23 @@ def test_the_whole_state_is_what_it_was(shape: str, tmp_path: Path) -> None:
         assert state(server, "after") == before
 
 
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_a_slot_with_a_hole_comes_back_from_its_file(shape: str) -> None:
+    with serving(shape) as server:
+        prompt = server.tokens(story(300))
+        first = server.complete(prompt)
+        server.act("block-save", name="b", p0=40, p1=160, evict=True)
+        server.post("/slots/0?action=save", {"filename": "holed"})
+        more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
+        reference = server.complete(more)
+        server.erase()
+        server.post("/slots/0?action=restore", {"filename": "holed"})
+        answer = server.complete(more)
+        assert answer["tokens"] == reference["tokens"]
+        assert answer["timings"]["evoke"]["omitted"] == 120
+        assert answer["timings"]["evoke"]["decoded"] == reference["timings"]["evoke"]["decoded"]
+
+
 @pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
 def test_a_budget_is_held_in_prefill_and_in_generation(shape: str) -> None:
     with serving(shape) as server:
@@ -87,18 +104,31 @@ def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
 def test_the_same_prompt_again_when_the_row_before_its_last_is_gone(shape: str) -> None:
     """What has to be decoded again is; nothing is read from behind the place it starts at."""
+    again(shape, lambda end: (end - 3, end - 1))
+
+
+def test_the_same_prompt_again_when_all_but_its_ends_is_gone() -> None:
+    """The windows hold the last rows only: there is nothing to go on from at the first ones."""
+    evoke = again(WINDOWED, lambda end: (40, end - 1))
+    assert evoke["decoded"] == evoke["n_prompt"]
+
+
+def again(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
+    """The books of a prompt's second time, with a hole in between; the answer must be the same."""
     with serving(shape) as server:
-        prompt = server.tokens(story(300))
+        prompt = server.tokens(story(1200))
+        assert len(prompt) > 2000
         server.complete(prompt, n_predict=1)
         whole = server.complete(prompt, n_predict=12)["tokens"]
         server.erase()
         server.complete(prompt, n_predict=1)
-        end = server.slot()["resident"][-1][1]
-        assert end == len(prompt)
-        server.act("block-evict", p0=end - 3, p1=end - 1)
+        p0, p1 = hole(len(prompt))
+        server.act("block-evict", p0=p0, p1=p1)
         answer = server.complete(prompt, n_predict=12)
         assert answer["timings"]["evoke"]["omitted"] == 0
         assert answer["tokens"] == whole
+        books: Json = answer["timings"]["evoke"]
+        return books
 
 
 @pytest.mark.parametrize("shape", HYBRIDS)
