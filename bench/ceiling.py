@@ -43,10 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if summary["ceiling"] >= args.least and not summary["without_fact"] else 1
 
 
-def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, Any]]:
+def measure(
+    server: Path, seeds: Sequence[int], threads: int, options: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Run the sessions of the seeds one after the other and return a row for each."""
     port = free_port()
-    command = server_command(server, bundled_model(), port, blocks=False)
+    command = [*server_command(server, bundled_model(), port, blocks=False), *options]
     command[command.index("-t") + 1] = str(threads)
     with tempfile.TemporaryDirectory() as folder:
         with serving(command, port, Path(folder) / "llama-server.log"):

@@ -1,4 +1,4 @@
-"""Models with random weights, of any dense shape: right for exactness and cost, not for meaning.
+"""Models with random weights, for every kind of memory: right for exactness and cost, not meaning.
 
 The vocabulary is the bundled model's, so that chats can be rendered and counted. Files are made
 once and kept in the cache folder, named by their shape.
@@ -20,10 +20,13 @@ import numpy as np
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build.cache import cache_dir
 
+from .random_tensors import Tensor, add_settings, tensors
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides the cost of a dense model: `kv_bytes` a token follow from it."""
+    """What decides memory and cost of a model. `window`: what sliding layers see; `bos`: whether
+    the vocabulary begins every text with a token of its own."""
 
     name: str
     layers: int
@@ -34,11 +37,19 @@ class Shape:
     ff: int
     context: int
     theta: float = 1_000_000.0
+    arch: str = "llama"
+    moe: bool = False
+    window: int = 0
+    bos: bool = False
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V of one token at f16."""
+        """Bytes of K and V of one token at f16, were all layers of full attention."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
+
+
+def _tiny(name: str, arch: str, *, moe: bool = False, window: int = 0, bos: bool = False) -> Shape:
+    return Shape(name, 4, 128, 2, 1, 64, 128, 8192, 10_000.0, arch, moe, window, bos)
 
 
 SHAPES = {
@@ -51,6 +62,17 @@ SHAPES = {
         Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
         # Two layers and a long context, for token accounting.
         Shape("long-2", 2, 128, 2, 1, 64, 256, 131072),
+        # Four layers, for what a memory can do.
+        _tiny("tiny-dense", "llama"),
+        _tiny("tiny-bos", "llama", bos=True),
+        _tiny("tiny-moe", "llama", moe=True),
+        _tiny("tiny-gemma", "gemma3", window=64),
+        _tiny("tiny-jamba", "jamba"),
+        _tiny("tiny-lfm2", "lfm2"),
+        _tiny("tiny-lfm2-window", "lfm2", window=64),
+        _tiny("tiny-qwen2vl", "qwen2vl"),
+        _tiny("tiny-qwen35", "qwen35"),
+        _tiny("tiny-mamba", "mamba"),
     )
 }
 
@@ -67,7 +89,7 @@ def ensure(shape: Shape, seed: int = 0) -> Path:
 
 
 def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name(f"random {shape.name}")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_context_length(shape.context)
@@ -75,48 +97,33 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ff)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    add_settings(writer, shape)
     writer.add_key_length(shape.head_size)
     writer.add_value_length(shape.head_size)
     writer.add_rope_dimension_count(shape.head_size)
     writer.add_rope_freq_base(shape.theta)
     writer.add_layer_norm_rms_eps(1e-5)
-    n_vocab = _add_vocabulary(writer)
+    n_vocab = _add_vocabulary(writer, shape.bos)
     writer.add_vocab_size(n_vocab)
-    for name, size in _tensors(shape, n_vocab):
-        if len(size) == 1:
-            writer.add_tensor(name, np.ones(size, dtype=np.float32))
-        else:
-            weights = random.standard_normal(size, dtype=np.float32) / np.sqrt(size[-1])
-            writer.add_tensor(name, weights.astype(np.float16))
+    for tensor in tensors(shape, n_vocab):
+        writer.add_tensor(tensor.name, _weights(tensor, random))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _tensors(shape: Shape, n_vocab: int) -> list[tuple[str, tuple[int, ...]]]:
-    query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    found: list[tuple[str, tuple[int, ...]]] = [
-        ("token_embd.weight", (n_vocab, shape.width)),
-        ("output_norm.weight", (shape.width,)),
-    ]
-    for i in range(shape.layers):
-        found += [
-            (f"blk.{i}.attn_norm.weight", (shape.width,)),
-            (f"blk.{i}.attn_q.weight", (query, shape.width)),
-            (f"blk.{i}.attn_k.weight", (kv, shape.width)),
-            (f"blk.{i}.attn_v.weight", (kv, shape.width)),
-            (f"blk.{i}.attn_output.weight", (shape.width, query)),
-            (f"blk.{i}.ffn_norm.weight", (shape.width,)),
-            (f"blk.{i}.ffn_gate.weight", (shape.ff, shape.width)),
-            (f"blk.{i}.ffn_up.weight", (shape.ff, shape.width)),
-            (f"blk.{i}.ffn_down.weight", (shape.width, shape.ff)),
-        ]
-    return found
+def _weights(tensor: Tensor, random: np.random.Generator) -> np.ndarray[Any, Any]:
+    if len(tensor.size) == 1:
+        return np.full(tensor.size, tensor.sign, dtype=np.float32)
+    weights = random.standard_normal(tensor.size, dtype=np.float32)
+    if tensor.sign < 0:
+        return -np.abs(weights)
+    scaled = weights / np.float32(np.sqrt(tensor.size[-1]))
+    return scaled if tensor.exact else scaled.astype(np.float16)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> int:
+def _add_vocabulary(writer: gguf.GGUFWriter, bos: bool) -> int:
     """Tokenizer and chat template of the bundled model; the number of tokens."""
     given: dict[str, Any] = {
         key: field.contents() for key, field in gguf.GGUFReader(bundled_model()).fields.items()
@@ -128,7 +135,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> int:
     writer.add_token_merges(given["tokenizer.ggml.merges"])
     writer.add_eos_token_id(given["tokenizer.ggml.eos_token_id"])
     writer.add_bos_token_id(given["tokenizer.ggml.bos_token_id"])
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(bos)
     writer.add_chat_template(given["tokenizer.chat_template"])
     return len(given["tokenizer.ggml.tokens"])
 

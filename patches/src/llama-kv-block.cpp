@@ -4,6 +4,9 @@
 #include "llama-hparams.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-hybrid-iswa.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -74,11 +77,47 @@ void kv_block_stream_end() {
 #endif
 }
 
-// the attention cache of a dense model, or nullptr
-llama_kv_cache * kv_block_cache(const llama_context * ctx) {
+// the memory if it is exactly a T: a class that derives from T may keep rows elsewhere too
+template <typename T> T * kv_block_exactly(llama_memory_i * mem) {
+    return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
+}
+
+// the cache of the full-attention layers, or nullptr if this memory is of no kind known here
+llama_kv_cache * kv_block_cache(const llama_context * ctx, llama_kv_block_memory & kind) {
     auto * mem = ctx ? ctx->get_memory() : nullptr;
-    // exact type: the classes that derive from it, or own one, have rows elsewhere too
-    return mem && typeid(*mem) == typeid(llama_kv_cache) ? static_cast<llama_kv_cache *>(mem) : nullptr;
+    if (auto * dense = kv_block_exactly<llama_kv_cache>(mem)) {
+        kind = { "dense", false, false };
+        return dense;
+    }
+    if (auto * iswa = kv_block_exactly<llama_kv_cache_iswa>(mem)) {
+        kind = { "iswa", true, false };
+        return iswa->get_base();
+    }
+    if (auto * hybrid = kv_block_exactly<llama_memory_hybrid>(mem)) {
+        kind = { "hybrid", false, true };
+        return hybrid->get_mem_attn();
+    }
+    return nullptr;
+}
+
+llama_kv_cache * kv_block_cache(const llama_context * ctx) {
+    llama_kv_block_memory kind;
+    return kv_block_cache(ctx, kind);
+}
+
+// why a memory without a cache of full attention cannot do it
+const char * kv_block_no_cache(const llama_context * ctx) {
+    auto * mem = ctx ? ctx->get_memory() : nullptr;
+    if (!mem) {
+        return "no memory: the model does not decode";
+    }
+    if (kv_block_exactly<llama_memory_recurrent>(mem)) {
+        return "recurrent memory: there are no rows";
+    }
+    if (kv_block_exactly<llama_memory_hybrid_iswa>(mem)) {
+        return "hybrid memory with sliding windows";
+    }
+    return "this kind of memory: its caches must agree cell for cell";
 }
 
 } // namespace
@@ -99,8 +138,8 @@ struct llama_kv_block_access {
         if (kv.swa_type != LLAMA_SWA_TYPE_NONE) {
             return "sliding-window cache";
         }
-        if (kv.hparams.n_pos_per_embd() > 1) {
-            return "more than one position per token (M-RoPE)";
+        if (kv.layers.empty()) {
+            return "no layer with full attention";
         }
         return nullptr;
     }
@@ -237,7 +276,13 @@ struct llama_kv_block_access {
 
 const char * llama_kv_block_unsupported(const llama_context * ctx) {
     const auto * kv = kv_block_cache(ctx);
-    return kv ? llama_kv_block_access::unsupported(*kv) : "this kind of memory (only dense attention caches)";
+    return kv ? llama_kv_block_access::unsupported(*kv) : kv_block_no_cache(ctx);
+}
+
+llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx) {
+    llama_kv_block_memory kind { "", false, false };
+    kv_block_cache(ctx, kind);
+    return kind;
 }
 
 uint64_t llama_kv_block_layout(const llama_context * ctx) {
@@ -310,7 +355,10 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, ll
     for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
         block.pos  .push_back(it->first);
         block.cells.push_back(it->second);
-        block.tok  .push_back(cells.ext_get(it->second).tok);
+        const auto & ext = cells.ext_get(it->second);
+        block.tok  .push_back(ext.tok);
+        block.x    .push_back(ext.x);
+        block.y    .push_back(ext.y);
     }
     if (block.pos.empty() || (llama_pos) block.pos.size() != p1 - p0) {
         return false;
@@ -359,6 +407,8 @@ int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_k
     for (uint32_t i = 0; i < block.n_rows(); ++i) {
         cells.pos_set(target[i], block.pos[i]);
         llama_kv_cell_ext ext;
+        ext.x   = block.x[i];
+        ext.y   = block.y[i];
         ext.tok = block.tok[i];
         cells.ext_set(target[i], ext);
         cells.seq_add(target[i], seq);

@@ -23,6 +23,7 @@ struct llama_kv_block {
     std::vector<llama_pos>   pos;   // position of each row, ascending
     std::vector<uint32_t>    cells; // the cell each row was copied from
     std::vector<llama_token> tok;   // the token that made the row
+    std::vector<llama_pos>   x, y;  // its place in an image (M-RoPE), 0 for text
 
     uint64_t layout = 0; // llama_kv_block_layout() of the cache the rows came from
     uint32_t n_runs = 0; // contiguous runs of cells copied by the save
@@ -32,6 +33,15 @@ struct llama_kv_block {
 
     uint32_t n_rows() const { return (uint32_t) pos.size(); }
 };
+
+// What a sequence is kept in. Block calls work on the rows of full attention; the rest is left alone.
+struct llama_kv_block_memory {
+    const char * name;      // "dense", "iswa", "hybrid"
+    bool         windowed;  // some layers keep the last rows only, in a cache of their own
+    bool         recurrent; // some layers keep a state that cannot go back
+};
+
+LLAMA_API llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx);
 
 // nullptr if the rows of this context can be saved and loaded, else a short reason for a person
 LLAMA_API const char * llama_kv_block_unsupported(const llama_context * ctx);

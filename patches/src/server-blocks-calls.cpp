@@ -190,6 +190,7 @@ json server_blocks::slot_json(const server_blocks_slot & slot) const {
         {"n_tokens",      slot.prompt->n_tokens()},
         {"resident",      ranges_json(resident)},
         {"n_resident",    llama_kv_block_n_rows(ctx, slot.id)},
+        {"held",          ranges_json(held(*slot.prompt))},
         {"n_free",        llama_kv_block_n_free(ctx, slot.id)},
         {"is_processing", slot.busy},
         {"reserved",      state[slot.id].reserved},
@@ -267,6 +268,9 @@ json server_blocks::run_drop(const json & body) {
 
 // a logical token list for an idle slot, with the rows of some saved blocks, the topmost one included
 json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot) {
+    if (kind.windowed || kind.recurrent) {
+        fail(501, "not_supported_error", string_format("blocks hold only a part of a sequence in this memory (%s)", kind.name));
+    }
     if (slot.busy) {
         fail(503, "unavailable_error", "the slot is busy");
     }
@@ -481,6 +485,11 @@ json server_blocks::op_evict(const json & op, plan_state & plan) {
         }
         if (llama_kv_block_shared(ctx, plan.slot.id, r.first, r.second)) {
             fail(409, "shared_cells", "rows of this range belong to another sequence too");
+        }
+        for (const auto & h : held(*plan.slot.prompt)) {
+            if (server_ranges_count({ h }, r.first, r.second) > 0) {
+                fail(409, "held_row", "a context checkpoint stands on a row of this range", json { {"p0", h.first}, {"p1", h.second} });
+            }
         }
         plan.n_free += server_ranges_count(plan.resident, r.first, r.second);
         server_ranges_remove(plan.resident, r.first, r.second);

@@ -6,7 +6,8 @@
 std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_http_req & req, server_blocks_call call) {
     auto res = create_response();
     if (!ctx_server.blocks.enabled()) {
-        res->error(format_error_response("This server does not support block calls. Start it with `--evoke-ram N`", ERROR_TYPE_NOT_SUPPORTED));
+        const std::string why = meta->evoke.is_null() ? ". Start it with `--evoke-ram N`" : ": " + json_value(meta->evoke, "unsupported", std::string());
+        res->error(format_error_response("This server does not support block calls" + why, ERROR_TYPE_NOT_SUPPORTED));
         return res;
     }
     const std::string id_slot = req.get_param("id_slot");

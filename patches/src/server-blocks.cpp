@@ -78,6 +78,7 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
         LOG_WRN("evoke: blocks are off: %s\n", why_not);
         return;
     }
+    kind = llama_kv_block_kind(ctx);
     ram_budget = (size_t) params.evoke_ram_mib*1024*1024;
     if (arena.size() != ram_budget && !arena.reset(ram_budget)) {
         why_not = "the host has no memory for --evoke-ram";
@@ -97,10 +98,14 @@ json server_blocks::props() const {
     if (!enabled()) {
         return why_not ? json { {"version", 1}, {"features", json::array()}, {"unsupported", why_not} } : json();
     }
+    json features = json::array({ "blocks", "plan", "render", "stream" });
+    if (!kind.windowed && !kind.recurrent) {
+        features.push_back("adopt"); // rows are all there is to a sequence
+    }
     return json {
         {"version",  1},
-        {"features", json::array({ "blocks", "adopt", "plan", "render", "stream" })},
-        {"memory",   "dense"},
+        {"features", features},
+        {"memory",   kind.name},
         {"limits",   json {
             {"ram_bytes", ram_budget},
             {"n_cells",   llama_kv_block_n_cells(ctx, 0)},
@@ -135,7 +140,8 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
     s.n_common = n_past;
     if (s.marker == 1) {
         s.reserved = true;
-        return clip(id, n_past);
+        // one token at least is decoded; what is reused ends before it, also for windows and checkpoints
+        return clip(id, std::min(n_past, task.n_tokens() - 1));
     }
     // somebody who does not know about holes: the slot is theirs now, and only a gapless prefix is reused
     bump(id);
@@ -278,8 +284,19 @@ uint32_t server_blocks::evict_rows(int id, llama_pos p0, llama_pos p1) {
     return llama_kv_block_evict(ctx, id, p0, p1);
 }
 
-// resident, and neither sink, nor protected, nor recent; the last row is never in it
-llama_kv_ranges server_blocks::evictable(int id) const {
+// a checkpoint is of the recurrent state only; going back to it goes on from the row before it
+llama_kv_ranges server_blocks::held(const server_prompt & prompt) const {
+    llama_kv_ranges res;
+    for (const auto & checkpoint : prompt.checkpoints) {
+        if (kind.recurrent && checkpoint.n_tokens > 0) {
+            server_ranges_add(res, checkpoint.n_tokens - 1, checkpoint.n_tokens);
+        }
+    }
+    return res;
+}
+
+// resident, and neither sink, nor protected, nor recent, nor held; the last row is never in it
+llama_kv_ranges server_blocks::evictable(int id, const server_prompt & prompt) const {
     const auto & stream = state[id].stream;
     auto res = llama_kv_block_resident(ctx, id);
     if (res.empty()) {
@@ -289,6 +306,9 @@ llama_kv_ranges server_blocks::evictable(int id) const {
     server_ranges_remove(res, 0, stream.sink);
     server_ranges_remove(res, top - std::max(1, stream.recent), top);
     for (const auto & r : stream.protect) {
+        server_ranges_remove(res, r.first, r.second);
+    }
+    for (const auto & r : held(prompt)) {
         server_ranges_remove(res, r.first, r.second);
     }
     return res;
@@ -306,12 +326,12 @@ void server_blocks::auto_evict(int id, const server_prompt & prompt, int32_t n_f
         if (enough()) {
             return;
         }
-        if (server_ranges_count(evictable(id), e.p0, e.p1) == e.p1 - e.p0) {
+        if (server_ranges_count(evictable(id, prompt), e.p0, e.p1) == e.p1 - e.p0) {
             auto_evict_range(id, tokens, hashes, e.name, e.p0, e.p1);
         }
     }
     while (!enough()) {
-        const auto left = evictable(id);
+        const auto left = evictable(id, prompt);
         if (left.empty()) {
             return;
         }
@@ -354,9 +374,9 @@ std::vector<uint64_t> server_blocks::prefix_hashes(const llama_tokens & tokens) 
     return res;
 }
 
-// host memory one block of n tokens takes: rows, tokens, positions, cells, bookkeeping
+// host memory one block of n tokens takes: rows, tokens, positions, places, cells, bookkeeping
 size_t server_blocks::cost(size_t n_tokens) const {
-    return n_tokens*(llama_kv_block_row_size(ctx) + 2*sizeof(llama_token) + sizeof(llama_pos) + sizeof(uint32_t)) + 512;
+    return n_tokens*(llama_kv_block_row_size(ctx) + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t)) + 512;
 }
 
 server_blocks::saved * server_blocks::find(const std::string & tenant, const std::string & name) {

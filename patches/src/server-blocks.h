@@ -164,6 +164,7 @@ private:
     llama_context * ctx = nullptr;
     int             n_slots = 0;
     const char *    why_not = nullptr;
+    llama_kv_block_memory kind { "", false, false };
     size_t          ram_budget = 0;
     size_t          ram_used   = 0;
     uint64_t        clock      = 0;
@@ -196,7 +197,8 @@ private:
     void     auto_evict(int id, const server_prompt & prompt, int32_t n_free_want);
     uint32_t auto_evict_range(int id, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, const std::string & name,
                               llama_pos p0, llama_pos p1);
-    llama_kv_ranges evictable(int id) const;
+    llama_kv_ranges evictable(int id, const server_prompt & prompt) const;
+    llama_kv_ranges held(const server_prompt & prompt) const; // rows that checkpoints stand on
 
     saved *  find(const std::string & tenant, const std::string & name);
     bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,

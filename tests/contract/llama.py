@@ -95,11 +95,11 @@ class Llama:
 
 
 @contextmanager
-def running(patched: bool, *options: str) -> Iterator[Llama]:
+def running(patched: bool, *options: str, model: Path = MODEL) -> Iterator[Llama]:
     """A server on a free loopback port; ends with the block. A start that fails shows its log."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(binary(patched)), "-m", str(MODEL), "-t", "1", "--port", str(port)]
+        command = [str(binary(patched)), "-m", str(model), "-t", "1", "--port", str(port)]
         command += ["--slot-save-path", folder, *options]
         with serving(command, port, Path(folder) / "llama-server.log"):
             yield Llama(port)

@@ -1,0 +1,151 @@
+"""Which settings and tensors a model of each architecture has, as llama.cpp wants to read them.
+
+Layers of hybrids alternate, a recurrent one first; layers with a sliding window do too. Sizes are
+given as numpy has them: rows, then columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import gguf
+
+if TYPE_CHECKING:
+    from .random_models import Shape
+
+RECURRENT = frozenset(("mamba", "jamba", "lfm2", "qwen35"))  # on their even layers, or on all
+MROPE = frozenset(("qwen2vl", "qwen35"))
+
+_CONV = 4  # tokens a convolution sees
+_STATE = 16  # of a Mamba layer, for each channel
+_RANK = 8  # of a Mamba layer's step
+_EXPERTS, _EXPERTS_USED = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """`exact`: kept at f32, as what is not multiplied must be. `sign` -1: all below zero."""
+
+    name: str
+    size: tuple[int, ...]
+    exact: bool = False
+    sign: int = 1
+
+
+def is_recurrent(shape: Shape, layer: int) -> bool:
+    """Whether the layer keeps a state instead of rows."""
+    return shape.arch == "mamba" or (shape.arch in RECURRENT and layer % 2 == 0)
+
+
+def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """What this architecture needs beyond what all of them do."""
+    if shape.arch in ("jamba", "lfm2"):
+        held = [0 if is_recurrent(shape, i) else shape.kv_heads for i in range(shape.layers)]
+        writer.add_head_count_kv(held)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+    if shape.arch == "gemma3":
+        writer.add_sliding_window_pattern([i % 2 == 0 for i in range(shape.layers)])
+    if shape.arch in MROPE:
+        quarter = shape.head_size // 8
+        writer.add_rope_dimension_sections([quarter, quarter, 2 * quarter, 0])
+    if shape.arch == "lfm2":
+        writer.add_shortconv_l_cache(_CONV)
+    if shape.moe:
+        writer.add_expert_count(_EXPERTS)
+        writer.add_expert_used_count(_EXPERTS_USED)
+    if shape.arch in ("mamba", "jamba"):
+        _add_ssm(writer, 2 * shape.width, _STATE, _RANK)
+    if shape.arch == "qwen35":
+        writer.add_full_attention_interval(2)
+        writer.add_ssm_group_count(shape.kv_heads)
+        _add_ssm(writer, shape.heads * shape.head_size, shape.head_size, shape.heads)
+
+
+def _add_ssm(writer: gguf.GGUFWriter, inner: int, state: int, rank: int) -> None:
+    writer.add_ssm_conv_kernel(_CONV)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+
+
+def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
+    """All tensors of a model of this shape; the output matrix is the embedding."""
+    yield Tensor("token_embd.weight", (n_vocab, shape.width))
+    name = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
+    yield Tensor(f"{name}.weight", (shape.width,))
+    mixers = {"lfm2": _short_conv, "qwen35": _delta_net}
+    for i in range(shape.layers):
+        mixer = mixers.get(shape.arch, _mamba) if is_recurrent(shape, i) else _attention
+        parts = [Tensor("attn_norm.weight", (shape.width,)), *mixer(shape)]
+        parts += [] if shape.arch == "mamba" else _feed_forward(shape)
+        for part in parts:
+            yield Tensor(f"blk.{i}.{part.name}", part.size, part.exact, part.sign)
+
+
+def _attention(shape: Shape) -> Iterator[Tensor]:
+    query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    gate = 2 if shape.arch == "qwen35" else 1  # its queries come with a gate of their size
+    yield Tensor("attn_q.weight", (gate * query, shape.width))
+    yield Tensor("attn_k.weight", (kv, shape.width))
+    yield Tensor("attn_v.weight", (kv, shape.width))
+    yield Tensor("attn_output.weight", (shape.width, query))
+    if shape.arch in ("gemma3", "lfm2", "qwen35"):
+        yield Tensor("attn_q_norm.weight", (shape.head_size,))
+        yield Tensor("attn_k_norm.weight", (shape.head_size,))
+
+
+def _feed_forward(shape: Shape) -> Iterator[Tensor]:
+    if shape.arch in ("gemma3", "qwen35"):
+        yield Tensor("post_attention_norm.weight", (shape.width,))
+    if shape.arch != "qwen35":
+        yield Tensor("ffn_norm.weight", (shape.width,))
+    if shape.arch == "gemma3":
+        yield Tensor("post_ffw_norm.weight", (shape.width,))
+    if shape.moe:
+        yield Tensor("ffn_gate_inp.weight", (_EXPERTS, shape.width), exact=True)
+    many, suffix = ((_EXPERTS,), "_exps") if shape.moe else ((), "")
+    yield Tensor(f"ffn_gate{suffix}.weight", (*many, shape.ff, shape.width))
+    yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
+    yield Tensor(f"ffn_down{suffix}.weight", (*many, shape.width, shape.ff))
+
+
+def _mamba(shape: Shape) -> Iterator[Tensor]:
+    inner = 2 * shape.width
+    yield Tensor("ssm_in.weight", (2 * inner, shape.width))
+    yield Tensor("ssm_conv1d.weight", (inner, _CONV), exact=True)
+    yield Tensor("ssm_conv1d.bias", (inner,))
+    yield Tensor("ssm_x.weight", (_RANK + 2 * _STATE, inner))
+    yield Tensor("ssm_dt.weight", (inner, _RANK))
+    yield Tensor("ssm_dt.bias", (inner,))
+    yield Tensor("ssm_a", (inner, _STATE), exact=True, sign=-1)
+    yield Tensor("ssm_d", (inner,))
+    yield Tensor("ssm_out.weight", (shape.width, inner))
+    if shape.arch == "jamba":
+        yield Tensor("ssm_dt_norm.weight", (_RANK,))
+        yield Tensor("ssm_b_norm.weight", (_STATE,))
+        yield Tensor("ssm_c_norm.weight", (_STATE,))
+
+
+def _short_conv(shape: Shape) -> Iterator[Tensor]:
+    yield Tensor("shortconv.conv.weight", (shape.width, _CONV), exact=True)
+    yield Tensor("shortconv.in_proj.weight", (3 * shape.width, shape.width))
+    yield Tensor("shortconv.out_proj.weight", (shape.width, shape.width))
+
+
+def _delta_net(shape: Shape) -> Iterator[Tensor]:
+    """A gated delta net: `kv_heads` keys, `heads` values, all of `head_size`."""
+    keys, values = shape.kv_heads * shape.head_size, shape.heads * shape.head_size
+    yield Tensor("attn_qkv.weight", (2 * keys + values, shape.width))
+    yield Tensor("attn_gate.weight", (values, shape.width))
+    yield Tensor("ssm_conv1d.weight", (2 * keys + values, _CONV), exact=True)
+    yield Tensor("ssm_dt.bias", (shape.heads,))
+    yield Tensor("ssm_a", (shape.heads,), sign=-1)
+    yield Tensor("ssm_beta.weight", (shape.heads, shape.width))
+    yield Tensor("ssm_alpha.weight", (shape.heads, shape.width))
+    yield Tensor("ssm_norm.weight", (shape.head_size,))
+    yield Tensor("ssm_out.weight", (shape.width, values))

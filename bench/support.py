@@ -1,0 +1,209 @@
+"""What the patched server can do with which memory: every row of patches/SUPPORT.md is a run.
+
+Each case starts the server with a model of random weights, holds a conversation of which a block is
+saved, evicted and loaded again, and compares all logprobs with the same conversation without that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from evoke_proxy.demo.client import DemoError
+from evoke_proxy.server_build.build import ensure_server
+
+from .llama import Llama, running
+from .random_models import SHAPES, ensure
+
+TABLE = Path(__file__).parents[1] / "patches/SUPPORT.md"
+EXACT = "bit-identical"
+_REFUSED = "refused (501): "
+_STEPS = 12
+_VOCABULARY = 2048
+_BLOCK = (60, 180)  # before any row that a context checkpoint stands on
+_ASCII = "root ::= [ -~]*"  # a step that ends inside a character is told without its logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row: a model of `SHAPES`, its kind in words, and the options of the server."""
+
+    shape: str
+    kind: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> str:
+        """The options that differ from the server's own defaults."""
+        return " ".join(self.options) or "(none)"
+
+
+_HEAD = """# Memories
+
+Written by `python -m bench.support`: each row is a run of the patched server, on the CPU, with a
+model of random weights and four layers. *Bit-identical*: after a block was saved, evicted and
+loaded, all logprobs of twelve steps equal those of the same conversation without that, with holes
+in the other slots. Unless `-np` is given there is one slot.
+
+| model | options | memory | evict and load |
+|---|---|---|---|
+"""
+
+
+def _kv(k: str, v: str, flash: str) -> tuple[str, ...]:
+    return ("-ctk", k, "-ctv", v, "-fa", flash)
+
+
+_STREAMS = (("-np", "4", "-kvu"), ("-np", "4", "-no-kvu"))
+_KINDS = {
+    "tiny-dense": "dense",
+    "tiny-bos": "dense, a vocabulary that adds BOS",
+    "tiny-moe": "dense, mixture of experts",
+    "tiny-gemma": "sliding window in every other layer (gemma3)",
+    "tiny-jamba": "hybrid with Mamba layers (jamba)",
+    "tiny-lfm2": "hybrid with short convolutions (lfm2)",
+    "tiny-lfm2-window": "hybrid, its attention all in windows",
+    "tiny-qwen2vl": "M-RoPE (qwen2vl)",
+    "tiny-qwen35": "M-RoPE, hybrid with gated delta nets (qwen35)",
+    "tiny-mamba": "recurrent (mamba)",
+}
+_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+_OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tiny-dense": (
+        *(_kv(kind, kind, "on") for kind in _TYPES),
+        *(_kv(kind, kind if len(kind) < 5 and kind[0] != "q" else "f16", "off") for kind in _TYPES),
+        _kv("f16", "q8_0", "off"),
+        *((*streams, "-fa", flash) for streams in _STREAMS for flash in ("on", "off")),
+    ),
+    "tiny-gemma": (("-fa", "on"), ("-fa", "off"), ("--swa-full",), *_STREAMS),
+}
+_USUAL = (("-fa", "on"), ("-fa", "off"), *_STREAMS)
+_ONCE = {"tiny-lfm2-window", "tiny-mamba"}
+
+CASES = tuple(
+    Case(shape, kind, options)
+    for shape, kind in _KINDS.items()
+    for options in (((),) if shape in _ONCE else _OPTIONS.get(shape, _USUAL))
+)
+
+
+def probe(case: Case, server: Path) -> tuple[str, str]:
+    """(memory, outcome): `EXACT`, or the words with which the server refuses to start or to do it.
+
+    RuntimeError when it does neither: then its answer differs, or eviction changes nothing.
+    """
+    slots = () if "-np" in case.options else ("-np", "1")
+    options = ("-c", "8192", "-t", "1", "--evoke-ram", "16", *slots, *case.options)
+    try:
+        with running(server, ensure(SHAPES[case.shape]), *options) as llama:
+            return _tried(llama, case)
+    except DemoError as error:
+        return "", "upstream does not start: " + _reason(str(error))
+
+
+def _tried(llama: Llama, case: Case) -> tuple[str, str]:
+    table = llama.call("GET", "/props")["evoke"]
+    if not table["features"]:
+        return "", _REFUSED + _refused(llama, table["unsupported"])
+    slots = table["limits"]["n_slots"]
+    slot = slots - 1
+    for other in range(slot):  # neighbours, with holes of their own
+        _talk(llama, other, seed=other, evict=True, load=False)
+    # Where rows end up depends on what the cells held before: from the second time on, on the same.
+    _, never, again = (_talk(llama, slot, seed=9, evict=False, load=False) for _ in range(3))
+    if never != again:
+        raise RuntimeError(f"{case}: does not repeat itself")
+    if _talk(llama, slot, seed=9, evict=True, load=True) != never:
+        raise RuntimeError(f"{case}: another answer after evict and load")
+    if _talk(llama, slot, seed=9, evict=True, load=False) == never:
+        raise RuntimeError(f"{case}: eviction changes nothing")
+    return table["memory"], EXACT
+
+
+def _refused(llama: Llama, reason: str) -> str:
+    """The reason, once a block call was seen to say it too."""
+    try:
+        llama.epoch()
+    except RuntimeError as error:
+        if " 501 " in str(error) and reason in str(error):
+            return reason
+    raise RuntimeError(f"a block call was not refused with: {reason}")
+
+
+def _talk(llama: Llama, slot: int, *, seed: int, evict: bool, load: bool) -> list[Any]:
+    """All logprobs of the answer to a follow-up, with a block of what came before gone or back."""
+    llama.erase(slot)
+    history = _tokens(llama, "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(60)))
+    reply = llama.complete(history, slot, n_predict=4, return_tokens=True, ignore_eos=True)
+    p0, p1 = _BLOCK
+    if evict:
+        llama.act("block-save", slot, name=f"b{slot}", p0=p0, p1=p1, evict=True)
+    if load and not llama.act("block-load", slot, names=[f"b{slot}"])["bit_exact"]:
+        raise RuntimeError("the block's cells were not free")
+    more = history + reply["tokens"] + _tokens(llama, " And what is item 7?")
+    how = {"n_predict": _STEPS, "n_probs": _VOCABULARY, "ignore_eos": True, "grammar": _ASCII}
+    answer = llama.complete(more, slot, **how)
+    steps = answer["completion_probabilities"]
+    found = [[(p["id"], p["logprob"]) for p in step["top_logprobs"]] for step in steps]
+    if any(len(step) != _VOCABULARY for step in found) or len(found) != _STEPS:
+        raise RuntimeError(f"{len(found)} steps, not all with every logprob")
+    if answer["timings"]["evoke"]["decoded"] > len(more) - len(history):
+        raise RuntimeError("the history was decoded again")
+    return found
+
+
+def _tokens(llama: Llama, text: str) -> list[int]:
+    answer = llama.call("POST", "/tokenize", {"content": text, "add_special": True})
+    return list(answer["tokens"])
+
+
+def _reason(log: str) -> str:
+    """The line of a server's log that says why it ended."""
+    lines = [line for line in log.splitlines() if "requires" in line or "not supported" in line]
+    if not lines:
+        raise RuntimeError(log)
+    return lines[0].split(": ")[-1].strip()
+
+
+def document(rows: Sequence[tuple[Case, str, str]]) -> str:
+    """patches/SUPPORT.md."""
+    return _HEAD + "".join(row(*each) for each in rows)
+
+
+def row(case: Case, memory: str, outcome: str) -> str:
+    """One line of the table."""
+    return f"| {case.kind} | `{case.settings}` | {memory or '-'} | {outcome} |\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases and write the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.support",
+        description=__doc__,
+        epilog="example:\n  python -m bench.support --out /tmp/SUPPORT.md",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=TABLE, help="where the table is written")
+    args = parser.parse_args(argv)
+    server = ensure_server(patched=True)
+    rows = []
+    for case in CASES:
+        rows.append((case, *probe(case, server)))
+        print(row(*rows[-1]), end="", flush=True)
+    args.out.write_text(document(rows), encoding="utf-8")
+    found = [
+        {"shape": case.shape, "options": case.settings, "memory": memory, "outcome": outcome}
+        for case, memory, outcome in rows
+    ]
+    exact = sum(outcome == EXACT for _, _, outcome in rows)
+    print(f"written: {record.write('support', found, {'cases': len(rows), 'exact': exact})}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

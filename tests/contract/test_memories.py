@@ -1,0 +1,183 @@
+"""Memories the bundled model has not: each row of patches/SUPPORT.md, what is special to each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from llama import Json, Llama, binary, running, story
+from test_random import play
+
+from bench.random_models import SHAPES, ensure
+from bench.support import CASES, TABLE, Case, document, probe, row
+
+WINDOWED, HYBRIDS = "tiny-gemma", ("tiny-jamba", "tiny-lfm2", "tiny-qwen35")
+STREAM = {"budget": 192, "sink": 4, "recent": 32, "block": 32}
+
+
+@contextmanager
+def serving(shape: str, *options: str) -> Iterator[Llama]:
+    usual = ("-c", "4096", "--evoke-ram", "16", "-np", "1")
+    with running(True, *usual, *options, model=ensure(SHAPES[shape])) as server:
+        yield server
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.shape} {case.settings}")
+def test_the_table_of_what_is_supported_says_what_a_run_says(case: Case) -> None:
+    assert row(case, *probe(case, binary(patched=True))) in TABLE.read_text("utf-8")
+
+
+def test_the_table_has_no_other_rows() -> None:
+    written = TABLE.read_text("utf-8")
+    assert written.startswith(document([]))
+    assert written.count("\n") == document([]).count("\n") + len(CASES)
+
+
+@pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, "tiny-qwen2vl", *HYBRIDS])
+def test_the_whole_state_is_what_it_was(shape: str, tmp_path: Path) -> None:
+    """Of the state file: rows, positions, where in an image they are, windows, recurrent states."""
+
+    def state(server: Llama, name: str) -> bytes:
+        server.post("/slots/0?action=save", {"filename": name})
+        return (tmp_path / name).read_bytes()
+
+    with serving(shape, "--slot-save-path", str(tmp_path)) as server:
+        server.complete(server.tokens(story(300)))
+        before = state(server, "before")
+        server.act("block-save", name="b", p0=40, p1=160, evict=True)
+        assert state(server, "holed") != before
+        assert server.act("block-load", names=["b"])["bit_exact"]
+        assert state(server, "after") == before
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_a_slot_with_a_hole_comes_back_from_its_file(shape: str) -> None:
+    with serving(shape) as server:
+        prompt = server.tokens(story(300))
+        first = server.complete(prompt)
+        server.act("block-save", name="b", p0=40, p1=160, evict=True)
+        server.post("/slots/0?action=save", {"filename": "holed"})
+        more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
+        reference = server.complete(more)
+        server.erase()
+        server.post("/slots/0?action=restore", {"filename": "holed"})
+        answer = server.complete(more)
+        assert answer["tokens"] == reference["tokens"]
+        assert answer["timings"]["evoke"]["omitted"] == 120
+        assert answer["timings"]["evoke"]["decoded"] == reference["timings"]["evoke"]["decoded"]
+
+
+@pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
+def test_a_budget_is_held_in_prefill_and_in_generation(shape: str) -> None:
+    with serving(shape) as server:
+        server.act("stream", **STREAM)
+        prompt = server.tokens(story(500))
+        evoke = server.complete(prompt, n_predict=100)["timings"]["evoke"]
+        assert evoke["n_resident_peak"] <= STREAM["budget"] and evoke["budget_breaches"] == 0
+        assert evoke["decoded"] == len(prompt)
+        state = server.slot()
+        assert all(
+            any(a <= p0 and p1 <= b for a, b in state["resident"]) for p0, p1 in state["held"]
+        )
+
+
+@pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
+def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
+    """Unmarked, the answer is that of a server on which nothing was ever evicted."""
+    with serving(shape) as server:
+        prompt = server.tokens(story(300))
+        first = server.complete(prompt)
+        more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
+        server.erase()
+        whole = server.complete(more, marked=False)["tokens"]
+        server.erase()
+        assert server.complete(prompt)["tokens"] == first["tokens"]
+        server.act("block-evict", p0=40, p1=160)
+        answer = server.complete(more, marked=False)
+        assert answer["timings"]["cache_n"] <= 40
+        assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(more)
+        assert answer["tokens"] == whole
+
+
+@pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
+def test_the_same_prompt_again_when_the_row_before_its_last_is_gone(shape: str) -> None:
+    """What has to be decoded again is; nothing is read from behind the place it starts at."""
+    again(shape, lambda end: (end - 3, end - 1))
+
+
+def test_the_same_prompt_again_when_all_but_its_ends_is_gone() -> None:
+    """The windows hold the last rows only: there is nothing to go on from at the first ones."""
+    evoke = again(WINDOWED, lambda end: (40, end - 1))
+    assert evoke["decoded"] == evoke["n_prompt"]
+
+
+def again(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
+    """The books of a prompt's second time, with a hole in between; the answer must be the same."""
+    with serving(shape) as server:
+        prompt = server.tokens(story(1200))
+        assert len(prompt) > 2000
+        server.complete(prompt, n_predict=1)
+        whole = server.complete(prompt, n_predict=12)["tokens"]
+        server.erase()
+        server.complete(prompt, n_predict=1)
+        p0, p1 = hole(len(prompt))
+        server.act("block-evict", p0=p0, p1=p1)
+        answer = server.complete(prompt, n_predict=12)
+        assert answer["timings"]["evoke"]["omitted"] == 0
+        assert answer["tokens"] == whole
+        books: Json = answer["timings"]["evoke"]
+        return books
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
+    with serving(shape) as server:
+        prompt = server.tokens(story(300))
+        server.complete(prompt)
+        held = server.slot()["held"]
+        assert len(held) == 2 and all(p1 - p0 == 1 for p0, p1 in held)
+        first, last = held[0][0], held[1][0]
+        error = server.refuse("block-evict", p0=last - 8, p1=last + 2)
+        assert (error["code"], error["type"], error["p0"]) == (409, "held_row", last)
+        server.act("block-evict", p0=first + 1, p1=last)
+        # another ending: back to the checkpoint, over the hole, instead of decoding all again
+        other = prompt[: last + 1] + server.tokens(story(30, seed=8))
+        evoke = server.complete(other)["timings"]["evoke"]
+        assert evoke["omitted"] == last - first - 1
+        assert evoke["resident_before"] == first + 2
+        assert evoke["decoded"] == len(other) - last - 1
+
+
+@pytest.mark.parametrize("shape", [WINDOWED, HYBRIDS[0]])
+def test_a_slot_is_not_adopted_where_rows_are_only_a_part_of_it(shape: str) -> None:
+    with serving(shape) as server:
+        assert "adopt" not in server.get("/props")["evoke"]["features"]
+        prompt = server.tokens(story(100))
+        server.complete(prompt, n_predict=1)
+        server.act("block-save", name="all", p0=0, p1=len(prompt))
+        before = server.slot()
+        error = server.refuse("block-adopt", tokens=prompt, names=["all"])
+        assert (error["code"], error["type"]) == (501, "not_supported_error")
+        assert server.slot() == before
+
+
+@pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
+@pytest.mark.parametrize("streams", ["-kvu", "-no-kvu"])
+def test_random_operations(shape: str, streams: str) -> None:
+    with serving(shape, "-np", "2", streams) as server:
+        play(server, 120)
+
+
+def test_a_vocabulary_with_bos_renders_and_covers_it() -> None:
+    with serving("tiny-bos") as server:
+        bos = server.tokens("")
+        assert len(bos) == 1
+        body = {"messages": [{"role": "user", "content": story(20)}]}
+        view = server.post("/evoke/render", {"dialect": "chat", "body": body})
+        assert view["tokens"][0] == bos[0] and view["tokens"].count(bos[0]) == 1
+        assert view["spans"][0]["p0"] == 0
+        marker = {"id_slot": 0, "cache_prompt": True, "evoke": {"epoch": server.epoch()}}
+        answer = server.post("/v1/chat/completions", body | marker | {"max_tokens": 1})
+        assert answer["timings"]["evoke"]["n_prompt"] == len(view["tokens"])
