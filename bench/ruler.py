@@ -1,10 +1,9 @@
 """The bundled model's ceiling: recall with nothing evicted, by task and length, temperature 0.
 
 Every probe goes through a stock llama-server's chat endpoint, behind the session and the probes
-before it (with their expected answers). A run that was broken off goes on with the cells it had not
-finished. A value counts when the answer ends with exactly it; for
+before it (with their expected answers). A value counts when the answer ends with exactly it; for
 what was never told the answer must say so. Sessions come from seeds that no training run and no
-evaluation during one has used.
+evaluation during one has used. A run that was broken off goes on with the cells it had not finished.
 """
 
 from __future__ import annotations
