@@ -2,8 +2,8 @@
 
 Every probe goes through a stock llama-server's chat endpoint, behind the session and the probes
 before it (with their expected answers). A value counts when the answer ends with exactly it; for
-what was never told the answer must say so. Sessions come from seeds that no training run and no
-evaluation during one has used. A run that was broken off goes on with the cells it had not finished.
+what was never told the answer must say so. No training run has seen these sessions, and no choice
+was made by them. A run that was broken off goes on with the cells it had not finished.
 """
 
 from __future__ import annotations
