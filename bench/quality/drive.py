@@ -31,6 +31,7 @@ BOOKS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "reside
 
 def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, Any]:
     """Return what happened: `probes`, `turns` (BOOKS of each), and `faults` in words."""
+    stack.clear()
     tokens = reading.prompt(script.turns[-1])
     budget, began = arm.budget(tokens), time.perf_counter()
     headers = _headers(script, arm)
@@ -89,11 +90,15 @@ def _gold_names(script: Script, reading: Reading, index: int) -> list[str]:
     for start, end in reading.gold[index][-1:]:
         message = next(i for i, edge in enumerate(reading.ends) if edge >= end)
         begin, role = reading.ends[message - 1], script.messages[message]["role"]
-        # Blocks are cut from where a message begins, and at the last of the sinks.
-        skipped = begin < SINK_TOKENS <= start
-        begin = SINK_TOKENS if skipped else begin
-        numbers = range((start - begin) // BLOCK_TOKENS, (end - 1 - begin) // BLOCK_TOKENS + 1)
-        names += [f"{role}:{message}#{number + skipped}" for number in numbers]
+        # Blocks are cut from where a message begins, and once more where the sinks end.
+        cut = range(max(begin, SINK_TOKENS), reading.ends[message], BLOCK_TOKENS)
+        starts = sorted({begin, *cut})
+        within = zip(starts, [*starts[1:], max(end, starts[-1] + 1)], strict=True)
+        names += [
+            f"{role}:{message}#{number}"
+            for number, (first, last) in enumerate(within)
+            if first < end and last > start
+        ]
     return names
 
 

@@ -42,6 +42,10 @@ class Stack:
         """The ranges the slot holds now."""
         return [(a, b) for a, b in resident_now(self.upstream) or []]
 
+    def clear(self) -> None:
+        """Empty the slot: a run does not begin on rows of the one before."""
+        _post(self.upstream, "/slots/0?action=erase", {})
+
     def settle(self) -> bool:
         """Wait until no block waits for its vector, as a user's pause would; False when in vain."""
         until = time.monotonic() + _SETTLE_S
@@ -81,6 +85,7 @@ def stack(server: Path, model: Path, settings: Mapping[str, Any], logs: Path) ->
     for key, value in settings.items():
         put(tree, key, value)
     with tempfile.TemporaryDirectory() as folder:
+        command += ["--slot-save-path", folder]  # without it no slot can be erased
         config = Path(folder) / "evoke.yaml"
         config.write_text(yaml.safe_dump(tree), "utf-8")
         proxy = [*proxy_command(front, upstream), "--log-level", "warning", "--config", str(config)]
