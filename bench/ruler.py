@@ -25,9 +25,10 @@ from bench import record
 from bench.ceiling import wilson
 from bench.model.facts import abstains
 from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
-from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.client import DemoError, chat
 from evoke_proxy.demo.judge import recalled
 from evoke_proxy.demo.processes import free_port, server_command, serving
+from evoke_proxy.demo.records import Reply
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
@@ -130,7 +131,7 @@ def ask(port: int, session: Session, length: int, index: int) -> list[Row]:
     for probe in session.probes:
         messages += exchange(probe.question)
         body = {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}
-        reply = chat(port, body, {})
+        reply = _patiently(port, body)
         tokens = int(reply.timings["prompt_n"]) + int(reply.timings["cache_n"])
         rows.append(
             {
@@ -148,6 +149,14 @@ def ask(port: int, session: Session, length: int, index: int) -> list[Row]:
         )
         messages.append({"role": "assistant", "content": probe.answer})
     return rows
+
+
+def _patiently(port: int, body: Mapping[str, Any]) -> Reply:
+    """Ask again once: on a machine that was stopped or busy for minutes the first try runs out."""
+    try:
+        return chat(port, body, {})
+    except DemoError:
+        return chat(port, body, {})
 
 
 def right(answer: str, probe: Probe) -> bool:
