@@ -9,7 +9,8 @@ from bench.quality.arms import CEILING
 from bench.quality.tables import table
 
 Record = Mapping[str, Any]
-_SHOWN = 400
+_SHOWN = 160
+_ROWS = 60
 
 
 def missed(records: Sequence[Record], policy: str) -> Iterator[tuple[Record, Mapping[str, Any]]]:
@@ -35,7 +36,9 @@ def report(records: Sequence[Record], policy: str = "evoke") -> str:
     ]
     if found:
         columns = ("session", "arm", "question", "expected", "answer", "fact at", "there", "seen")
-        parts.append(table(columns, [_cells(record, probe) for record, probe in found]))
+        parts.append(table(columns, [_cells(*item) for item in found[:_ROWS]]))
+    if len(found) > _ROWS:
+        parts.append(f"{len(found) - _ROWS} more are in the journal.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -136,7 +136,9 @@ def common(spans: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def clipped(spans: Sequence[Span], part: Span) -> tuple[Span, ...]:
-    """What of ascending, disjoint spans lies in `part`."""
+    """What of ascending, disjoint spans lies in `part`; none of it is empty."""
+    if not len(part):
+        return ()
     first = bisect_right(spans, part.start, key=_end)
     behind = bisect_left(spans, part.end, key=_start)
     found = list(spans[first:behind])

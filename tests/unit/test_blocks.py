@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.blocks import BlockState, Span, common, merged, total, without
+from evoke_proxy.core.blocks import BlockState, Span, clipped, common, merged, total, without
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: Span(pair[0], sum(pair))),
@@ -54,3 +54,8 @@ def test_span_sets_are_the_fewest_spans_ascending(some: list[Span], others: list
 def test_a_state_is_its_two_facts(resident: bool, saved: bool) -> None:
     state = BlockState.of(resident, saved)
     assert (state.resident, state.saved) == (resident, saved)
+
+
+def test_nothing_of_a_span_lies_in_an_empty_part_of_it() -> None:
+    assert clipped([Span(0, 10), Span(12, 20)], Span(5, 5)) == ()
+    assert clipped([Span(0, 10)], Span(10, 10)) == ()
