@@ -6,7 +6,7 @@ TESTS  ?= tests
 
 ARGS   ?=
 
-BENCHES := support latency overhead embedding ceiling ruler fact_kinds kv_types demo_seeds quality session
+BENCHES := support latency overhead embedding retrieval ceiling ruler fact_kinds kv_types demo_seeds quality session
 
 .PHONY: demo test check bench help venv build tools clean
 
