@@ -51,8 +51,7 @@ def draw(seed: int) -> Script:
 def draw_fact(rng: random.Random) -> Fact:
     """Return a fact about the user with a fresh value.
 
-    Facts about other people and places are left out: with 2,000 unrelated tokens behind them the
-    model answers one in seven of those with "I don't know." (bench/results/fact_kinds.json).
+    The model was trained on no other owners of such attributes (models/MODEL_CARD.md).
     """
     if rng.random() < 0.6:
         attribute, value = rng.choice(words.NUMBER_ATTRIBUTES), number(rng)
