@@ -104,7 +104,9 @@ def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
 def test_the_same_prompt_again_when_the_row_before_its_last_is_gone(shape: str) -> None:
     """What has to be decoded again is; nothing is read from behind the place it starts at."""
-    again(shape, lambda end: (end - 3, end - 1))
+    books = again(shape, lambda end: (end - 3, end - 1))
+    assert books["decoded"] >= 1
+    assert books["decoded"] + books["resident_before"] == books["n_prompt"]
 
 
 def test_the_same_prompt_again_when_all_but_its_ends_is_gone() -> None:
@@ -167,7 +169,7 @@ def test_a_slot_is_not_adopted_where_rows_are_only_a_part_of_it(shape: str) -> N
 @pytest.mark.parametrize("streams", ["-kvu", "-no-kvu"])
 def test_random_operations(shape: str, streams: str) -> None:
     with serving(shape, "-np", "2", streams) as server:
-        play(server, 120)
+        assert play(server, 120) == 120
 
 
 def test_a_vocabulary_with_bos_renders_and_covers_it() -> None:

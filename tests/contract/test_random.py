@@ -103,8 +103,8 @@ def evictable(state: Json) -> list[tuple[int, int]]:
     return runs
 
 
-def play(server: Llama, operations: int) -> None:
-    """Random operations on slots 0 and 1, each followed by a look at both."""
+def play(server: Llama, operations: int) -> int:
+    """Random operations on slots 0 and 1, each followed by a look at both; how many were done."""
     model = Model(server, random.Random(20260101))
     for slot in (0, 1):
         model.erase(slot)
@@ -119,8 +119,9 @@ def play(server: Llama, operations: int) -> None:
             model.check(each)
     assert set(model.done) == set(choices)
     assert len(set(model.hashes.values())) == len(model.hashes)
+    return sum(model.done.values())
 
 
 @pytest.mark.parametrize("layout", ["two", "shared"])
 def test_random_operations(request: pytest.FixtureRequest, layout: str) -> None:
-    play(request.getfixturevalue(layout), OPERATIONS)
+    assert play(request.getfixturevalue(layout), OPERATIONS) == OPERATIONS

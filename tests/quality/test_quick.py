@@ -69,4 +69,6 @@ def test_a_second_run_has_nothing_to_do(records: Records, tmp_path: Path) -> Non
     todo = batches(QUICK, TUNING.start, (RATIO,))
     for unit, record in zip(todo[0].units, records, strict=True):
         journal.append(unit.key, record)
+    before = journal.records()
     Work(Path("/no/such/server"), bundled_model(), journal, tmp_path).run(todo, lanes=1)
+    assert len(before) == len(records) and journal.records() == before
