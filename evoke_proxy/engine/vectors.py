@@ -10,6 +10,7 @@ import numpy as np
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.encoding import Vectors
+from evoke_proxy.core.policies import asks
 from evoke_proxy.core.question import asked
 from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.core.session import effective
@@ -19,8 +20,6 @@ from evoke_proxy.engine.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
 _AT_ONCE = 1024
-# Policies that look nothing up.
-_BLIND = ("no_eviction", "truncate", "recency", "streaming")
 
 
 class BlockVectors:
@@ -76,8 +75,7 @@ class BlockVectors:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
     def _wanted(self, request: ChatRequest) -> bool:
-        config = effective(self._policy, request)
-        return self._embedding.on and config.budget is not None and config.name not in _BLIND
+        return self._embedding.on and asks(effective(self._policy, request))
 
     async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
         parts = asked(request).parts

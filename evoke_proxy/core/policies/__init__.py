@@ -12,7 +12,7 @@ from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.errors import ConfigError
 
-__all__ = ["PolicyView", "decide", "recovers", "recovers_text"]
+__all__ = ["PolicyView", "asks", "decide", "recovers", "recovers_text"]
 
 # Those that bring back what a question is about.
 _RECOVERING = ("evoke", "infllm", "oracle")
@@ -49,6 +49,11 @@ def recovers(config: PolicyConfig) -> bool:
 def recovers_text(config: PolicyConfig) -> bool:
     """Whether evicted blocks come back as text, to be decoded again."""
     return config.name in _RECOVERING and config.recovery == "breadcrumb"
+
+
+def asks(config: PolicyConfig) -> bool:
+    """Whether what stays depends on what a turn is about."""
+    return config.budget is not None and config.name in (*_RECOVERING, "discard")
 
 
 def _choice(view: PolicyView, question: Question, config: PolicyConfig) -> moves.Choice:
