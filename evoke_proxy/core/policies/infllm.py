@@ -13,13 +13,17 @@ blocks by their text, as for `evoke`, and rows come back to their own positions.
 
 from __future__ import annotations
 
-import numpy as np
-
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import Mask
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.window import by_age, newest
-from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, by_value
+from evoke_proxy.core.policies.working_set import (
+    Candidates,
+    WorkingSet,
+    by_value,
+    filled,
+    first_fit,
+)
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.score import Scores
@@ -43,27 +47,11 @@ def choice(
 
 
 def _select(given: Candidates, values: Scores, capacity: int | None, k: int) -> WorkingSet:
-    there = given.resident | given.loadable
-    used = int(given.lengths[given.must].sum()) + given.loose_rows
-    if capacity is None:
-        return WorkingSet(there, False, int(given.lengths[there].sum()) + given.loose_rows)
-    if used > capacity:
-        return WorkingSet(given.must.copy(), True, used)
-    room = capacity - used
-    rest = there & ~given.must
-    local = newest(given, rest, room // _MIN_WINDOW_SHARE)
-    far = rest & ~local & (values > _AGE)
-    found = _found(given, values, far, room - int(given.lengths[local].sum()), k)
-    room -= int(given.lengths[found].sum())
-    chosen = given.must | found | newest(given, rest & ~found, room)
-    return WorkingSet(chosen, False, int(given.lengths[chosen].sum()) + given.loose_rows)
+    def fill(room: int) -> Mask:
+        rest = (given.resident | given.loadable) & ~given.must
+        local = newest(given, rest, room // _MIN_WINDOW_SHARE)
+        best = by_value(rest & ~local & (values > _AGE), values, given.blocks)[:k]
+        found = first_fit(best, given.lengths, room - int(given.lengths[local].sum()))
+        return found | newest(given, rest & ~found, room - int(given.lengths[found].sum()))
 
-
-def _found(given: Candidates, values: Scores, far: Mask, room: int, k: int) -> Mask:
-    found = np.zeros(len(far), np.bool_)
-    for i in by_value(far, values, given.blocks)[:k].tolist():
-        length = int(given.lengths[i])
-        if length <= room:
-            found[i] = True
-            room -= length
-    return found
+    return filled(given, capacity, fill)

@@ -14,7 +14,7 @@ import numpy as np
 
 from evoke_proxy.core.block_table import Mask
 from evoke_proxy.core.policies import moves
-from evoke_proxy.core.policies.working_set import Candidates, WorkingSet
+from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, filled
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.score import Scores
 
@@ -40,10 +40,4 @@ def newest(given: Candidates, wanted: Mask, room: int) -> Mask:
 
 
 def _newest(given: Candidates, _: Scores, capacity: int | None) -> WorkingSet:
-    used = int(given.lengths[given.must].sum()) + given.loose_rows
-    if capacity is None:
-        return WorkingSet(given.resident, False, used)
-    if used > capacity:
-        return WorkingSet(given.must.copy(), True, used)
-    taken = newest(given, given.resident & ~given.must, capacity - used)
-    return WorkingSet(given.must | taken, False, used + int(given.lengths[taken].sum()))
+    return filled(given, capacity, lambda room: newest(given, given.resident & ~given.must, room))

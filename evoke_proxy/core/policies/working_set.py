@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,10 @@ class Candidates:
     must: Mask
     loose_rows: int
 
+    def rows(self, mask: Mask) -> int:
+        """How many rows there are with these blocks resident and no other."""
+        return int(self.lengths[mask].sum()) + self.loose_rows
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkingSet:
@@ -50,6 +55,19 @@ def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates
     return Candidates(blocks, lengths, resident, loadable, stays & (resident | loadable), loose)
 
 
+def filled(given: Candidates, capacity: int | None, fill: Callable[[int], Mask]) -> WorkingSet:
+    """What must stay, and what `fill` takes of the rest for so many tokens of room.
+
+    None for `capacity` takes everything; infeasible when it has no room for what must stay.
+    """
+    if capacity is None:
+        chosen = given.resident | given.loadable
+        return WorkingSet(chosen, False, given.rows(chosen))
+    room = capacity - given.rows(given.must)
+    chosen = given.must | fill(room) if room >= 0 else given.must
+    return WorkingSet(chosen, room < 0, given.rows(chosen))
+
+
 def choose(
     given: Candidates, values: Scores, capacity: int | None, margin: float | Scores
 ) -> WorkingSet:
@@ -59,22 +77,19 @@ def choose(
     worth `margin` more than one that would have to be moved: one number, or one a block. None for
     `capacity` takes everything.
     """
-    used = int(given.lengths[given.must].sum()) + given.loose_rows
-    if capacity is None:
-        chosen = given.resident | given.loadable
-        return WorkingSet(chosen, False, int(given.lengths[chosen].sum()) + given.loose_rows)
-    if used > capacity:
-        return WorkingSet(given.must.copy(), True, used)
-    worth = values + np.where(given.resident, margin, 0.0)
-    order = by_value((given.resident | given.loadable) & ~given.must, worth, given.blocks)
-    taken = _taken(order, given.lengths, capacity - used)
-    return WorkingSet(given.must | taken, False, used + int(given.lengths[taken].sum()))
+
+    def fill(room: int) -> Mask:
+        worth = values + np.where(given.resident, margin, 0.0)
+        order = by_value((given.resident | given.loadable) & ~given.must, worth, given.blocks)
+        return first_fit(order, given.lengths, room)
+
+    return filled(given, capacity, fill)
 
 
 def that_fit(given: Candidates, values: Scores, wanted: Mask, room: int) -> Mask:
     """Of the blocks wanted back, those that must be first and then the most valuable in `room`."""
     order = by_value(wanted, values + np.where(given.must, 1e6, 0.0), given.blocks)
-    return _taken(order, given.lengths, room)
+    return first_fit(order, given.lengths, room)
 
 
 def by_value(wanted: Mask, values: Scores, blocks: BlockTable) -> Positions:
@@ -90,8 +105,8 @@ def by_value(wanted: Mask, values: Scores, blocks: BlockTable) -> Positions:
     return order
 
 
-def _taken(order: Positions, lengths: Positions, room: int) -> Mask:
-    """The first that fits, the next that fits beside it, and so on."""
+def first_fit(order: Positions, lengths: Positions, room: int) -> Mask:
+    """Of these indexes the first that fits, the next that fits beside it, and so on."""
     taken = np.zeros(len(lengths), np.bool_)
     left = order
     while len(left):
