@@ -26,10 +26,6 @@ class Span:
     def __contains__(self, position: int) -> bool:
         return self.start <= position < self.end
 
-    def overlaps(self, other: Span) -> bool:
-        """Whether both hold a position; an empty span overlaps nothing."""
-        return max(self.start, other.start) < min(self.end, other.end)
-
     def encloses(self, other: Span) -> bool:
         """Whether `other` lies wholly inside."""
         return self.start <= other.start and other.end <= self.end
@@ -46,32 +42,6 @@ class Role(StrEnum):
     USER = "user"
     ASSISTANT = "assistant"
     TOOL = "tool"
-
-
-class BlockState(StrEnum):
-    """Where the rows of a block are: in the cache, in the host pool, both, or nowhere."""
-
-    RESIDENT = "resident"
-    SAVED = "saved"
-    RESIDENT_SAVED = "resident_saved"
-    DROPPED = "dropped"
-
-    @property
-    def resident(self) -> bool:
-        """Whether its rows are in the cache."""
-        return self in (BlockState.RESIDENT, BlockState.RESIDENT_SAVED)
-
-    @property
-    def saved(self) -> bool:
-        """Whether the host pool has a copy of its rows."""
-        return self in (BlockState.SAVED, BlockState.RESIDENT_SAVED)
-
-    @classmethod
-    def of(cls, resident: bool, saved: bool) -> BlockState:
-        """The state that these two facts make."""
-        if resident:
-            return cls.RESIDENT_SAVED if saved else cls.RESIDENT
-        return cls.SAVED if saved else cls.DROPPED
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +62,6 @@ class Block:
     text: str
     identity: tuple[str, ...] = ()
     pinned: bool = False
-    generated: bool = False
     preferred: bool = False
     priority: float = 1.0
 
@@ -147,11 +116,6 @@ def clipped(spans: Sequence[Span], part: Span) -> tuple[Span, ...]:
         if not part.encloses(span):
             found[at] = Span(max(span.start, part.start), min(span.end, part.end))
     return tuple(found)
-
-
-def total(spans: Iterable[Span]) -> int:
-    """How many positions the spans hold; a position in two of them counts once."""
-    return sum(len(span) for span in merged(spans))
 
 
 def count(spans: Iterable[Span]) -> int:

@@ -26,7 +26,6 @@ from evoke_proxy.core.fields import (
     whole,
 )
 from evoke_proxy.core.messages import Message, ToolCall
-from evoke_proxy.core.truncate import truncate_messages
 
 __all__ = [
     "MESSAGE_FIELDS",
@@ -37,7 +36,6 @@ __all__ = [
     "ToolCall",
     "freed",
     "parse_chat",
-    "truncate_messages",
 ]
 
 # Of each argument of a tool call: what it is about, not all that it writes.

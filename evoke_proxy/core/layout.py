@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from evoke_proxy.core.block_table import BlockTable, Mask
-from evoke_proxy.core.blocks import Block, BlockState, Role, Span, clipped
+from evoke_proxy.core.blocks import Block, Span, clipped
 from evoke_proxy.core.messages import Message
-from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView, Tokens, common_prefix
+from evoke_proxy.core.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.segment import Draft, cut, inside, next_numbers, share
-
-__all__ = ["Layout", "MessageSpan", "Rendered", "SavedRange", "SlotView"]
 
 _MAX_SESSION_BYTES = 100  # of the 200 bytes llama-server allows for a name
 
@@ -53,12 +51,6 @@ class Layout:
     n_past: int = 0
     divergence: int | None = None
     numbers: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def states(self) -> tuple[BlockState, ...]:
-        """The state of each block, in their order."""
-        facts = zip(self.in_cache.tolist(), self.in_pool.tolist(), strict=True)
-        return tuple(BlockState.of(*fact) for fact in facts)
 
     @property
     def in_cache(self) -> Mask:
@@ -103,8 +95,7 @@ class Layout:
             start=kept[-1].span.end if kept else 0,
             numbers=numbers,
         )
-        generated = Span(self.generation, max(self.generation, view.n_common))
-        fresh = BlockTable(_block(draft, turn, generated) for draft in drafts)
+        fresh = BlockTable(_block(draft, turn) for draft in drafts)
         blocks, saved = self._labelled(kept + fresh, rendered.tokens, ranges)
         known = max(shared, view.n_common)
         guessed = {item.label for item in ranges if item.span.end > known} | self.guessed
@@ -245,7 +236,7 @@ def _split(block: Block, edges: Sequence[int]) -> list[Block]:
     ]
 
 
-def _block(draft: Draft, turn: int, generated: Span) -> Block:
+def _block(draft: Draft, turn: int) -> Block:
     return Block(
         key=draft.key,
         label="",
@@ -255,9 +246,6 @@ def _block(draft: Draft, turn: int, generated: Span) -> Block:
         message=draft.message,
         text=draft.text,
         identity=draft.identity,
-        generated=draft.role is Role.ASSISTANT
-        and generated.start > 0
-        and generated.encloses(draft.span),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from evoke_proxy.core.block_table import BlockTable, Mask, Numbers
-from evoke_proxy.core.blocks import BlockState, Span, clipped
+from evoke_proxy.core.blocks import Span, clipped
 from evoke_proxy.core.retrieve import Index
 from evoke_proxy.core.task import Task
 
@@ -37,12 +37,6 @@ class PolicyView:
     task: Task = field(default_factory=Task)
     recovered: Mask | None = None
     attention: Numbers | None = None
-
-    @property
-    def states(self) -> tuple[BlockState, ...]:
-        """The same facts, block by block."""
-        facts = zip(self.in_cache.tolist(), self.in_pool.tolist(), strict=True)
-        return tuple(BlockState.of(*fact) for fact in facts)
 
     @property
     def tail(self) -> int:

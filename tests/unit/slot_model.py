@@ -9,16 +9,56 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 from evoke_proxy.core.block_table import BlockTable, Mask
-from evoke_proxy.core.blocks import Block, BlockState, Span, merged
+from evoke_proxy.core.blocks import Block, Span, merged
+from evoke_proxy.core.layout import Layout
 from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.rendered import SlotView
 
 BATCH = 128
+
+
+class BlockState(StrEnum):
+    """Where the rows of a block are: in the cache, in the host pool, both, or nowhere."""
+
+    RESIDENT = "resident"
+    SAVED = "saved"
+    RESIDENT_SAVED = "resident_saved"
+    DROPPED = "dropped"
+
+    @property
+    def resident(self) -> bool:
+        """Whether its rows are in the cache."""
+        return self in (BlockState.RESIDENT, BlockState.RESIDENT_SAVED)
+
+    @property
+    def saved(self) -> bool:
+        """Whether the host pool has a copy of its rows."""
+        return self in (BlockState.SAVED, BlockState.RESIDENT_SAVED)
+
+    @classmethod
+    def of(cls, resident: bool, saved: bool) -> BlockState:
+        """The state that these two facts make."""
+        if resident:
+            return cls.RESIDENT_SAVED if saved else cls.RESIDENT
+        return cls.SAVED if saved else cls.DROPPED
+
+
+def states_of(known: PolicyView | Layout) -> tuple[BlockState, ...]:
+    """The state of each block, in their order."""
+    facts = zip(known.in_cache.tolist(), known.in_pool.tolist(), strict=True)
+    return tuple(BlockState.of(*fact) for fact in facts)
+
+
+def total(spans: Iterable[Span]) -> int:
+    """How many positions the spans hold; a position in two of them counts once."""
+    return sum(len(span) for span in merged(spans))
 
 
 def seen(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.blocks import BlockState, Span, clipped, common, merged, total, without
+from evoke_proxy.core.blocks import Span, clipped, common, merged, without
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: Span(pair[0], sum(pair))),
@@ -25,7 +25,6 @@ def test_a_span_that_is_no_range_is_refused(ends: tuple[int, int]) -> None:
 @given(SPANS, SPANS)
 def test_a_span_answers_like_a_set_of_positions(some: list[Span], others: list[Span]) -> None:
     for mine, other in zip(some, others, strict=False):
-        assert mine.overlaps(other) == bool(positions([mine]) & positions([other]))
         assert len(mine) == len(positions([mine]))
         assert (mine.start in mine) == bool(len(mine))
         assert mine.end not in mine
@@ -39,7 +38,6 @@ def test_span_sets_are_sets_of_positions(some: list[Span], others: list[Span]) -
     assert positions(merged(some)) == positions(some)
     assert positions(without(some, others)) == positions(some) - positions(others)
     assert positions(common(some, others)) == positions(some) & positions(others)
-    assert total(some) == len(positions(some))
 
 
 @given(SPANS, SPANS)
@@ -47,13 +45,6 @@ def test_span_sets_are_the_fewest_spans_ascending(some: list[Span], others: list
     for spans in (merged(some), without(some, others), common(some, others)):
         assert all(len(span) for span in spans)
         assert all(a.end < b.start for a, b in zip(spans, spans[1:], strict=False))
-
-
-@pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("saved", [True, False])
-def test_a_state_is_its_two_facts(resident: bool, saved: bool) -> None:
-    state = BlockState.of(resident, saved)
-    assert (state.resident, state.saved) == (resident, saved)
 
 
 def test_nothing_of_a_span_lies_in_an_empty_part_of_it() -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slot_model import BlockState, states_of, total
 
-from evoke_proxy.core.blocks import BlockState, Role, Span, common, merged, total
+from evoke_proxy.core.blocks import Role, Span, common, merged
 from evoke_proxy.core.layout import Layout, SavedRange, labels
 from evoke_proxy.core.messages import Message
 from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView
@@ -45,7 +46,7 @@ def spans(layout: Layout) -> list[tuple[int, int]]:
 def states(layout: Layout) -> str:
     """r resident, s saved, b both, d dropped."""
     letters = dict(zip(BlockState, "rsbd", strict=True))
-    return "".join(letters[state] for state in layout.states)
+    return "".join(letters[state] for state in states_of(layout))
 
 
 def test_a_new_prompt_is_cut_at_the_sinks_and_along_its_messages() -> None:
@@ -66,7 +67,6 @@ def test_history_that_goes_on_keeps_its_blocks() -> None:
     assert spans(longer)[5:] == [(200, 230), (230, 240), (240, 250)]
     assert states(longer) == "rrrrrrdd"
     assert [block.turn for block in longer.blocks] == [1] * 5 + [2] * 3
-    assert [block.generated for block in longer.blocks] == [False] * 5 + [True, False, False]
     assert (longer.n_past, longer.divergence) == (230, None)
 
 
@@ -267,7 +267,7 @@ def _check(before: Layout, layout: Layout, given_: Rendered, view: SlotView) -> 
     assert len({block.key for block in layout.blocks}) == len(layout.blocks)
     assert len({block.label for block in layout.blocks}) == len(layout.blocks)
     assert layout.n_past == view.n_past(len(given_.tokens))
-    for block, state in zip(layout.blocks, layout.states, strict=True):
+    for block, state in zip(layout.blocks, states_of(layout), strict=True):
         rows = total(common(layout.resident, [block.span]))
         assert rows in (0, len(block.span)), "a block is resident as a whole or not at all"
         assert state.resident == (rows > 0)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from slot_model import SlotModel, seen
+from slot_model import BlockState, SlotModel, seen, states_of, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core import policies
 from evoke_proxy.core.block_table import BlockTable
-from evoke_proxy.core.blocks import Block, BlockState, Role, Span, common, merged, total
+from evoke_proxy.core.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.books import forecast
 from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers
@@ -112,7 +112,7 @@ def model_of(view: PolicyView) -> SlotModel:
     n = max([view.n_past, *(row + 1 for row in rows)])
     tokens = [p if p < view.n_past else -p - 1 for p in range(n)]
     model = SlotModel(n_cells=view.n_free + len(rows), tokens=tokens, rows=rows, peak=len(rows))
-    for block, state in zip(view.blocks, view.states, strict=True):
+    for block, state in zip(view.blocks, states_of(view), strict=True):
         if state.saved:
             model.store[block.label] = (block.span, tuple(range(block.span.end)))
     return model
@@ -152,7 +152,7 @@ def must_stay(view: PolicyView, config: PolicyConfig) -> list[Block]:
     """Of the resident blocks: sinks, pins, and the one that decoding goes on from."""
     return [
         block
-        for block, state in zip(view.blocks, view.states, strict=True)
+        for block, state in zip(view.blocks, states_of(view), strict=True)
         if state.resident
         and (block.pinned or block.span.start < sinks(config) or view.n_past - 1 in block.span)
     ]
@@ -203,12 +203,12 @@ def test_infeasible_means_that_what_must_stay_does_not_fit(
         return
     held = [
         block
-        for block, state in zip(view.blocks, view.states, strict=True)
+        for block, state in zip(view.blocks, states_of(view), strict=True)
         if (state.resident or (recovers(config) and state.saved and block.span.end <= view.n_past))
         and (block.pinned or block.span.start < sinks(config) or view.n_past - 1 in block.span)
     ]
     loose = resident_tokens(view) - sum(
-        len(b.span) for b, s in zip(view.blocks, view.states, strict=True) if s.resident
+        len(b.span) for b, s in zip(view.blocks, states_of(view), strict=True) if s.resident
     )
     needed = sum(len(block.span) for block in held) + loose
     assert plan.infeasible == (needed + view.tail + reserve(view, config) > config.budget)
@@ -257,7 +257,7 @@ def test_evicting_saves_first_once_or_not_at_all(
     config = replace(config, name=name)
     plan = decide(view, query, config)
     saved = {save.label for save in plan.saves}
-    had = {b.label for b, s in zip(view.blocks, view.states, strict=True) if s.saved}
+    had = {b.label for b, s in zip(view.blocks, states_of(view), strict=True) if s.saved}
     evicted = {evict.label for evict in plan.evicts if evict.label is not None}
     if recovers(config):
         assert saved == evicted - had

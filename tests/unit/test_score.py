@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slot_model import seen
+from slot_model import BlockState, seen
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.blocks import Block, BlockState, Role, Span
+from evoke_proxy.core.blocks import Block, Role, Span
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve import Index

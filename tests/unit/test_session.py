@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_model import Refused, SlotModel
+from slot_model import Refused, SlotModel, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core.blocks import Role, Span, total
+from evoke_proxy.core.blocks import Role, Span, common
 from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.chat import ChatRequest, parse_chat
 from evoke_proxy.core.plan import Plan, Stream
@@ -158,7 +158,7 @@ def test_what_a_question_is_about_comes_back() -> None:
         talk.say(Role.USER, words(200 + i, 50))
     out = [b for b in house.session.layout.blocks if "w777" in b.text]
     house.turn(talk, words(300, 20))
-    assert not total([s for s in house.slot.view([]).resident if s.overlaps(out[0].span)]), (
+    assert not common(house.slot.view([]).resident, [out[0].span]), (
         "the test wants the answer to be out by now"
     )
     talk.say(Role.USER, [777, 778, 779])

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.chat import parse_chat, truncate_messages
+from evoke_proxy.core.chat import parse_chat
 from evoke_proxy.core.rendered import MessageSpan, Rendered
-from evoke_proxy.core.truncate import prompt_limit
+from evoke_proxy.core.truncate import prompt_limit, truncate_messages
 from evoke_proxy.errors import RequestError
 
 COST = 10
