@@ -16,6 +16,8 @@
         UpstreamProtocolError     502 upstream_protocol      not JSON, or of the wrong shape
       PlanRefused                 502 plan_refused           caught in the engine: the request goes
                                                              on without a plan
+      SnapshotUnusable            500 snapshot_unusable      caught in the engine: the request goes
+                                                             on without it
       EmbedderError               500 embedder_failed        caught in the engine: blocks are ranked
                                                              by their words alone
 """
@@ -173,6 +175,16 @@ class PlanRefused(EvokeError):
             name=name if isinstance(name, str) else None,
             op=op if isinstance(op, int) else None,
         )
+
+
+class SnapshotUnusable(EvokeError):
+    """A snapshot that must not be restored, or was not saved; `reason` is one word for why."""
+
+    code = "snapshot_unusable"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class EmbedderError(EvokeError):

@@ -23,6 +23,7 @@ class Metrics:
         self._register_books()
         self._register_faults()
         self._register_embedder()
+        self._register_snapshots()
 
     def _register_load(self) -> None:
         self.requests = self._counter(
@@ -81,6 +82,32 @@ class Metrics:
             "evoke_embed_seconds", "Waiting for the vectors of a question.", _PLAN_BUCKETS
         )
         self.embed_waiting = self._gauge("evoke_embed_waiting", "Blocks waiting for a vector.")
+
+    def _register_snapshots(self) -> None:
+        self.saves = self._counter("evoke_snapshot_saves", "Slots saved to disk, or not.", "result")
+        self.restores = self._counter(
+            "evoke_snapshot_restores", "Slots restored from disk, or not.", "result"
+        )
+        self.snapshots_gone = self._counter(
+            "evoke_snapshot_evictions", "Snapshots deleted, by the bound they broke.", "reason"
+        )
+        self.snapshots_bad = self._counter(
+            "evoke_snapshot_corrupt", "Snapshots set aside unrestored.", "reason"
+        )
+        self.save_seconds = self._histogram(
+            "evoke_snapshot_save_seconds", "Saving a slot: nothing decodes.", _PLAN_BUCKETS
+        )
+        self.restore_seconds = self._histogram(
+            "evoke_snapshot_restore_seconds", "Verifying and restoring a slot.", _PLAN_BUCKETS
+        )
+        self.restored_tokens = self._counter(
+            "evoke_restored_tokens", "Tokens that a restore saved from being decoded."
+        )
+        self.look_aheads = self._counter(
+            "evoke_look_aheads", "Prompts decoded before they were asked, or not.", "result"
+        )
+        self.snapshots = self._gauge("evoke_snapshots", "Snapshots on disk.")
+        self.snapshot_bytes = self._gauge("evoke_snapshot_bytes", "What they take.")
 
     def count_books(self, books: Mapping[str, int]) -> None:
         """Add the four books of one reply; missing kinds count as zero."""

@@ -24,7 +24,8 @@ from evoke_proxy.errors import ConfigError
 
 __all__ = [
     "BENCH_POLICIES", "DEVICES", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
-    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PolicyConfig", "UpstreamConfig",
+    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PolicyConfig", "SnapshotsConfig",
+    "UpstreamConfig",
     "env_name", "keys", "load", "parse_listen",
 ]  # fmt: skip
 
@@ -43,6 +44,7 @@ _MAY_BE_ZERO = frozenset(
         *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
         *("policy.weight_attention", "policy.weight_relevance"),
+        *("snapshots.min_free_mib", "snapshots.tenant_mib"),
     )
 )
 
@@ -113,6 +115,25 @@ class EmbedderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotsConfig:
+    """Slots of an unpatched server on disk; without a directory nothing is saved.
+
+    The directory is its --slot-save-path, as the proxy sees it. 0 for `tenant_mib`: no quota.
+    """
+
+    directory: str = ""
+    min_tokens: int = 256
+    look_ahead: bool = True
+    max_mib: int = 32768
+    max_count: int = 256
+    max_age_h: float = 168.0
+    min_free_mib: int = 2048
+    tenant_mib: int = 0
+    half_life_h: float = 6.0
+    stall_share: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """What the proxy writes to standard error."""
 
@@ -128,6 +149,7 @@ class Config:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
+    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
 
@@ -196,6 +218,7 @@ def _check(config: Config) -> None:
     _one_of("log.level", config.log.level, LOG_LEVELS)
     _check_numbers(config)
     _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
+    _require(config.snapshots.stall_share <= 1, "snapshots.stall_share", "must be at most 1")
 
 
 def _check_numbers(config: Config) -> None:

@@ -1,0 +1,153 @@
+"""Snapshot files in the directory that llama-server saves slots to: sealed, verified, set aside.
+
+All calls block on the disk; whoever serves requests runs them in a thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.errors import ConfigError, SnapshotUnusable
+
+# What llama-server is told to write, until it is known to be whole, and what it becomes.
+PART, WHOLE = ".evoke-part", ".evoke-kv"
+_ASIDE = "quarantine"
+_KEPT_ASIDE = 4
+# llama-server puts at most so much in front of the list of tokens.
+_HEADER_BYTES = 256
+
+
+class SnapshotFiles:
+    """The files of one directory; names are plain, without a path."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._lock: TextIO | None = None
+
+    def prepare(self) -> None:
+        """Make the directory ours alone; ConfigError when it cannot be read and written."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.chmod(0o700)
+            (self.directory / _ASIDE).mkdir(mode=0o700, exist_ok=True)
+            probe = self.directory / f"probe{PART}"
+            probe.write_bytes(b"evoke")
+            probe.unlink()
+        except OSError as error:
+            message = f"snapshots.directory: {self.directory} cannot be used: {error.strerror}"
+            raise ConfigError(message) from error
+
+    def claim(self) -> None:
+        """Keep every other proxy out for as long as this process lives; ConfigError when one is
+        there already: each would take the other's files for leavings."""
+        self._lock = (self.directory / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.free()
+            message = f"snapshots.directory: another evoke-proxy uses {self.directory}"
+            raise ConfigError(message) from error
+
+    def free(self) -> None:
+        """Let others have it."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def free_bytes(self) -> int:
+        """What the disk has left."""
+        return shutil.disk_usage(self.directory).free
+
+    def sizes(self) -> Mapping[str, int]:
+        """Every whole snapshot in the directory, with its size; parts of dead saves are deleted."""
+        found = {}
+        for path in self.directory.iterdir():
+            if path.name.endswith(PART):
+                path.unlink(missing_ok=True)
+            elif path.name.endswith(WHOLE):
+                found[path.name] = path.stat().st_size
+        return found
+
+    def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> str:
+        """Turn what llama-server has written into a snapshot; the checksum of its bytes.
+
+        Raises SnapshotUnusable, and deletes it, when it is not there, not as long as it was said to
+        be, or not of these tokens: slots are emptied, and taken, behind our back.
+        """
+        source = self.directory / part
+        try:
+            source.chmod(0o600)
+            self._check_size(source, n_bytes)
+            _check_tokens(source, tokens)
+            checksum = _checksum(source, sync=True)
+            source.rename(self.directory / name)
+            self._sync_directory()
+        except FileNotFoundError as error:
+            raise SnapshotUnusable("missing", f"llama-server did not write {part}") from error
+        except OSError as error:
+            raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
+        finally:
+            source.unlink(missing_ok=True)
+        return checksum
+
+    def verify(self, name: str, n_bytes: int, checksum: str) -> None:
+        """Raises SnapshotUnusable unless the file is the one that was sealed, to the last bit."""
+        path = self.directory / name
+        try:
+            self._check_size(path, n_bytes)
+            if _checksum(path) != checksum:
+                raise SnapshotUnusable("checksum", f"{name} is not what was saved")
+        except FileNotFoundError as error:
+            raise SnapshotUnusable("missing", f"{name} is gone") from error
+        except OSError as error:
+            raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
+
+    def discard(self, part: str) -> None:
+        """Delete a part or a whole one, if it is there."""
+        (self.directory / part).unlink(missing_ok=True)
+
+    def set_aside(self, name: str) -> None:
+        """Move a bad one out of reach of any restore; a few are kept for whoever wants to look."""
+        aside = self.directory / _ASIDE
+        if (self.directory / name).exists():
+            (self.directory / name).rename(aside / name)
+        oldest_first = sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in oldest_first[:-_KEPT_ASIDE]:
+            path.unlink()
+
+    def _check_size(self, path: Path, n_bytes: int) -> None:
+        if path.is_symlink():
+            raise SnapshotUnusable("foreign", f"{path.name} is a link")
+        size = path.stat().st_size
+        if size != n_bytes or not n_bytes:
+            raise SnapshotUnusable("size", f"{path.name} has {size} bytes, not {n_bytes}")
+
+    def _sync_directory(self) -> None:
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _checksum(path: Path, sync: bool = False) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+    return digest
+
+
+def _check_tokens(path: Path, tokens: Tokens) -> None:
+    wanted = tokens.astype("<i4").tobytes()
+    with path.open("rb") as file:
+        head = file.read(_HEADER_BYTES + len(wanted))
+    # The list of them begins with how many there are.
+    if len(tokens).to_bytes(4, "little") + wanted not in head:
+        raise SnapshotUnusable("tokens", f"{path.name} holds another prompt")

@@ -1,0 +1,96 @@
+"""What decoding, saving and restoring cost here, as measured; which of them is worth its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# A restored state that does not save this many times its own cost is not worth the risk.
+_GAIN = 2.0
+# What two calls and a look into the index take, seconds.
+_OVERHEAD_S = 0.02
+# A short prefill says more about overheads than about speed.
+_TELLING_TOKENS = 64
+_NEW_SHARE = 0.3
+
+
+@dataclass(slots=True)
+class Rate:
+    """Units per second, a moving mean of what was measured; 0 before the first time."""
+
+    value: float = 0.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        """One more measurement."""
+        if amount <= 0 or seconds <= 0:
+            return
+        measured = amount / seconds
+        self.value += (measured - self.value) * (_NEW_SHARE if self.value else 1.0)
+
+    def seconds(self, amount: float) -> float:
+        """How long so much takes; 0 when nothing was measured."""
+        return amount / self.value if self.value else 0.0
+
+
+@dataclass(slots=True)
+class Costs:
+    """Speeds of one server: `prefill` tokens, `save` and `restore` bytes per second.
+
+    `stall_share` is the most of the time that saves may keep the server from decoding: each stops
+    all slots. Times are seconds of any one clock.
+    """
+
+    stall_share: float
+    prefill: Rate = field(default_factory=Rate)
+    save: Rate = field(default_factory=Rate)
+    restore: Rate = field(default_factory=Rate)
+    bytes_per_token: float = 0.0
+    next_save_at: float = 0.0
+
+    def prefilled(self, n_tokens: int, seconds: float) -> None:
+        """A prompt of so many new tokens was decoded in this time."""
+        if n_tokens >= _TELLING_TOKENS:
+            self.prefill.note(n_tokens, seconds)
+
+    def saved(self, n_tokens: int, n_bytes: int, seconds: float, now: float) -> None:
+        """A save ended now; the next may not come before it has paid for the stall."""
+        self.save.note(n_bytes, seconds)
+        self.bytes_per_token = n_bytes / max(1, n_tokens)
+        self.next_save_at = now + seconds * (1.0 / self.stall_share - 1.0)
+
+    def worth_restoring(self, gain: int, n_bytes: int) -> bool:
+        """Whether so many tokens less to decode pay for reading so many bytes.
+
+        What was never measured is taken to be worth it: that is how it gets measured.
+        """
+        if not self.prefill.value or not self.restore.value:
+            return True
+        return self.prefill.seconds(gain) > _GAIN * (self.restore.seconds(n_bytes) + _OVERHEAD_S)
+
+    def worth_saving(self, gain: int, n_tokens: int) -> bool:
+        """Whether a snapshot of `n_tokens` pays that is `gain` tokens ahead of the one there is."""
+        if not self.prefill.value or not self.save.value:
+            return True
+        n_bytes = n_tokens * self.bytes_per_token
+        return self.prefill.seconds(gain) > self.save.seconds(n_bytes) + _OVERHEAD_S
+
+
+@dataclass(slots=True)
+class Proof:
+    """Whether a means to save decoding has kept its promises; given up when it mostly has not."""
+
+    useful: int = 0
+    wasted: int = 0
+
+    def note(self, promised: int, kept: int) -> bool:
+        """One outcome, in tokens that were not to be decoded and were not; whether it was useful.
+
+        A promise is kept by half: at the edges of a prompt some tokens are always decoded.
+        """
+        useful = 2 * kept >= promised
+        self.useful, self.wasted = self.useful + useful, self.wasted + (not useful)
+        return useful
+
+    @property
+    def trusted(self) -> bool:
+        """False once three promises were broken, and more than were kept."""
+        return self.wasted < 3 or self.useful >= self.wasted

@@ -1,0 +1,52 @@
+"""What a saved state belongs to: a file of one model restores into another without a word."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Of `GET /v1/models`: what does not change from one start to the next.
+_META = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """Identity of a file of weights: `sample` is a hash of its first and last bytes."""
+
+    n_bytes: int
+    mtime_ns: int
+    sample: str
+
+
+def fingerprint(
+    props: Mapping[str, Any],
+    models: Mapping[str, Any],
+    adapters: Sequence[Mapping[str, Any]],
+    file: ModelFile | None,
+) -> str:
+    """A digest that differs whenever a state of one server could be wrong in the other.
+
+    From `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where it is
+    readable. KV types, flash attention and the layout of the cache are in no answer: llama-server
+    itself refuses a file that differs in one of them.
+    """
+    listed = models.get("data")
+    first = listed[0] if isinstance(listed, list) and listed else {}
+    meta = first.get("meta") if isinstance(first, Mapping) else None
+    settings = props.get("default_generation_settings")
+    identity = {
+        "build": props.get("build_info"),
+        "model": props.get("model_path"),
+        "meta": {key: meta.get(key) for key in _META} if isinstance(meta, Mapping) else None,
+        "file": [file.n_bytes, file.mtime_ns, file.sample] if file is not None else None,
+        "n_ctx": settings.get("n_ctx") if isinstance(settings, Mapping) else None,
+        "slots": props.get("total_slots"),
+        "template": [props.get("chat_template"), props.get("chat_template_tool_use")],
+        "lora": [[item.get("path"), item.get("scale")] for item in adapters],
+        "media": props.get("modalities"),
+    }
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,220 @@
+"""Which snapshot fits a prompt, what it is worth, and which go when there is no room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.costs import Costs, Proof, Rate
+from evoke_proxy.core.fingerprint import ModelFile, fingerprint
+from evoke_proxy.core.snapshots import (
+    STEP,
+    USER,
+    Bounds,
+    Snapshot,
+    best,
+    has_room,
+    superseded,
+    surplus,
+    worth,
+)
+
+HOUR = 3600.0
+NOW = 1_000_000.0
+ROOMY = Bounds(10**12, 1000, 24 * HOUR, 0, 0, 6 * HOUR)
+
+
+def snapshot(id: str, tokens: list[int], **given: object) -> Snapshot:
+    values: dict[str, object] = {
+        "tenant": "t",
+        "fingerprint": "f",
+        "branch": "b",
+        "kind": USER,
+        "n_bytes": 1000,
+        "checksum": "c",
+        "prefill_s": 1.0,
+        "created": NOW,
+        "used": NOW,
+    }
+    made = values | given
+    return Snapshot(id=id, tokens=np.array(tokens, dtype=np.int32), **made)  # type: ignore[arg-type]
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
+def test_the_longest_that_the_prompt_goes_on_from_is_best() -> None:
+    short, long = snapshot("short", [1, 2]), snapshot("long", [1, 2, 3])
+    other = snapshot("other", [1, 2, 9, 9, 9])
+    found = best([short, other, long], tokens(1, 2, 3, 4), partial=False)
+    assert found is not None and (found.snapshot, found.shared, found.extends) == (long, 3, True)
+
+
+def test_one_that_holds_more_than_the_prompt_is_for_memories_that_can_be_cut() -> None:
+    other = snapshot("other", [1, 2, 9])
+    assert best([other], tokens(1, 2, 3), partial=False) is None
+    found = best([other], tokens(1, 2, 3), partial=True)
+    assert found is not None and (found.shared, found.extends) == (2, False)
+
+
+def test_a_suspect_one_and_a_stranger_are_never_best() -> None:
+    suspect = snapshot("s", [1, 2], suspect=True)
+    assert best([suspect, snapshot("x", [7, 7])], tokens(1, 2, 3), partial=True) is None
+
+
+def test_worth_grows_with_restores_and_decoding_and_shrinks_with_bytes_and_time() -> None:
+    base = snapshot("a", [1])
+    value = worth(base, NOW, 6 * HOUR)
+    assert worth(base, NOW + 6 * HOUR, 6 * HOUR) == pytest.approx(value / 2)
+    assert worth(replace(base, hits=1.0), NOW, 6 * HOUR) == pytest.approx(2 * value)
+    assert worth(replace(base, prefill_s=3.0), NOW, 6 * HOUR) == pytest.approx(3 * value)
+    assert worth(replace(base, n_bytes=2000), NOW, 6 * HOUR) == pytest.approx(value / 2)
+
+
+def test_a_branch_keeps_its_newest_of_each_kind() -> None:
+    first, second = snapshot("1", [1]), snapshot("2", [1, 2])
+    step, pinned = snapshot("3", [1], kind=STEP), snapshot("4", [1], pinned=True)
+    elsewhere, edited = snapshot("5", [1], branch="c"), snapshot("6", [9])
+    known = [first, second, step, pinned, elsewhere, edited]
+    assert superseded(known, second) == [first]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "free", "reason"),
+    [
+        (replace(ROOMY, max_count=2), 10**9, "count"),
+        (replace(ROOMY, max_bytes=2500), 10**9, "bytes"),
+        (replace(ROOMY, min_free_bytes=1500), 1000, "free_space"),
+        (replace(ROOMY, tenant_bytes=2500), 10**9, "tenant"),
+    ],
+)
+def test_the_least_worth_goes_first_and_only_as_many_as_must(
+    bounds: Bounds, free: int, reason: str
+) -> None:
+    known = [snapshot("a", [1], hits=1), snapshot("b", [1]), snapshot("c", [1], hits=2)]
+    assert [(item.id, why) for item, why in surplus(known, bounds, free, NOW)] == [("b", reason)]
+    assert surplus(known, ROOMY, 10**9, NOW) == []
+
+
+def test_what_was_not_used_for_too_long_goes_and_what_is_pinned_stays() -> None:
+    old = snapshot("old", [1], used=NOW - 25 * HOUR)
+    pinned = snapshot("pinned", [1], used=NOW - 25 * HOUR, pinned=True)
+    assert surplus([old, pinned], ROOMY, 10**9, NOW) == [(old, "age")]
+    assert surplus([pinned], replace(ROOMY, max_bytes=1), 10**9, NOW) == []
+
+
+snapshots = st.lists(
+    st.builds(
+        lambda size, tenant, pinned, hits, ago: (size, tenant, pinned, hits, ago),
+        st.integers(1, 5000),
+        st.sampled_from("xyz"),
+        st.booleans(),
+        st.floats(0, 10),
+        st.floats(0, 30 * HOUR),
+    ),
+    max_size=12,
+)
+
+
+@given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
+def test_what_stays_is_within_the_bounds_or_pinned(
+    made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
+) -> None:
+    known = [
+        snapshot(str(i), [i], n_bytes=size, tenant=who, pinned=pin, hits=hits, used=NOW - ago)
+        for i, (size, who, pin, hits, ago) in enumerate(made)
+    ]
+    bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
+    gone = [item for item, _ in surplus(known, bounds, 10**9, NOW)]
+    assert len({item.id for item in gone}) == len(gone)
+    assert not any(item.pinned for item in gone)
+    kept = [item for item in known if item not in gone]
+    loose = [item for item in kept if not item.pinned]
+    within = len(kept) <= count and sum(item.n_bytes for item in kept) <= max_bytes
+    assert within or not loose
+    for who in {item.tenant for item in loose} if quota else ():
+        assert sum(item.n_bytes for item in kept if item.tenant == who) <= quota
+    rest = [item for item, _ in surplus(kept, bounds, 10**9, NOW)]
+    assert rest == []
+
+
+def test_room_is_what_may_go_and_what_is_free() -> None:
+    known = [snapshot("a", [1]), snapshot("b", [1], pinned=True)]
+    bounds = replace(ROOMY, max_bytes=3000, min_free_bytes=500)
+    assert has_room(known, bounds, 2000, 2000)
+    assert not has_room(known, bounds, 2001, 10**9)
+    assert not has_room(known, bounds, 2000, 1400)
+
+
+def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
+    costs = Costs(stall_share=0.1)
+    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)
+    costs.prefilled(1000, 1.0)
+    costs.restore.note(1_000_000, 1.0)
+    assert costs.worth_restoring(5000, 1_000_000)  # 5 s of decoding for 1 s of reading
+    assert not costs.worth_restoring(1500, 1_000_000)
+    costs.saved(1000, 1_000_000, 1.0, now=100.0)
+    assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
+    assert costs.worth_saving(gain=2000, n_tokens=1000)
+    assert not costs.worth_saving(gain=900, n_tokens=1000)
+
+
+def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None:
+    rate = Rate()
+    rate.note(0, 1.0)
+    rate.note(10, 0.0)
+    assert rate.value == 0
+    rate.note(100, 1.0)
+    rate.note(200, 1.0)
+    assert rate.value == pytest.approx(130)
+    costs = Costs(0.1)
+    costs.prefilled(10, 1.0)
+    assert costs.prefill.value == 0
+
+
+def test_three_broken_promises_are_enough_unless_as_many_were_kept() -> None:
+    proof = Proof()
+    assert [proof.note(100, kept) for kept in (0, 49)] == [False, False]
+    assert proof.trusted
+    proof.note(100, 10)
+    assert not proof.trusted
+    for _ in range(3):
+        assert proof.note(100, 50)
+    assert proof.trusted
+
+
+PROPS = {
+    "build_info": "b1",
+    "model_path": "/m",
+    "total_slots": 1,
+    "chat_template": "x",
+    "media_marker": "changes with every start",
+    "default_generation_settings": {"n_ctx": 4096},
+}
+MODELS = {"data": [{"created": 12, "meta": {"n_params": 7, "size": 9}}]}
+
+
+def test_a_fingerprint_is_that_of_the_next_start_and_of_nothing_else() -> None:
+    file = ModelFile(9, 5, "abc")
+    base = fingerprint(PROPS, MODELS, [], file)
+    restarted = PROPS | {"media_marker": "another", "is_sleeping": True}
+    later = {"data": [MODELS["data"][0] | {"created": 13}]}
+    assert fingerprint(restarted, later, [], file) == base
+    others = [
+        fingerprint(PROPS | {"build_info": "b2"}, MODELS, [], file),
+        fingerprint(PROPS | {"chat_template": "y"}, MODELS, [], file),
+        fingerprint(PROPS | {"default_generation_settings": {"n_ctx": 1}}, MODELS, [], file),
+        fingerprint(PROPS, {"data": [{"meta": {"n_params": 8, "size": 9}}]}, [], file),
+        fingerprint(PROPS, MODELS, [{"id": 0, "path": "/l", "scale": 1.0}], file),
+        fingerprint(PROPS, MODELS, [{"id": 0, "path": "/l", "scale": 0.5}], file),
+        fingerprint(PROPS, MODELS, [], replace(file, sample="abd")),
+        fingerprint(PROPS, MODELS, [], replace(file, mtime_ns=6)),
+        fingerprint(PROPS, MODELS, [], None),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    assert fingerprint({}, {}, [], None)

@@ -1,0 +1,217 @@
+"""Snapshots on disk: sealed, verified, set aside, and found again by the next process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.model_file import ModelFiles
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.snapshots import STEP, USER, Snapshot
+from evoke_proxy.engine.vault import Label, Vault
+from evoke_proxy.errors import ConfigError, SnapshotUnusable
+
+TOKENS = np.arange(1, 400, dtype=np.int32)
+
+
+@contextmanager
+def vault(folder: Path, metrics: Metrics | None = None, **config: object) -> Iterator[Vault]:
+    settings = SnapshotsConfig(directory=str(folder), min_free_mib=0, **config)  # type: ignore[arg-type]
+    opened = Vault(settings, metrics)
+    opened.open()
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def written(folder: Path, part: str, tokens: np.ndarray = TOKENS, more: bytes = b"state") -> int:
+    """A file as llama-server writes it: a header, the tokens, the state."""
+    listed = len(tokens).to_bytes(4, "little") + tokens.astype("<i4").tobytes()
+    data = b"qsgg" + bytes(16) + listed + more * 100
+    return (folder / part).write_bytes(data)
+
+
+def kept(
+    vault: Vault, tokens: np.ndarray = TOKENS, branch: str = "b", kind: str = USER
+) -> Snapshot:
+    part = vault.part()
+    n_bytes = written(vault.files.directory, part, tokens)
+    label = Label("t", "f", branch, kind, 1.0)
+    return asyncio.run(vault.keep(part, n_bytes, tokens, label))
+
+
+def whole_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.evoke-*"))
+
+
+def test_what_is_kept_is_found_by_the_next_process_and_nobody_else_may_read_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "slots"
+    with vault(folder) as first:
+        new = kept(first)
+    with vault(folder) as second:
+        (found,) = second.of("t", "f")
+        assert found == new and (found.tokens == TOKENS).all()
+        assert second.of("u", "f") == second.of("t", "g") == []
+        asyncio.run(second.verify(found))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert modes[f"{new.id}.evoke-kv"] == modes["index.sqlite"] == 0o600
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "longer", "missing", "link"])
+def test_a_damaged_one_is_set_aside_and_not_restored(tmp_path: Path, harm: str) -> None:
+    metrics = Metrics()
+    with vault(tmp_path, metrics) as it:
+        new = kept(it)
+        path = tmp_path / f"{new.id}.evoke-kv"
+        data = bytearray(path.read_bytes())
+        if harm == "flip":
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        elif harm == "cut":
+            path.write_bytes(data[:-1])
+        elif harm == "longer":
+            path.write_bytes(data + b"x")
+        elif harm == "missing":
+            path.unlink()
+        else:
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(SnapshotUnusable) as caught:
+            asyncio.run(it.verify(new))
+        assert it.of("t", "f") == []
+        assert whole_files(tmp_path) == []
+        count = metrics.registry.get_sample_value(
+            "evoke_snapshot_corrupt_total", {"reason": caught.value.reason}
+        )
+        assert count == 1
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "tokens", "reason"),
+    [(-1, TOKENS, "size"), (0, TOKENS[::-1].copy(), "tokens"), (0, TOKENS[:-1] + 1, "tokens")],
+)
+def test_a_save_that_is_not_what_it_should_be_leaves_nothing(
+    tmp_path: Path, n_bytes: int, tokens: np.ndarray, reason: str
+) -> None:
+    with vault(tmp_path) as it:
+        part = it.part()
+        size = written(tmp_path, part) + n_bytes
+        with pytest.raises(SnapshotUnusable) as caught:
+            asyncio.run(it.keep(part, size, tokens, Label("t", "f", "b", USER, 1.0)))
+        assert caught.value.reason == reason
+        assert whole_files(tmp_path) == [] and not it.snapshots
+
+
+def test_a_save_that_went_elsewhere_is_missing(tmp_path: Path) -> None:
+    with vault(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
+        asyncio.run(it.keep(it.part(), 10, TOKENS, Label("t", "f", "b", USER, 1.0)))
+
+
+def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
+    metrics = Metrics()
+    with vault(tmp_path) as first:
+        good = kept(first, branch="good")
+        gone, cut, tried = (kept(first, branch=name) for name in ("gone", "cut", "tried"))
+        (tmp_path / f"{gone.id}.evoke-kv").unlink()
+        with (tmp_path / f"{cut.id}.evoke-kv").open("r+b") as file:
+            file.truncate(100)
+        first.begin_restore(tried)
+        written(tmp_path, "0123.evoke-part")
+        written(tmp_path, "4567.evoke-kv")
+    with vault(tmp_path, metrics) as second:
+        assert list(second.snapshots) == [good]
+        assert whole_files(tmp_path) == [f"{good.id}.evoke-kv"]
+    for reason in ("missing", "size", "suspect"):
+        sample = {"reason": reason}
+        assert metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", sample) == 1
+
+
+def test_a_restore_that_ended_well_counts_and_one_that_did_not_is_never_tried_again(
+    tmp_path: Path,
+) -> None:
+    with vault(tmp_path) as it:
+        new = kept(it)
+        it.begin_restore(new)
+        assert [item.suspect for item in it.snapshots] == [True]
+        it.end_restore(new, useful=True)
+        (after,) = it.snapshots
+        assert not after.suspect and after.hits == pytest.approx(1.0)
+
+
+def test_a_branch_keeps_two_and_deletes_the_files_of_the_rest(tmp_path: Path) -> None:
+    with vault(tmp_path) as it:
+        kept(it, TOKENS[:100])
+        user, step = kept(it, TOKENS[:200]), kept(it, TOKENS[:300], kind=STEP)
+        assert {item.id for item in it.snapshots} == {user.id, step.id}
+        assert len(whole_files(tmp_path)) == 2
+
+
+def test_bounds_hold_after_every_save(tmp_path: Path) -> None:
+    with vault(tmp_path, max_count=2) as it:
+        pinned = kept(it, branch="a")
+        it.pin(pinned, True)
+        for name in "bcd":
+            last = kept(it, branch=name)
+        assert {item.id for item in it.snapshots} == {pinned.id, last.id}
+        assert len(whole_files(tmp_path)) == 2
+
+
+def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
+    with vault(tmp_path) as serving:
+        new = kept(serving)
+        command = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        command.open(claim=False)
+        (seen,) = command.snapshots
+        command.pin(seen, True)
+        assert [item.pinned for item in serving.snapshots] == [True]
+        command.delete(seen, "asked")
+        assert not serving.snapshots
+        command.close()
+        assert not (tmp_path / f"{new.id}.evoke-kv").exists()
+
+
+def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
+    with vault(tmp_path):
+        second = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        with pytest.raises(ConfigError, match="another evoke-proxy"):
+            second.open()
+    with vault(tmp_path):
+        pass
+
+
+def test_an_index_that_is_none_is_said_and_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(ConfigError, match="cannot be used"), vault(tmp_path):
+        pass
+    assert (tmp_path / "index.sqlite").read_bytes().startswith(b"not a database")
+
+
+def test_only_a_few_bad_ones_are_kept_for_looking_at(tmp_path: Path) -> None:
+    with vault(tmp_path) as it:
+        for number in range(7):
+            it.set_aside(kept(it, branch=str(number)), "test")
+    assert len(list((tmp_path / "quarantine").iterdir())) == 4
+
+
+def test_a_model_file_is_known_by_size_time_head_and_tail(tmp_path: Path) -> None:
+    path, files = tmp_path / "model.gguf", ModelFiles()
+    path.write_bytes(b"a" * 3_000_000)
+    first = files.identify(str(path))
+    assert first is not None and files.identify(str(path)) is first
+    path.write_bytes(b"a" * 2_999_999 + b"b")
+    os.utime(path, ns=(first.mtime_ns, first.mtime_ns))
+    other = ModelFiles().identify(str(path))
+    assert other is not None and other.sample != first.sample and other.n_bytes == first.n_bytes
+    assert files.identify(str(tmp_path / "none")) is None
