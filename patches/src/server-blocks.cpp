@@ -1,4 +1,5 @@
 #include "server-blocks.h"
+#include "server-blocks-flags.h"
 
 #include "common.h"
 #include "log.h"
@@ -54,7 +55,7 @@ int32_t server_ranges_count(const llama_kv_ranges & set, llama_pos p0, llama_pos
 //
 
 void server_blocks::adjust(common_params & params) {
-    if (params.evoke_ram_mib <= 0) {
+    if (server_blocks_flags::of(params).ram_mib <= 0) {
         return;
     }
     if (params.cache_ram_mib != 0 || params.cache_idle_slots || params.ctx_shift) {
@@ -69,7 +70,8 @@ void server_blocks::adjust(common_params & params) {
 void server_blocks::init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported) {
     this->ctx = ctx;
     this->n_slots = 0;
-    if (params.evoke_ram_mib <= 0) {
+    const auto & flags = server_blocks_flags::of(params);
+    if (flags.ram_mib <= 0) {
         why_not = nullptr;
         return;
     }
@@ -79,7 +81,7 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
         return;
     }
     kind = llama_kv_block_kind(ctx);
-    ram_budget = (size_t) params.evoke_ram_mib*1024*1024;
+    ram_budget = (size_t) flags.ram_mib*1024*1024;
     if (arena.size() != ram_budget && !arena.reset(ram_budget)) {
         why_not = "the host has no memory for --evoke-ram";
         LOG_WRN("evoke: blocks are off: %s\n", why_not);
