@@ -82,19 +82,27 @@ class SnapshotFiles:
         """
         source = self.directory / part
         try:
-            source.chmod(0o600)
-            self._check_size(source, n_bytes)
+            self.receive(part, n_bytes)
             _check_tokens(source, tokens)
             checksum = _checksum(source, sync=True)
             source.rename(self.directory / name)
             self._sync_directory()
-        except FileNotFoundError as error:
-            raise SnapshotUnusable("missing", f"llama-server did not write {part}") from error
         except OSError as error:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
         finally:
             source.unlink(missing_ok=True)
         return checksum
+
+    def receive(self, part: str, n_bytes: int) -> None:
+        """Raises SnapshotUnusable unless llama-server has written it here, as long as it says."""
+        source = self.directory / part
+        try:
+            source.chmod(0o600)
+            self._check_size(source, n_bytes)
+        except FileNotFoundError as error:
+            raise SnapshotUnusable("missing", f"llama-server did not write {part}") from error
+        except OSError as error:
+            raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
 
     def verify(self, name: str, n_bytes: int, checksum: str) -> None:
         """Raises SnapshotUnusable unless the file is the one that was sealed, to the last bit."""

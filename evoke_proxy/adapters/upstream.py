@@ -156,17 +156,18 @@ class Upstream:
         body: object = None,
         client: Mapping[str, str] | None = None,
         name: str = "other",
+        patient: bool = False,
     ) -> dict[str, Any]:
-        """One short JSON call of our own; a body of bytes is sent as it is.
+        """One JSON call of our own; a body of bytes is sent as it is.
 
         Carries the credentials of `client`, its headers, when none are configured. Raises
-        UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s`,
-        UpstreamProtocolError when the answer is not a JSON object.
+        UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s` unless it is
+        `patient`, UpstreamProtocolError when the answer is not a JSON object.
         AWAITED counts its time under `name`.
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         with _mapped(self.url):
-            async with asyncio.timeout(self._config.call_timeout_s):
+            async with asyncio.timeout(None if patient else self._config.call_timeout_s):
                 with _timed(name):
                     headers = self.own_headers(client)
                     async with self.open(method, target, headers, data) as reply:

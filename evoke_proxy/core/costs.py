@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 _GAIN = 2.0
 # What two calls and a look into the index take, seconds.
 _OVERHEAD_S = 0.02
+# A save may cost so many times what one restore of it brings.
+_SAVE_SHARE = 0.1
 # A short prefill says more about overheads than about speed.
 _TELLING_TOKENS = 64
 _NEW_SHARE = 0.3
@@ -67,11 +69,15 @@ class Costs:
         return self.prefill.seconds(gain) > _GAIN * (self.restore.seconds(n_bytes) + _OVERHEAD_S)
 
     def worth_saving(self, gain: int, n_tokens: int) -> bool:
-        """Whether a snapshot of `n_tokens` pays that is `gain` tokens ahead of the one there is."""
+        """Whether a snapshot of `n_tokens` pays that is `gain` tokens ahead of the one there is.
+
+        How often it will be restored is unknown, how often saves may be
+        made is bounded.
+        """
         if not self.prefill.value or not self.save.value:
             return True
         n_bytes = n_tokens * self.bytes_per_token
-        return self.prefill.seconds(gain) > self.save.seconds(n_bytes) + _OVERHEAD_S
+        return self.prefill.seconds(gain) > _SAVE_SHARE * self.save.seconds(n_bytes)
 
 
 @dataclass(slots=True)

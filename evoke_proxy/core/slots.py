@@ -113,6 +113,19 @@ class SlotPool:
                 queue.remove(waiter)
         return list(self._serve(now))
 
+    def moved(self, session: str, slot: int) -> None:
+        """llama-server has put the session into another slot than it was granted."""
+        self.forget(session)
+        self._slots[slot].holder = session
+
+    def alone(self) -> bool:
+        """Whether at most one request runs, and none waits."""
+        return sum(slot.busy for slot in self._slots) <= 1 and not self.queued
+
+    def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return not any(slot.busy for slot in self._slots) and not self.queued
+
     def forget(self, session: str) -> None:
         """The session is gone: a slot it holds is nobody's."""
         for slot in self._slots:

@@ -10,9 +10,11 @@ from typing import Any
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Role
+from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.identity import Hint, find
 from evoke_proxy.core.rendered import Rendered, Tokens
 from evoke_proxy.core.session import Session
+from evoke_proxy.core.side import is_side
 from evoke_proxy.core.slots import SlotPool
 
 
@@ -115,6 +117,20 @@ class Conversations:
         _read(known, rendered)
         self._known[known.id] = known
         return known
+
+    def of_request(
+        self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str
+    ) -> Conversation:
+        """The one a request goes on from, else a new one, of which side requests leave no trace."""
+        known = self.known(rendered, hint, tenant)
+        if known is not None:
+            return known
+        beside = self.beside(tenant)
+        family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
+        ours = hint is not None and hint.ours
+        n_tokens = len(rendered.tokens)
+        passing = not ours and is_side(request, n_tokens, bool(beside), family)
+        return self.start(rendered, hint, tenant, passing)
 
     def beside(self, tenant: str) -> list[Conversation]:
         """The conversations of a tenant that its side requests could disturb."""

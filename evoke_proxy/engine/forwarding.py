@@ -16,6 +16,7 @@ from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.session import Turn
 from evoke_proxy.core.sse import Observer
 from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.waiting import Lease, Patience
 
 
@@ -31,7 +32,8 @@ class Forwarding:
     names, `is_batch` says that it brings several prompts. `patience` is what to do for it while it
     waits for a slot. `vectors` are those of the clauses it asks, by text. `waits` are seconds by
     what was waited for, `own_s` the rest of the time until
-    forwarding, `after_s` what was left to do when the answer had ended.
+    forwarding, `after_s` what was left to do when the answer had ended. `seat` is where it sits on
+    an unpatched server that is helped.
     """
 
     body: bytes
@@ -57,6 +59,7 @@ class Forwarding:
     vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
     own_s: float | None = None
     after_s: float = 0.0
+    seat: Seat | None = None
 
     @property
     def lease(self) -> Lease | None:
@@ -80,6 +83,8 @@ class Forwarding:
         if self.first_byte_s is None:
             self.first_byte_s = asyncio.get_running_loop().time() - self.began
         self.observer.feed(data)
+        if self.seat is not None:
+            self.seat.answer.feed(data)
 
     def announce(self, turn: Turn, plan: Plan, quoted: Sequence[Block] = ()) -> None:
         """Put what is known before the answer into its headers, for a client that asked."""

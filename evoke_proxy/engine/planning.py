@@ -19,7 +19,6 @@ from evoke_proxy.core.plan import Adopt, Drop, Plan, Save, Stream
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session import Turn, effective
-from evoke_proxy.core.side import is_side
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
 from evoke_proxy.engine.calls import run_plan, slot_in
@@ -64,7 +63,9 @@ class Planner:
         rendering = self._upstream.render(request.dialect, way.body, client)
         rendered = await self._vectors.beside(rendering, way, request, tenant)
         way.stage = "session"
-        known = way.conversation = self._conversation(way, request, rendered, tenant)
+        known = way.conversation = self._conversations.of_request(
+            request, rendered, way.hint, tenant
+        )
         known.in_use += 1
         left = self._seating.holds(known)
         lease = await self._seating.acquire(
@@ -102,21 +103,6 @@ class Planner:
         way.body = _marked(way.body, request.keys, view.id, epoch)
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
-
-    def _conversation(
-        self, way: Forwarding, request: ChatRequest, rendered: Rendered, tenant: str
-    ) -> Conversation:
-        """The one this goes on from, else a new one, of which side requests leave no trace."""
-        hint, all = way.hint, self._conversations
-        known = all.known(rendered, hint, tenant)
-        if known is not None:
-            return known
-        beside = all.beside(tenant)
-        family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
-        ours = hint is not None and hint.ours
-        n_tokens = len(rendered.tokens)
-        passing = not ours and is_side(request, n_tokens, bool(beside), family)
-        return all.start(rendered, hint, tenant, passing)
 
     def _truncated(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered

@@ -160,8 +160,8 @@ def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
     assert not costs.worth_restoring(1500, 1_000_000)
     costs.saved(1000, 1_000_000, 1.0, now=100.0)
     assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
-    assert costs.worth_saving(gain=2000, n_tokens=1000)
-    assert not costs.worth_saving(gain=900, n_tokens=1000)
+    assert costs.worth_saving(gain=101, n_tokens=1000)  # 0.1 s of decoding for a second's stall
+    assert not costs.worth_saving(gain=99, n_tokens=1000)
 
 
 def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None:

@@ -1,0 +1,100 @@
+"""What an unpatched server's slots hold, as far as one can know it from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evoke_proxy.core.costs import Proof
+from evoke_proxy.core.rendered import Tokens, common_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLook:
+    """A slot as `GET /slots` shows it: its last task, None in a server that has just started, and
+    how many tokens are in it now."""
+
+    id: int
+    task: int | None
+    n_tokens: int
+    busy: bool
+
+    @classmethod
+    def parse(cls, item: Mapping[str, Any]) -> SlotLook:
+        """Raises KeyError, TypeError or ValueError when it is of another shape."""
+        task = item.get("id_task")
+        return cls(
+            id=int(item["id"]),
+            task=None if task is None else int(task),
+            n_tokens=int(item.get("n_prompt_tokens") or 0),
+            busy=bool(item.get("is_processing")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """`tokens` were left in a slot at a time; `exact` says that nothing follows them there.
+
+    `look` is how the slot looked then, None when nobody looked. `cut` says that decoding more of
+    the same into it was broken off, so that it may have gone on. From `ahead_from` on nobody has
+    asked for the tokens yet.
+    """
+
+    slot: int
+    tokens: Tokens
+    exact: bool
+    at: float
+    look: SlotLook | None = None
+    cut: bool = False
+    ahead_from: int | None = None
+
+    def still(self, looks: Sequence[SlotLook] | None) -> bool:
+        """Whether the slot still looks as it was left; without a look that is taken to be so."""
+        if looks is None:
+            return True
+        now = next((look for look in looks if look.id == self.slot), None)
+        if now is None or self.look is None or now.n_tokens < len(self.tokens):
+            return False
+        return self.cut or (now.task, now.n_tokens) == (self.look.task, self.look.n_tokens)
+
+
+@dataclass(slots=True)
+class Memory:
+    """What of one server has been found out by how it kept its promises.
+
+    `restore` whether a restored state saves decoding, `partial` whether one does that goes on
+    otherwise than the prompt, `rollback` whether a slot can go back without a restore, `ahead`
+    whether what was decoded ahead was what came. RAM copies are kept first in, first out: one that
+    was gone says that all that were left before it are gone (`ram_since`).
+    """
+
+    restore: Proof = field(default_factory=Proof)
+    partial: Proof = field(default_factory=Proof)
+    rollback: Proof = field(default_factory=Proof)
+    ahead: Proof = field(default_factory=Proof)
+    ram_since: float = float("-inf")
+
+    def came(self, held: Held, tokens: Tokens) -> None:
+        """The prompt that was looked ahead to is there: was it the one?"""
+        if held.ahead_from is not None:
+            promised = len(held.tokens) - held.ahead_from
+            self.ahead.note(promised, common_prefix(held.tokens, tokens) - held.ahead_from)
+
+    def reuse(self, held: Held | None, live: bool, tokens: Tokens) -> int:
+        """How many tokens of a prompt need no decoding if nothing is restored, at best."""
+        if held is None:
+            return 0
+        shared = common_prefix(held.tokens, tokens)
+        goes_on = held.exact and shared == len(held.tokens)
+        if live:
+            return shared if goes_on or self.rollback.trusted else 0
+        in_ram = held.at > self.ram_since
+        return shared if in_ram and (goes_on or self.rollback.trusted) else 0
+
+
+def restarted(held: Iterable[Held], looks: Sequence[SlotLook]) -> bool:
+    """Whether things were left in another server than this one: tasks are counted from 0 again."""
+    tasks = [look.task for look in looks if look.task is not None]
+    latest = max(tasks, default=-1)
+    return any(item.look is not None and (item.look.task or 0) > latest for item in held)

@@ -1,0 +1,133 @@
+"""The calls of an unpatched llama-server that slots are kept with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from evoke_proxy.adapters.model_file import ModelFiles
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.core.fingerprint import fingerprint
+from evoke_proxy.core.held import SlotLook
+from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.errors import UpstreamProtocolError, UpstreamRejected
+
+Client = Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt without an answer: its slot, how many tokens were there and how many decoded."""
+
+    slot: int
+    cached: int
+    decoded: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A slot saved or restored: tokens and bytes, and the time for which nothing decoded."""
+
+    n_tokens: int
+    n_bytes: int
+    seconds: float
+
+
+class StockCalls:
+    """Raises UpstreamError as `Upstream` does, UpstreamProtocolError on another shape."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._files = ModelFiles()
+
+    async def render(self, body: bytes, client: Client) -> Tokens:
+        """The tokens of a chat request, as llama-server would decode them."""
+        answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
+        asked = {"content": answer.get("prompt"), "add_special": True, "parse_special": True}
+        found = await self._upstream.call("POST", "/tokenize", asked, client, "render")
+        try:
+            return np.asarray(found["tokens"], dtype=np.int32)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UpstreamProtocolError("/tokenize answered without tokens") from error
+
+    async def text(self, body: bytes, client: Client) -> str:
+        """The text of a chat request."""
+        answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
+        return str(answer.get("prompt"))
+
+    async def looks(self, client: Client) -> Sequence[SlotLook] | None:
+        """Every slot as it is now; None when the server does not show them."""
+        headers = self._upstream.own_headers(client)
+        async with self._upstream.open("GET", "/slots", headers) as reply:
+            raw = await reply.read()
+        if reply.status in (403, 404, 501):
+            return None
+        if reply.status != 200:
+            raise UpstreamRejected(reply.status, raw)
+        try:
+            return [SlotLook.parse(item) for item in orjson.loads(raw)]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UpstreamProtocolError("/slots is not as it was") from error
+
+    async def prefill(self, tokens: Tokens, slot: int | None, client: Client) -> Prefilled:
+        """Decode a prompt and nothing more, in `slot` or where llama-server likes; takes its time.
+
+        Cancelling closes the connection: llama-server stops within a second or a batch.
+        """
+        asked: dict[str, Any] = {
+            "prompt": tokens.tolist(),
+            "n_predict": 0,
+            "cache_prompt": True,
+            "response_fields": ["id_slot", "timings"],
+        }
+        if slot is not None:
+            asked["id_slot"] = slot
+        answer = await self._upstream.call(
+            "POST", "/completion", asked, client, "prefill", patient=True
+        )
+        try:
+            timings = answer["timings"]
+            cached, decoded = int(timings["cache_n"]), int(timings["prompt_n"])
+            seconds = float(timings["prompt_ms"]) / 1000
+            return Prefilled(int(answer["id_slot"]), cached, decoded, seconds)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UpstreamProtocolError("/completion answered without timings") from error
+
+    async def save(self, slot: int, name: str, client: Client) -> Copied:
+        """Write a slot to a file of this name."""
+        return await self._copy(slot, "save", name, client, ("n_saved", "n_written", "save_ms"))
+
+    async def restore(self, slot: int, name: str, client: Client) -> Copied:
+        """Fill a slot from a file of this name; a refusal has emptied the slot."""
+        fields = ("n_restored", "n_read", "restore_ms")
+        return await self._copy(slot, "restore", name, client, fields)
+
+    async def _copy(
+        self, slot: int, action: str, name: str, client: Client, fields: tuple[str, str, str]
+    ) -> Copied:
+        target, asked = f"/slots/{slot}?action={action}", {"filename": name}
+        answer = await self._upstream.call("POST", target, asked, client, action)
+        n_tokens, n_bytes, ms = fields
+        try:
+            seconds = float(answer["timings"][ms]) / 1000
+            return Copied(int(answer[n_tokens]), int(answer[n_bytes]), seconds)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UpstreamProtocolError(f"{action} of a slot answered otherwise") from error
+
+    async def fingerprint(self, client: Client) -> str:
+        """What a state saved now belongs to."""
+        props = await self._upstream.call("GET", "/props", client=client)
+        models = await self._upstream.call("GET", "/v1/models", client=client)
+        headers = self._upstream.own_headers(client)
+        async with self._upstream.open("GET", "/lora-adapters", headers) as reply:
+            raw = await reply.read()
+        adapters = orjson.loads(raw) if reply.status == 200 else []
+        path = str(props.get("model_path") or "")
+        file = await asyncio.to_thread(self._files.identify, path) if path else None
+        return fingerprint(props, models, adapters if isinstance(adapters, list) else [], file)

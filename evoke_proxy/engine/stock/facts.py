@@ -1,0 +1,107 @@
+"""What is known of the unpatched server in front of us: learnt at its first request, and again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.ahead import Stability, probes, stability
+from evoke_proxy.core.costs import Costs
+from evoke_proxy.core.held import Memory
+from evoke_proxy.engine.stock.calls import Client, StockCalls
+from evoke_proxy.engine.vault import Vault
+from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
+
+_log = logging.getLogger(__name__)
+_UNKNOWN = Stability(boundary=False, ahead=False)
+
+
+class Facts:
+    """`fingerprint` is empty until `learn`; `reduced` says why nothing is saved or restored."""
+
+    def __init__(self, config: SnapshotsConfig, calls: StockCalls, vault: Vault) -> None:
+        self._calls = calls
+        self._vault = vault
+        self._config = config
+        self._plain = self._tools = _UNKNOWN
+        self.fingerprint = ""
+        self.reduced = ""
+        self.costs = Costs(config.stall_share)
+        self.memory = Memory()
+
+    def forget(self) -> None:
+        """Another server, maybe: ask it everything again."""
+        self.fingerprint = ""
+
+    def stability(self, tools: bool) -> Stability:
+        """What its template keeps, with tools in the request or without."""
+        return self._tools if tools else self._plain
+
+    async def learn(self, client: Client) -> None:
+        """Ask what is not known yet; raises UpstreamError."""
+        if self.fingerprint:
+            return
+        fingerprint = await self._calls.fingerprint(client)
+        self._plain = await self._probe(False, client) or _UNKNOWN
+        self._tools = await self._probe(True, client) or self._plain
+        self.reduced = await self._access(client)
+        self.costs, self.memory = Costs(self._config.stall_share), Memory()
+        self.fingerprint = fingerprint
+        _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
+
+    async def fresh(self, client: Client) -> bool:
+        """Whether it is still the server it was; called before a state is saved or restored."""
+        now = await self._calls.fingerprint(client)
+        same, self.fingerprint = now == self.fingerprint, now
+        if not same:
+            _log.warning("llama-server is not what it was: its snapshots are others from now on")
+            self.costs, self.memory = Costs(self._config.stall_share), Memory()
+        return same
+
+    def described(self) -> str:
+        """One line for a person."""
+        if self.reduced:
+            return f"snapshots are off: {self.reduced}"
+        given_up = [] if self.memory.restore.trusted else ["restoring (it saved no decoding)"]
+        given_up += [] if self.memory.ahead.trusted else ["decoding ahead (other turns came)"]
+        known = self._plain
+        rewritten = [] if known.boundary else ["the template rewrites what users have said"]
+        rewritten += [] if known.ahead else ["the template rewrites answers too late to look ahead"]
+        given_up = [f"given up {what}" for what in given_up] + rewritten
+        summary = self._vault.summary()
+        kept = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
+        return "; ".join([f"snapshots in {self._vault.files.directory}: {kept}", *given_up])
+
+    async def _probe(self, tools: bool, client: Client) -> Stability | None:
+        """None when the template refuses such a conversation."""
+        texts: Sequence[str] = []
+        try:
+            texts = [await self._calls.text(body, client) for body in probes(tools)]
+        except UpstreamRejected:
+            return None
+        return stability(texts)
+
+    async def _access(self, client: Client) -> str:
+        """Whether a file that the server writes turns up in the directory; why not, if not."""
+        looks = await self._calls.looks(client)
+        idle = [look for look in looks or () if not look.busy]
+        if not idle:
+            return ""
+        smallest = min(idle, key=lambda look: look.n_tokens).id
+        part = self._vault.part()
+        try:
+            copied = await self._calls.save(smallest, part, client)
+            self._vault.files.receive(part, copied.n_bytes)
+        except UpstreamRejected as error:
+            if error.status == 501:
+                return "llama-server runs without --slot-save-path"
+            return f"llama-server cannot save slots ({error})"
+        except UpstreamTimeout:
+            return ""
+        except SnapshotUnusable as error:
+            where = self._vault.files.directory
+            return f"{where} is not the --slot-save-path of llama-server ({error})"
+        finally:
+            self._vault.files.discard(part)
+        return ""

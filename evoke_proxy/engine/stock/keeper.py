@@ -1,0 +1,158 @@
+"""Chat requests in front of an unpatched llama-server: every conversation keeps its cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import orjson
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.config import Config
+from evoke_proxy.core.ahead import boundary, unkept
+from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.rendered import Rendered, common_prefix
+from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.engine.conversations import Conversations
+from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.stock.calls import Client, StockCalls
+from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.gaps import Gaps
+from evoke_proxy.engine.stock.look_ahead import LookAhead
+from evoke_proxy.engine.stock.places import Places
+from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.vault import Vault
+from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.errors import EvokeError
+
+
+class Keeper:
+    """Does nothing without a directory for snapshots; use as an async context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        upstream: Upstream,
+        metrics: Metrics,
+        slots: SlotQueue,
+        seating: Seating,
+        conversations: Conversations,
+    ) -> None:
+        self.on = bool(config.snapshots.directory)
+        self._config = config.snapshots
+        self._metrics = metrics
+        self._slots = slots
+        self._seating = seating
+        self._conversations = conversations
+        self._calls = StockCalls(upstream)
+        self.vault = Vault(config.snapshots, metrics)
+        self._gaps = Gaps()
+        self._facts = Facts(config.snapshots, self._calls, self.vault)
+        self._states = States(self._calls, self.vault, self._facts, metrics, self._spawn)
+        settings = (config.snapshots, self._calls, self._facts, self._states)
+        self._places = Places(*settings, slots, self._gaps, metrics)
+        self._look_ahead = LookAhead(*settings, self._places, slots, self._gaps, metrics)
+        self._ahead: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Keeper:
+        if self.on:
+            self.vault.open()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+        await self._tasks.__aexit__(None, None, None)
+        if self.on:
+            self.vault.close()
+
+    def stop(self) -> None:
+        """Leave off whatever is decoded ahead: somebody wants the server."""
+        for task in self._ahead:
+            task.cancel()
+
+    def restarted(self) -> None:
+        """A server has appeared: whatever the one before held is gone."""
+        self._facts.forget()
+        self._places.emptied()
+
+    async def check(self) -> str:
+        """What is done for conversations, for a person; asks an awake server what it is."""
+        try:
+            await self._facts.learn(None)
+        except EvokeError as error:
+            return f"snapshots: not known yet ({error})"
+        return self._facts.described()
+
+    async def prepare(
+        self, way: Forwarding, request: ChatRequest, bypass: str, client: Client, tenant: str
+    ) -> None:
+        """Give a request its slot, with as much of its prompt in it as can be had cheaply.
+
+        Raises SlotsBusy when no slot gets free, and EvokeErrors for what llama-server does; the
+        body is as it was then.
+        """
+        self.stop()
+        if len(self._slots.pool) > 1:
+            await self._gaps.wait()
+        named = "id_slot" if way.id_slot is not None else ""
+        if bypass or named or unkept(request):
+            way.decision = f"guest:{bypass or named or unkept(request)}"
+            await self._seating.queue(way, request, tenant)
+            return
+        way.stage = "learn"
+        await self._facts.learn(client)
+        seat = await self._render(way, request, client, tenant)
+        way.stage = "session"
+        rendered = Rendered(seat.prompt, len(seat.boundary), ())
+        known = self._conversations.of_request(request, rendered, way.hint, tenant)
+        way.conversation = known
+        known.in_use += 1
+        await self._seating.acquire(way, known.id, tenant, known.passing)
+        if known.passing:
+            way.decision = "guest:side"
+            return
+        way.seat = seat
+        await self._places.prepare(way, seat, known.id, client)
+        if seat.slot is not None and len(self._slots.pool) > 1:
+            place = {"id_slot": orjson.dumps(seat.slot)}
+            way.body = edit_top_level(way.body, place, (), keys=request.keys)
+
+    async def _render(
+        self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
+    ) -> Seat:
+        way.stage = "render"
+        asked = way.body, boundary(way.body)
+        prompt, history = await asyncio.gather(*(self._calls.render(b, client) for b in asked))
+        stable = self._facts.stability(request.has_tools).boundary
+        n_stable = common_prefix(prompt, history) if stable else 0
+        return Seat(request, tenant, way.body, prompt, prompt[:n_stable])
+
+    async def settle(self, way: Forwarding, client: Client) -> None:
+        """The answer is over, or its client gone: wait for the slot, remember what is in it."""
+        seat = way.seat
+        if seat is None:
+            return
+        if not way.observer.done:
+            await self._places.until_idle(seat, client)
+        await self._places.settled(way, seat, client)
+
+    def parted(self, way: Forwarding, client: Client) -> None:
+        """The slot is given back: use the time until the next request."""
+        self._places.keep_only([known.id for known in self._conversations])
+        ready = way.seat is not None and way.conversation is not None and way.observer.done
+        if not ready or not self._config.look_ahead:
+            return
+        assert way.seat is not None and way.conversation is not None
+        ahead = self._look_ahead.run(way.conversation.id, way.seat, client)
+        task = self._tasks.create_task(ahead)
+        self._ahead.add(task)
+        task.add_done_callback(self._ahead.discard)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        self._tasks.create_task(work, name=what)

@@ -1,0 +1,219 @@
+"""Where a request of a conversation goes on an unpatched server, and what it finds there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.ahead import kind_of
+from evoke_proxy.core.held import Held, SlotLook, restarted
+from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.snapshots import Match
+from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.stock.calls import Client, Prefilled, StockCalls
+from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.gaps import Gaps
+from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.vault import Label
+from evoke_proxy.engine.waiting import SlotQueue
+
+
+class Places:
+    """`held` is what every conversation has left, by its id."""
+
+    def __init__(
+        self,
+        config: SnapshotsConfig,
+        calls: StockCalls,
+        facts: Facts,
+        states: States,
+        slots: SlotQueue,
+        gaps: Gaps,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._calls = calls
+        self._facts = facts
+        self._states = states
+        self._slots = slots
+        self._gaps = gaps
+        self._metrics = metrics
+        self.held: dict[str, Held] = {}
+        self._branches: dict[str, str] = {}
+
+    def keep_only(self, ids: Sequence[str]) -> None:
+        """Forget what forgotten conversations have left."""
+        self.held = {id: self.held[id] for id in ids if id in self.held}
+        self._branches = {id: self._branches[id] for id in ids if id in self._branches}
+
+    async def prepare(self, way: Forwarding, seat: Seat, id: str, client: Client) -> None:
+        """Put as much of the prompt into a slot as is cheaper to restore than to decode, and save
+        its boundary when that is worth it; `seat.slot` is where the request is to go then."""
+        assert way.lease is not None
+        way.stage = "look"
+        seat.before = await self._look(client)
+        seat.branch = self._branches.get(id, id)
+        held = self.held.pop(id, None)
+        state = held
+        if held is None or held.slot != way.lease.slot or not held.still(seat.before):
+            state = None
+        if held is not None:
+            self._facts.memory.came(held, seat.prompt)
+        reuse = self._facts.memory.reuse(held, state is not None, seat.prompt)
+        way.decision = "live" if state is not None else "new"
+        if state is None and reuse:
+            seat.in_ram, seat.hoped, way.decision = held, reuse, "ram"
+        seat.slot = state.slot if state is not None else None
+        restored = await self._restore(way, seat, reuse, client)
+        if restored is not None:
+            state, way.decision = restored, "restored"
+            seat.in_ram, seat.slot = None, restored.slot
+            assert seat.match is not None
+            seat.branch = self._branches[id] = seat.match.snapshot.branch
+        await self._save(way, seat, state, reuse, client)
+
+    async def _look(self, client: Client) -> Sequence[SlotLook] | None:
+        looks = await self._calls.looks(client)
+        if looks is not None and restarted(self.held.values(), looks):
+            self.emptied()
+            self._facts.forget()
+            await self._facts.learn(client)
+        return looks
+
+    def emptied(self) -> None:
+        """llama-server has started anew: neither slots nor RAM hold anything."""
+        self.held.clear()
+        self._facts.memory.ram_since = time.monotonic()
+
+    async def _restore(
+        self, way: Forwarding, seat: Seat, reuse: int, client: Client
+    ) -> Held | None:
+        """What the slot holds after a restore; None when there was none, or it failed."""
+        assert way.lease is not None
+        goal = seat.boundary if len(seat.boundary) else seat.prompt[:-1]
+        match = self._states.find(seat.tenant, goal)
+        if match is None or not self._worth_it(match, reuse):
+            return None
+        way.stage = "restore"
+        if not await self._facts.fresh(client):
+            return None
+        slot = way.lease.slot
+        if not await self._states.restore(match, slot, client):
+            return None
+        seat.match = match
+        return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic())
+
+    def _worth_it(self, match: Match, reuse: int) -> bool:
+        gain = match.shared - reuse
+        costs = self._facts.costs
+        least = self._config.min_tokens // 2
+        return gain >= least and costs.worth_restoring(gain, match.snapshot.n_bytes)
+
+    async def _save(
+        self, way: Forwarding, seat: Seat, state: Held | None, reuse: int, client: Client
+    ) -> None:
+        """Decode up to the boundary and no further, save that; not when it is there already."""
+        if len(seat.boundary) < self._config.min_tokens:
+            return
+        why_not = self._states.worth_saving(seat.tenant, seat.boundary)
+        if not why_not and self._states.save_in_s() > 0:
+            why_not = "rate"
+        if not why_not and not (len(self._slots.pool) == 1 or self._slots.pool.alone()):
+            why_not = "busy"
+        if why_not:
+            if why_not != "there":
+                self._metrics.saves.labels(result=f"skipped_{why_not}").inc()
+            return
+        way.stage = "prefill"
+        done = await self._calls.prefill(seat.boundary, seat.slot, client)
+        self._learn(seat, state, done, reuse)
+        if done.slot != way.leases[0].slot:
+            await self._move(way, done.slot)
+        seat.slot = done.slot
+        way.stage = "save"
+        self._gaps.open()
+        try:
+            if await self._facts.fresh(client):
+                label = self.label(seat, kind_of(seat.request), seat.boundary)
+                await self._states.save(done.slot, seat.boundary, label, client)
+        finally:
+            self._gaps.close_soon()
+
+    def label(self, seat: Seat, kind: str, tokens: Tokens) -> Label:
+        """What a snapshot of these tokens is of."""
+        seconds = self._facts.costs.prefill.seconds(len(tokens))
+        return Label(seat.tenant, self._facts.fingerprint, seat.branch, kind, seconds)
+
+    def _learn(self, seat: Seat, state: Held | None, done: Prefilled, reuse: int) -> None:
+        """What a prefill shows of promises."""
+        memory = self._facts.memory
+        self._facts.costs.prefilled(done.decoded, done.seconds)
+        if seat.match is not None:
+            self._states.proved(seat.match, done.cached)
+            seat.match = None
+        elif state is not None and reuse and not state.exact:
+            memory.rollback.note(min(reuse, len(seat.boundary)), done.cached)
+        self.missed(seat, done.cached)
+
+    def missed(self, seat: Seat, cached: int) -> None:
+        """So much was in the cache: if RAM was to have it, did it?"""
+        if seat.in_ram is not None and 2 * cached < seat.hoped:
+            memory = self._facts.memory
+            memory.ram_since = max(memory.ram_since, seat.in_ram.at)
+        seat.in_ram = None
+
+    async def _move(self, way: Forwarding, slot: int) -> None:
+        """llama-server has chosen another slot, which no request of ours is in: go there."""
+        old = way.leases.pop(0)
+        assert way.conversation is not None
+        self._slots.release(old)
+        tenant = way.conversation.tenant
+        way.leases.append(await self._slots.acquire(way.conversation.id, tenant, slot=slot))
+
+    async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
+        """The answer is over: remember what it has left in its slot."""
+        timings = way.observer.timings or {}
+        cached, decoded = int(timings.get("cache_n") or 0), int(timings.get("prompt_n") or 0)
+        self._facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
+        if seat.match is not None:
+            self._states.proved(seat.match, cached)
+        if timings:
+            self.missed(seat, cached)
+        looks = await self._calls.looks(client)
+        if way.conversation is None or looks is None:
+            return
+        slot = self._found(seat, looks)
+        if slot is None or not timings:
+            return
+        left = Held(slot.id, seat.prompt, False, time.monotonic(), slot)
+        self.held[way.conversation.id] = left
+        if way.lease is not None and slot.id != way.lease.slot:
+            self._slots.pool.moved(way.conversation.id, slot.id)
+
+    def _found(self, seat: Seat, looks: Sequence[SlotLook]) -> SlotLook | None:
+        if seat.slot is not None:
+            return next((look for look in looks if look.id == seat.slot), None)
+        if len(looks) == 1:
+            return looks[0]
+        before = {look.id: look.task for look in seat.before or ()}
+        new = [look for look in looks if before.get(look.id) != look.task]
+        return new[0] if len(new) == 1 else None
+
+    async def until_idle(self, seat: Seat, client: Client) -> None:
+        """Wait until llama-server has noticed that its client is gone."""
+        for wait_s in (0.0, 0.05, *[1.5] * 40):
+            await asyncio.sleep(wait_s)
+            looks = await self._calls.looks(client)
+            mine = [look for look in looks or () if seat.slot in (None, look.id)]
+            if not any(look.busy for look in mine):
+                return
+
+    def noted(self, id: str, held: Held, looks: Sequence[SlotLook] | None) -> None:
+        """More was decoded for a conversation while it is idle."""
+        look = next((look for look in looks or () if look.id == held.slot), None)
+        self.held[id] = replace(held, look=look)

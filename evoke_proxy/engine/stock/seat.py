@@ -1,0 +1,35 @@
+"""One chat request on its way through an unpatched server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from evoke_proxy.core.answer import AnswerReader
+from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.held import Held, SlotLook
+from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.snapshots import Match
+
+
+@dataclass(slots=True)
+class Seat:
+    """`prompt` are all its tokens, `boundary` those of them that the next turn will begin with too.
+
+    `slot` is the one that it runs in, None when llama-server chooses. `match` was restored and has
+    not shown its use yet; `in_ram` was left in a slot that is empty now, and llama-server may have
+    a copy of its first `hoped` tokens. `before` is how slots looked at first.
+    """
+
+    request: ChatRequest
+    tenant: str
+    body: bytes
+    prompt: Tokens
+    boundary: Tokens
+    branch: str = ""
+    slot: int | None = None
+    match: Match | None = None
+    in_ram: Held | None = None
+    hoped: int = 0
+    before: Sequence[SlotLook] | None = None
+    answer: AnswerReader = field(default_factory=AnswerReader)
