@@ -65,14 +65,16 @@ class Memory:
 
     `restore` whether a restored state saves decoding, `partial` whether one does that goes on
     otherwise than the prompt, `rollback` whether a slot can go back without a restore, `ahead`
-    whether what was decoded ahead was what came. RAM copies are kept first in, first out: one that
-    was gone says that all that were left before it are gone (`ram_since`).
+    whether what was decoded ahead was what came. The server's own copies in RAM are counted on once
+    it was seen to have them (`ram`); they are kept first in, first out: one that was gone says that
+    all that were left before it are gone (`ram_since`).
     """
 
     restore: Proof = field(default_factory=Proof)
     partial: Proof = field(default_factory=Proof)
     rollback: Proof = field(default_factory=Proof)
     ahead: Proof = field(default_factory=Proof)
+    ram: bool = False
     ram_since: float = float("-inf")
 
     def came(self, held: Held, tokens: Tokens) -> None:
@@ -81,16 +83,26 @@ class Memory:
             promised = len(held.tokens) - held.ahead_from
             self.ahead.note(promised, common_prefix(held.tokens, tokens) - held.ahead_from)
 
+    def looked(self, held: Held | None, looks: Sequence[SlotLook] | None) -> None:
+        """A slot that things were left in, as it is now: where idle ones are emptied, it is into
+        RAM."""
+        now = next((look for look in looks or () if held and look.id == held.slot), None)
+        self.ram = self.ram or (now is not None and now.task is not None and not now.n_tokens)
+
+    def from_ram(self, held: Held, hoped: int, cached: int) -> None:
+        """What was left went out of its slot; so many of the tokens hoped for were there again."""
+        if 2 * cached >= hoped:
+            self.ram = True
+        else:
+            self.ram_since = max(self.ram_since, held.at)
+
     def reuse(self, held: Held | None, live: bool, tokens: Tokens) -> int:
-        """How many tokens of a prompt need no decoding if nothing is restored, at best."""
-        if held is None:
+        """How many tokens of a prompt need no decoding if nothing is restored, for all we know."""
+        if held is None or not (live or (self.ram and held.at > self.ram_since)):
             return 0
         shared = common_prefix(held.tokens, tokens)
         goes_on = held.exact and shared == len(held.tokens)
-        if live:
-            return shared if goes_on or self.rollback.trusted else 0
-        in_ram = held.at > self.ram_since
-        return shared if in_ram and (goes_on or self.rollback.trusted) else 0
+        return shared if goes_on or self.rollback.trusted else 0
 
 
 def restarted(held: Iterable[Held], looks: Sequence[SlotLook]) -> bool:

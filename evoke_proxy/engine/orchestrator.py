@@ -6,9 +6,8 @@ Whatever fails in here before a request is forwarded costs its plan, never the a
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -20,12 +19,14 @@ from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
 from evoke_proxy.engine.booking import book
+from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
-from evoke_proxy.engine.reading import parse_object
+from evoke_proxy.engine.reading import parse_object, tenant_of
 from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
@@ -42,11 +43,6 @@ from evoke_proxy.errors import (
 )
 
 _log = logging.getLogger(__name__)
-
-# llama-server looks for a closed connection after a second without any result, and an answer to
-# us is a result: asking more often would keep it from noticing that its client is gone.
-_ASK_AGAIN_S = 1.5
-_ASK_TIMES = 40
 
 
 class Engine:
@@ -67,17 +63,22 @@ class Engine:
             *(config.policy, self.upstream, self.metrics, self._seating, self.conversations),
             self._vectors,
         )
-        self._tasks = asyncio.TaskGroup()
+        self.keeper = Keeper(
+            *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations)
+        )
+        self._chores = Chores()
 
     async def __aenter__(self) -> Engine:
         await self.embedding.__aenter__()
         await self.upstream.__aenter__()
-        await self._tasks.__aenter__()
+        await self.keeper.__aenter__()
+        await self._chores.__aenter__()
         await self._watch.look()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._tasks.__aexit__(None, None, None)
+        await self._chores.__aexit__()
+        await self.keeper.__aexit__()
         await self.embedding.__aexit__()
         await self.upstream.__aexit__()
 
@@ -85,6 +86,16 @@ class Engine:
     def server(self) -> ServerInfo:
         """What is known of llama-server now."""
         return self._watch.server
+
+    @property
+    def mode(self) -> str:
+        """What chats get: a budget, snapshots of their slots, or nothing."""
+        return "budgeted" if self.server.patched else "snapshots" if self._helped else "pass-through"
+
+    @property
+    def _helped(self) -> bool:
+        """Whether an unpatched server is there, whose slots are to be kept."""
+        return self.keeper.on and self.server.lacking in ("unpatched", "unsupported")
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure of llama-server; it is asked again what it is when it may be another."""
@@ -137,20 +148,23 @@ class Engine:
         if reason:
             way.decision = f"bypass:{reason}"
             self.metrics.bypass.labels(reason=reason).inc()
-        if isinstance(request, str) or not self.server.patched:
+        if isinstance(request, str) or not self.server.patched and not self._helped:
             return
         way.patience = patience if request.stream else None
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         try:
-            if reason:
-                await self._seating.guest(way, request, client, _tenant(client))
+            if not self.server.patched:
+                await self.keeper.prepare(way, request, client, tenant_of(client))
+            elif reason:
+                await self._seating.guest(way, request, client, tenant_of(client))
             else:
-                await self._planner.prepare(way, request, client, _tenant(client))
+                await self._planner.prepare(way, request, client, tenant_of(client))
         except (RequestError, CapacityError, ConnectionResetError):  # the last: our client is gone
             raise
         except Exception as error:
             self._degrade(way, error)
-            await self._hold(way, request, client, error)
+            if self.server.patched:
+                await self._hold(way, request, client, error)
 
     def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
@@ -217,29 +231,25 @@ class Engine:
         if known is not None and books is not None:
             book(way, known, books, self.metrics)
         elif way.leases and (known is not None or not way.observer.done):
-            self._spawn(self._settle(way, client), "settling a slot")
+            self._chores.run(self._settle(way, client), "settling a slot")
             return
         self._part(way, client)
 
     async def _settle(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
-        known = way.conversation
+        known, enough = way.conversation, lambda: self.draining
         try:
+            if not self.server.patched:
+                await self.keeper.settle(way, client, enough)
+                return
             for lease in way.leases:
-                await self._until_idle(lease.slot, _tenant(client), client)
+                await self._seating.until_idle(lease.slot, tenant_of(client), client, enough)
         finally:
             if known is not None and way.turn is not None:
                 known.session.finish(None)
             if known is not None and not way.marked:
                 known.epoch = None
             self._part(way, client)
-
-    async def _until_idle(self, slot: int, tenant: str, client: Mapping[str, str]) -> None:
-        for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
-            await asyncio.sleep(wait_s)
-            answer = await self.upstream.slot(slot, tenant, client)
-            if self.draining or not answer.get("is_processing"):
-                return
 
     def _part(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """The request is done with its slot and its session."""
@@ -251,7 +261,8 @@ class Engine:
         for gone in self.conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
             if gone.labels:
-                self._spawn(self._drop(gone, client), "dropping blocks of a forgotten session")
+                self._chores.run(self._drop(gone, client), "dropping blocks of a forgotten session")
+        self.keeper.parted(way, client)
         self.metrics.sessions.set(len(self.conversations))
         self.metrics.resident.set(sum(known.n_resident for known in self.conversations))
 
@@ -262,11 +273,14 @@ class Engine:
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""
         drain = "stopping: no new requests" if self.draining else "accepting requests"
-        return {
+        checks = {
             "upstream": await self._watch.check(),
             "accepting": {"ok": not self.draining, "detail": drain},
             "budget": {"ok": True, "detail": self._watch.described()},
         }
+        if self._helped and not self.server.sleeping:
+            checks["snapshots"] = {"ok": True, "detail": await self.keeper.check()}
+        return checks
 
     def sessions_summary(self) -> list[dict[str, Any]]:
         """Every session known, the latest used first."""
@@ -276,24 +290,8 @@ class Engine:
         """A server has appeared: whatever was in the one before is gone."""
         self._slots.restart(server.n_slots)
         self.conversations.lost()
-
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Run work that must finish even when its client is gone; its errors are logged."""
-        self._tasks.create_task(_logged(work, what))
-
-
-async def _logged(work: Coroutine[Any, Any, None], what: str) -> None:
-    try:
-        await work
-    except Exception as error:
-        _log.warning("%s failed: %s", what, error)
+        self.keeper.restarted()
 
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _tenant(client: Mapping[str, str]) -> str:
-    """Who asks: clients with different keys never share blocks. The key itself is kept nowhere."""
-    key = client.get("Authorization") or client.get("X-Api-Key") or ""
-    return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
@@ -21,6 +21,11 @@ from evoke_proxy.engine.waiting import Lease, SlotQueue
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
+
+# llama-server looks for a closed connection after a second without any result, and an answer to
+# us is a result: asking more often would keep it from noticing that its client is gone.
+_ASK_AGAIN_S = 1.5
+_ASK_TIMES = 40
 
 
 class Seating:
@@ -80,6 +85,14 @@ class Seating:
             place = {"id_slot": orjson.dumps(first)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
 
+    async def queue(self, way: Forwarding, request: ChatRequest, tenant: str) -> None:
+        """Slots for a request without a conversation where llama-server is to choose which.
+
+        Raises SlotsBusy.
+        """
+        for slot in self._places(way, request):
+            await self.acquire(way, f"guest-{id(way)}", tenant, True, slot)
+
     def _places(self, way: Forwarding, request: ChatRequest) -> Sequence[int | None]:
         """In ascending order, so that two of them never wait for each other."""
         n_slots, wanted = len(self._slots.pool), self.wanted(way)
@@ -88,6 +101,19 @@ class Seating:
         if way.is_batch:  # which slots its prompts get is llama-server's choice
             return range(n_slots)
         return taken_by(request.n, n_slots, wanted or 0)
+
+    async def until_idle(
+        self, slot: int, tenant: str, client: Mapping[str, str], enough: Callable[[], bool]
+    ) -> None:
+        """Wait until llama-server is done with a slot: it may not know yet that a client is gone.
+
+        Not for ever, and no longer once `enough` says so.
+        """
+        for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
+            await asyncio.sleep(wait_s)
+            answer = await self._upstream.slot(slot, tenant, client)
+            if enough() or not answer.get("is_processing"):
+                return
 
     async def make_room(
         self, victim: Conversation | None, view: SlotView, client: Mapping[str, str]

@@ -69,9 +69,11 @@ class ServerWatch:
         """One line for a person: what requests through this proxy get."""
         url = self._upstream.url
         if not self.server.patched:
+            helped = self._config.snapshots.directory
+            what = "Chats keep their slots on disk" if helped else "Every request passes through"
             return (
-                f"llama-server at {url}: {self.server.reason}. Every request passes through"
-                " unchanged, nothing is evicted; evoke-proxy build-server builds one that can"
+                f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
+                " evoke-proxy build-server builds one that can"
             )
         budget = self._config.policy.budget
         kept = f"sessions keep {budget} tokens" if budget else "no budget, nothing is evicted"

@@ -52,7 +52,7 @@ async def _ready(engine: Engine) -> web.StreamResponse:
     answer = {
         "status": "not_ready" if failed else "ready",
         "failed": failed,
-        "mode": "budgeted" if engine.server.patched else "pass-through",
+        "mode": engine.mode,
         "checks": checks,
     }
     return _json(answer, 503 if failed else 200)

@@ -12,6 +12,7 @@ import orjson
 
 from evoke_proxy.adapters.model_file import ModelFiles
 from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.core.ahead import boundary
 from evoke_proxy.core.fingerprint import fingerprint
 from evoke_proxy.core.held import SlotLook
 from evoke_proxy.core.rendered import Tokens
@@ -48,18 +49,34 @@ class StockCalls:
 
     async def render(self, body: bytes, client: Client) -> Tokens:
         """The tokens of a chat request, as llama-server would decode them."""
-        answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
-        asked = {"content": answer.get("prompt"), "add_special": True, "parse_special": True}
-        found = await self._upstream.call("POST", "/tokenize", asked, client, "render")
-        try:
-            return np.asarray(found["tokens"], dtype=np.int32)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UpstreamProtocolError("/tokenize answered without tokens") from error
+        return await self._tokenize(await self.text(body, client), True, client)
+
+    async def boundary(self, body: bytes, client: Client) -> tuple[Tokens, int]:
+        """The tokens of a chat request, and how many of them are mere history.
+
+        0 where the history is no prefix of the prompt, in text or in tokens, or all of it: a memory
+        that cannot go back decodes a prompt anew when nothing is new.
+        """
+        text, history = await self.text(body, client), await self.text(boundary(body), client)
+        tokens = await self._tokenize(text, True, client)
+        if not text.startswith(history) or text == history:
+            return tokens, 0
+        begun = await self._tokenize(text[len(history) :], False, client)
+        n_history = len(tokens) - len(begun)
+        return tokens, n_history if np.array_equal(tokens[n_history:], begun) else 0
 
     async def text(self, body: bytes, client: Client) -> str:
         """The text of a chat request."""
         answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
         return str(answer.get("prompt"))
+
+    async def _tokenize(self, text: str, special: bool, client: Client) -> Tokens:
+        asked = {"content": text, "add_special": special, "parse_special": True}
+        found = await self._upstream.call("POST", "/tokenize", asked, client, "render")
+        try:
+            return np.asarray(found["tokens"], dtype=np.int32)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UpstreamProtocolError("/tokenize answered without tokens") from error
 
     async def looks(self, client: Client) -> Sequence[SlotLook] | None:
         """Every slot as it is now; None when the server does not show them."""

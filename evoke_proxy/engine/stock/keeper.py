@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import orjson
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.ahead import boundary, unkept
+from evoke_proxy.core.ahead import unkept
 from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.rendered import Rendered, common_prefix
+from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.seating import Seating
@@ -52,24 +52,29 @@ class Keeper:
         self.vault = Vault(config.snapshots, metrics)
         self._gaps = Gaps()
         self._facts = Facts(config.snapshots, self._calls, self.vault)
-        self._states = States(self._calls, self.vault, self._facts, metrics, self._spawn)
+        self._chores = Chores()
+        self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
         settings = (config.snapshots, self._calls, self._facts, self._states)
         self._places = Places(*settings, slots, self._gaps, metrics)
         self._look_ahead = LookAhead(*settings, self._places, slots, self._gaps, metrics)
         self._ahead: set[asyncio.Task[None]] = set()
-        self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Keeper:
         if self.on:
             self.vault.open()
-        await self._tasks.__aenter__()
+        await self._chores.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.stop()
-        await self._tasks.__aexit__(None, None, None)
+        await self._chores.__aexit__()
         if self.on:
             self.vault.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is decoded ahead or written now."""
+        return self._chores.busy
 
     def stop(self) -> None:
         """Leave off whatever is decoded ahead: somebody wants the server."""
@@ -90,7 +95,7 @@ class Keeper:
         return self._facts.described()
 
     async def prepare(
-        self, way: Forwarding, request: ChatRequest, bypass: str, client: Client, tenant: str
+        self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
     ) -> None:
         """Give a request its slot, with as much of its prompt in it as can be had cheaply.
 
@@ -100,9 +105,9 @@ class Keeper:
         self.stop()
         if len(self._slots.pool) > 1:
             await self._gaps.wait()
-        named = "id_slot" if way.id_slot is not None else ""
-        if bypass or named or unkept(request):
-            way.decision = f"guest:{bypass or named or unkept(request)}"
+        reason = "id_slot" if way.id_slot is not None else unkept(request)
+        if reason:
+            way.decision = f"guest:{reason}"
             await self._seating.queue(way, request, tenant)
             return
         way.stage = "learn"
@@ -127,19 +132,22 @@ class Keeper:
         self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
     ) -> Seat:
         way.stage = "render"
-        asked = way.body, boundary(way.body)
-        prompt, history = await asyncio.gather(*(self._calls.render(b, client) for b in asked))
-        stable = self._facts.stability(request.has_tools).boundary
-        n_stable = common_prefix(prompt, history) if stable else 0
+        if self._facts.stability(request.has_tools).boundary:
+            prompt, n_stable = await self._calls.boundary(way.body, client)
+        else:
+            prompt, n_stable = await self._calls.render(way.body, client), 0
         return Seat(request, tenant, way.body, prompt, prompt[:n_stable])
 
-    async def settle(self, way: Forwarding, client: Client) -> None:
-        """The answer is over, or its client gone: wait for the slot, remember what is in it."""
+    async def settle(self, way: Forwarding, client: Client, enough: Callable[[], bool]) -> None:
+        """The answer is over, or its client gone: wait for the slot, remember what is in it.
+
+        The wait ends when `enough` says so.
+        """
         seat = way.seat
         if seat is None:
             return
         if not way.observer.done:
-            await self._places.until_idle(seat, client)
+            await self._places.until_idle(seat, client, enough)
         await self._places.settled(way, seat, client)
 
     def parted(self, way: Forwarding, client: Client) -> None:
@@ -150,9 +158,6 @@ class Keeper:
             return
         assert way.seat is not None and way.conversation is not None
         ahead = self._look_ahead.run(way.conversation.id, way.seat, client)
-        task = self._tasks.create_task(ahead)
+        task = self._chores.run(ahead, "decoding ahead")
         self._ahead.add(task)
         task.add_done_callback(self._ahead.discard)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        self._tasks.create_task(work, name=what)

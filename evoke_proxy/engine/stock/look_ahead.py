@@ -52,7 +52,7 @@ class LookAhead:
         self._one = asyncio.Lock()
 
     async def run(self, id: str, seat: Seat, client: Client) -> None:
-        """Take the conversation as far as its next turn is known; never raises but when cancelled."""
+        """Take the conversation as far as its next turn is known."""
         result = "failed"
         try:
             async with self._one:

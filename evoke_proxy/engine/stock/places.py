@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.ahead import kind_of
 from evoke_proxy.core.held import Held, SlotLook, restarted
-from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import Match
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.stock.calls import Client, Prefilled, StockCalls
@@ -21,6 +24,9 @@ from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.vault import Label
 from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.errors import UpstreamRejected
+
+_log = logging.getLogger(__name__)
 
 
 class Places:
@@ -62,12 +68,15 @@ class Places:
         state = held
         if held is None or held.slot != way.lease.slot or not held.still(seat.before):
             state = None
+        memory = self._facts.memory
+        memory.looked(held, seat.before)
         if held is not None:
-            self._facts.memory.came(held, seat.prompt)
-        reuse = self._facts.memory.reuse(held, state is not None, seat.prompt)
+            memory.came(held, seat.prompt)
+        reuse = memory.reuse(held, state is not None, seat.prompt)
         way.decision = "live" if state is not None else "new"
-        if state is None and reuse:
-            seat.in_ram, seat.hoped, way.decision = held, reuse, "ram"
+        if state is None and held is not None and held.at > memory.ram_since:
+            seat.in_ram, seat.hoped = held, common_prefix(held.tokens, seat.prompt)
+            way.decision = "ram"
         seat.slot = state.slot if state is not None else None
         restored = await self._restore(way, seat, reuse, client)
         if restored is not None:
@@ -118,7 +127,7 @@ class Places:
         self, way: Forwarding, seat: Seat, state: Held | None, reuse: int, client: Client
     ) -> None:
         """Decode up to the boundary and no further, save that; not when it is there already."""
-        if len(seat.boundary) < self._config.min_tokens:
+        if len(seat.boundary) < self._config.min_tokens or _at(state, seat.boundary):
             return
         why_not = self._states.worth_saving(seat.tenant, seat.boundary)
         if not why_not and self._states.save_in_s() > 0:
@@ -130,7 +139,13 @@ class Places:
                 self._metrics.saves.labels(result=f"skipped_{why_not}").inc()
             return
         way.stage = "prefill"
-        done = await self._calls.prefill(seat.boundary, seat.slot, client)
+        try:
+            done = await self._calls.prefill(seat.boundary, seat.slot, client)
+        except UpstreamRejected as error:
+            # Too long, most likely: llama-server says so to the client itself.
+            self._metrics.saves.labels(result="skipped_rejected").inc()
+            _log.info("no boundary: status %d", error.status)
+            return
         self._learn(seat, state, done, reuse)
         if done.slot != way.leases[0].slot:
             await self._move(way, done.slot)
@@ -158,13 +173,12 @@ class Places:
             seat.match = None
         elif state is not None and reuse and not state.exact:
             memory.rollback.note(min(reuse, len(seat.boundary)), done.cached)
-        self.missed(seat, done.cached)
+        self.ram_said(seat, done.cached)
 
-    def missed(self, seat: Seat, cached: int) -> None:
+    def ram_said(self, seat: Seat, cached: int) -> None:
         """So much was in the cache: if RAM was to have it, did it?"""
-        if seat.in_ram is not None and 2 * cached < seat.hoped:
-            memory = self._facts.memory
-            memory.ram_since = max(memory.ram_since, seat.in_ram.at)
+        if seat.in_ram is not None:
+            self._facts.memory.from_ram(seat.in_ram, seat.hoped, cached)
         seat.in_ram = None
 
     async def _move(self, way: Forwarding, slot: int) -> None:
@@ -183,7 +197,7 @@ class Places:
         if seat.match is not None:
             self._states.proved(seat.match, cached)
         if timings:
-            self.missed(seat, cached)
+            self.ram_said(seat, cached)
         looks = await self._calls.looks(client)
         if way.conversation is None or looks is None:
             return
@@ -204,16 +218,21 @@ class Places:
         new = [look for look in looks if before.get(look.id) != look.task]
         return new[0] if len(new) == 1 else None
 
-    async def until_idle(self, seat: Seat, client: Client) -> None:
+    async def until_idle(self, seat: Seat, client: Client, enough: Callable[[], bool]) -> None:
         """Wait until llama-server has noticed that its client is gone."""
         for wait_s in (0.0, 0.05, *[1.5] * 40):
             await asyncio.sleep(wait_s)
             looks = await self._calls.looks(client)
             mine = [look for look in looks or () if seat.slot in (None, look.id)]
-            if not any(look.busy for look in mine):
+            if enough() or not any(look.busy for look in mine):
                 return
 
     def noted(self, id: str, held: Held, looks: Sequence[SlotLook] | None) -> None:
         """More was decoded for a conversation while it is idle."""
         look = next((look for look in looks or () if look.id == held.slot), None)
         self.held[id] = replace(held, look=look)
+
+
+def _at(state: Held | None, tokens: Tokens) -> bool:
+    """Whether a slot holds these tokens and nothing else: there is nothing to decode up to them."""
+    return state is not None and state.exact and np.array_equal(state.tokens, tokens)

@@ -18,7 +18,7 @@ from evoke_proxy.engine.vault import Label, Vault
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
-Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
 class States:
@@ -86,9 +86,7 @@ class States:
         self._metrics.restores.labels(result="useful" if useful else "wasted").inc()
         self._metrics.restored_tokens.inc(min(cached, match.shared))
         if not useful:
-            _log.warning(
-                "a restore of %d tokens saved %d from being decoded", match.shared, cached
-            )
+            _log.warning("a restore of %d tokens saved %d from being decoded", match.shared, cached)
 
     def worth_saving(self, tenant: str, tokens: Tokens) -> str:
         """Why these tokens are not worth a snapshot now; empty when they are."""

@@ -1,0 +1,51 @@
+"""Work that goes on when its request is over; whatever fails in it is logged, and only that."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from evoke_proxy.errors import EvokeError
+
+_log = logging.getLogger(__name__)
+
+
+class Chores:
+    """Use as an async context manager; leaving it waits for all of them."""
+
+    def __init__(self) -> None:
+        self._tasks = asyncio.TaskGroup()
+        self._under_way = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any of it is not done."""
+        return self._under_way > 0
+
+    async def __aenter__(self) -> Chores:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._tasks.__aexit__(None, None, None)
+
+    def run(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+        """Begin it; `what` names it in the log."""
+        task = self._tasks.create_task(_logged(work, what))
+        self._under_way += 1
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, _: asyncio.Task[None]) -> None:
+        self._under_way -= 1
+
+
+async def _logged(work: Coroutine[Any, Any, None], what: str) -> None:
+    try:
+        await work
+    except EvokeError as error:
+        _log.warning("%s failed: %s", what, error)
+    except Exception:
+        _log.exception("%s failed", what)

@@ -1,0 +1,211 @@
+"""In front of a stock llama-server: conversations keep their cache across restarts and slots.
+
+What counts is how many tokens the server has decoded in all, whoever asked it to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from keeping import Chat, House, decoded, long_chat, quiet_metric, settled, template
+from running import ask
+
+QWEN = tuple(template("Qwen3.5-4B"))
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+NEW, SLACK = "And what comes after that?", 64
+HYBRID, WINDOWED = "tiny-qwen35", "tiny-gemma"
+
+
+def new_tokens(port: int, text: str) -> int:
+    """How long a message is."""
+    answer = ask(port, "POST", "/tokenize", json.dumps({"content": text}).encode())
+    return len(json.loads(answer.body)["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (HYBRID, QWEN),
+        ("tiny-jamba", QWEN),
+        ("tiny-dense", (*QWEN, "-np", "4", "-kvu")),
+        (WINDOWED, (*QWEN, "--swa-full")),
+    ],
+    ids=["qwen35", "jamba", "dense", "windows-swa-full"],
+)
+def test_after_a_restart_of_both_only_what_is_new_is_decoded(
+    shape: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    house, chat = House(tmp_path, shape, options), long_chat(1100)
+    with house.both() as running:
+        first = sum(chat.ask(running.port, "So what is it?"))
+        assert first > 4000
+        settled(running)
+        chat.hear()
+    with house.both() as running:
+        limit = new_tokens(running.port, NEW) + SLACK
+        before = decoded(running.port)
+        chat.ask(running.port, NEW)
+        assert decoded(running.port) - before <= limit
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+    with house.both() as running:  # the same once more: the client regenerates
+        before = decoded(running.port)
+        chat.ask(running.port)
+        assert decoded(running.port) - before <= SLACK
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert running.metric("evoke_degraded_total", stage="restore") == 0
+
+
+def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahead(
+    tmp_path: Path,
+) -> None:
+    house = House(tmp_path, HYBRID, QWEN)
+    costs = {}
+    for look_ahead in (False, True):
+        chat = long_chat(1100)
+        chat.fields = NO_THINKING | {"max_tokens": 300, "seed": 1}
+        with house.both(look_ahead=look_ahead) as running:
+            chat.ask(running.port, "So what is it?")
+            settled(running)
+            chat.hear()
+            before = decoded(running.port)
+            chat.ask(running.port, NEW)
+            costs[look_ahead] = decoded(running.port) - before
+            wanted = "done" if look_ahead else "none"
+            assert quiet_metric(running, "evoke_look_aheads_total", result=wanted) == 2 * look_ahead
+        for file in house.files():
+            file.unlink()
+    assert costs[True] <= costs[False] / 5
+
+
+def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -> None:
+    house = House(tmp_path, WINDOWED, ("--cache-ram", "0"))
+    with house.both(look_ahead=False) as running:
+        chats = [long_chat(300, start) for start in (0, 7)]
+        for turn in range(3):
+            for chat in chats:
+                cached, new = chat.ask(running.port, f"Turn {turn}?")
+                assert cached + new > 900
+                settled(running)
+                chat.hear()
+        wasted = running.metric("evoke_snapshot_restores_total", result="wasted")
+        assert wasted == 3
+        detail = json.loads(ask(running.port, "GET", "/evoke/ready").body)["checks"]["snapshots"]
+        assert "given up restoring" in detail["detail"]
+
+
+def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_path: Path) -> None:
+    house = House(tmp_path, HYBRID, (*QWEN, "--cache-ram", "0"))
+    with house.both() as running:
+        chats = [long_chat(400, start) for start in (0, 7, 13)]
+        for chat in chats:
+            chat.ask(running.port, "Begin.")
+            settled(running)
+            chat.hear()
+        before = decoded(running.port)
+        for chat in chats:
+            chat.ask(running.port, NEW)
+            settled(running)
+        assert decoded(running.port) - before <= 3 * (SLACK + 10)
+        assert running.metric("evoke_snapshot_restores_total", result="useful") == 3
+
+
+def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> None:
+    """A default server empties idle slots into memory: what it has there is longer than a file."""
+    house = House(tmp_path, "", ("-np", "4", "-kvu"))
+    with house.both(look_ahead=False) as running:
+        chats = [long_chat(300, start) for start in (0, 7)]
+        for chat in chats:
+            chat.ask(running.port, "Begin.")
+            settled(running)
+            chat.hear()
+        before = decoded(running.port)
+        chats[0].ask(running.port, NEW)
+        assert decoded(running.port) - before <= SLACK
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 0
+
+
+def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> None:
+    house = House(tmp_path, "", ("-c", "8192"))
+    with house.both() as running:
+        other, chat = Chat([]), long_chat(300)
+        other.ask(running.port, "Nothing of note.")
+        settled(running)
+        slow, calls = running.engine.keeper._look_ahead, []
+
+        async def never(*_: object) -> None:
+            calls.append(1)
+            await asyncio.sleep(60)
+
+        slow._decode = never  # type: ignore[method-assign,assignment]
+        chat.ask(running.port, "Begin.")
+        deadline = time.monotonic() + 10
+        while not calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        other.ask(running.port)
+        assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
+
+
+def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_restored(
+    tmp_path: Path,
+) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    house, chat = House(theirs), long_chat(300)
+    with house.server() as port, house.proxy(port, directory=str(ours)) as running:
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert "is not the --slot-save-path" in ready["checks"]["snapshots"]["detail"]
+        chat.ask(running.port, "Begin.")
+        assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_reduced") == 1
+    assert not list(ours.glob("*.evoke-*"))
+
+
+def test_a_fault_of_ours_costs_the_snapshot_not_the_answer(tmp_path: Path) -> None:
+    house, chat = House(tmp_path), long_chat(300)
+    with house.both() as running:
+        calls = running.engine.keeper._calls
+
+        async def broken(*_: object) -> None:
+            raise RuntimeError("broken on purpose")
+
+        calls.prefill = broken  # type: ignore[method-assign,assignment]
+        chat.ask(running.port, "Begin.")
+        assert running.metric("evoke_degraded_total", stage="prefill") == 1
+        cached, new = chat.ask(running.port)
+        assert cached + new > 900
+
+
+def test_what_is_not_a_chat_of_its_own_goes_through_untouched(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    with house.both() as running:
+        raw = {"prompt": "a b " * 300, "max_tokens": 4, "temperature": 0}
+        answer = ask(running.port, "POST", "/v1/completions", json.dumps(raw).encode())
+        assert answer.status == 200
+        for fields in ({"cache_prompt": False}, {"id_slot": 0}, {"evoke": False}):
+            long_chat(300).ask(running.port, "Begin.", **fields)
+        settled(running)
+        assert house.files() == []
+        assert len(running.engine.conversations) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "with_tools"),
+    [
+        ("Qwen3.5-4B", (True, True), (True, True)),
+        ("ibm-granite-granite-4.0", (True, True), (True, True)),
+        ("Mistral-Small-3.2-24B-Instruct-2506", (True, True), (False, False)),
+    ],
+)
+def test_what_a_real_template_keeps_is_measured_at_start(
+    name: str, plain: tuple[bool, bool], with_tools: tuple[bool, bool], tmp_path: Path
+) -> None:
+    house = House(tmp_path, "", tuple(template(name)))
+    with house.both() as running:
+        assert ask(running.port, "GET", "/evoke/ready").status == 200
+        facts = running.engine.keeper._facts
+        found = [facts.stability(tools) for tools in (False, True)]
+    assert [(each.boundary, each.ahead) for each in found] == [plain, with_tools]

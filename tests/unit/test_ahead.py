@@ -1,0 +1,158 @@
+"""Bodies of turns that nobody has asked yet, and the answers they are made from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.ahead import (
+    PLACEHOLDERS,
+    boundary,
+    continued,
+    kind_of,
+    next_turns,
+    probes,
+    stability,
+    unkept,
+)
+from evoke_proxy.core.answer import AnswerReader
+from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.snapshots import STEP, USER
+
+BODY = b'{ "messages" : [ {"role":"user","content":"h\\u0069"} ] , "n":1.0e0, "tools" :[]}'
+ANSWER = {"role": "assistant", "content": 'Ye"s \u2603'}
+
+
+def test_a_history_is_continued_without_touching_a_byte_of_it() -> None:
+    longer = continued(BODY, [ANSWER])
+    assert json.loads(longer) == json.loads(BODY) | {
+        "messages": [{"role": "user", "content": "hi"}, ANSWER],
+        "add_generation_prompt": False,
+    }
+    for piece in (
+        b' "messages" : [ {"role":"user","content":"h\\u0069"} ',
+        b'"n":1.0e0, "tools" :[]}',
+    ):
+        assert piece in longer
+    assert json.loads(boundary(BODY))["add_generation_prompt"] is False
+
+
+@pytest.mark.parametrize("given", ["[]", "[ ]", "[\n]"])
+def test_an_empty_history_is_continued_too(given: str) -> None:
+    body = f'{{"messages":{given}}}'.encode()
+    assert json.loads(continued(body, [ANSWER, ANSWER]))["messages"] == [ANSWER, ANSWER]
+    assert json.loads(continued(b'{"messages":3}', [ANSWER]))["messages"] == 3
+    assert "messages" not in json.loads(continued(b"{}", [ANSWER]))
+
+
+@given(st.lists(st.text(), max_size=4), st.text())
+def test_next_turns_differ_only_in_what_is_asked(texts: list[str], answer: str) -> None:
+    said = [{"role": "user", "content": text} for text in texts]
+    body = json.dumps({"messages": said}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    reply = {"role": "assistant", "content": answer}
+    for made, text in zip(next_turns(body, reply), PLACEHOLDERS, strict=True):
+        wanted = [*said, reply, {"role": "user", "content": text}]
+        assert json.loads(made)["messages"] == wanted
+
+
+def _chat(**fields: Any) -> Any:
+    return parse_chat("chat", {"messages": [{"role": "user", "content": "x"}]} | fields)
+
+
+def test_what_has_no_boundary_is_not_kept() -> None:
+    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert unkept(_chat()) == ""
+    assert unkept(_chat(messages=begun)) == "continues"
+    assert unkept(_chat(add_generation_prompt=False)) == "continues"
+    assert unkept(_chat(lora=[])) == "lora"
+    assert unkept(_chat(n=2)) == "n"
+    assert unkept(_chat(cache_prompt=False)) == "cache_prompt"
+    assert unkept(_chat(evoke=False)) == "disabled"
+    assert unkept(parse_chat("messages", {"messages": begun[:1]})) == "dialect"
+
+
+def test_a_boundary_behind_a_tool_is_a_step() -> None:
+    result = {"role": "tool", "content": "4", "tool_call_id": "1"}
+    assert kind_of(_chat()) == USER
+    assert kind_of(_chat(messages=[{"role": "user", "content": "x"}, result])) == STEP
+
+
+def _rendered(body: bytes, strips: bool, tools_last: bool) -> str:
+    """A toy template: it may strip thoughts, and may show its tools before the last question."""
+    value = json.loads(body)
+    messages, text = value["messages"], ""
+    last = max(i for i, item in enumerate(messages) if item["role"] == "user")
+    for at, item in enumerate(messages):
+        if tools_last and at == last and "tools" in value:
+            text += "[tools]"
+        thought = item.get("reasoning_content", "")
+        kept = thought and (not strips or at > last)
+        text += f"<{item['role']}>{thought if kept else ''}{item['content']}\n"
+    return text
+
+
+@pytest.mark.parametrize(
+    ("strips", "tools_last", "tools", "wanted"),
+    [
+        (False, False, True, (True, True)),
+        (True, False, True, (True, True)),
+        (False, True, False, (True, True)),
+        (False, True, True, (False, False)),
+    ],
+)
+def test_what_a_template_keeps_is_measured(
+    strips: bool, tools_last: bool, tools: bool, wanted: tuple[bool, bool]
+) -> None:
+    found = stability([_rendered(body, strips, tools_last) for body in probes(tools)])
+    assert (found.boundary, found.ahead) == wanted
+
+
+def _read(*parts: bytes) -> AnswerReader:
+    reader = AnswerReader()
+    for part in parts:
+        reader.feed(part)
+    return reader
+
+
+def _whole(**message: Any) -> bytes:
+    return json.dumps({"choices": [{"message": {"role": "assistant"} | message}]}).encode()
+
+
+def _events(*deltas: dict[str, Any]) -> bytes:
+    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    return "".join(f"data: {text}\n\n" for text in [*chunks, "[DONE]"]).encode()
+
+
+def test_an_answer_is_read_whole_or_from_a_stream_cut_anywhere() -> None:
+    wanted = {"role": "assistant", "content": "Hi \u2603"}
+    assert _read(_whole(content="Hi \u2603")).message(False) == wanted
+    stream = _events(
+        {"role": "assistant", "content": None}, {"content": "Hi"}, {"content": " \u2603"}
+    )
+    for cut in range(0, len(stream), 7):
+        assert _read(b": waiting\n\n", stream[:cut], stream[cut:]).message(True) == wanted
+
+
+def test_thoughts_are_sent_back_only_by_clients_that_do() -> None:
+    reader = _read(_events({"reasoning_content": "hm"}, {"content": "Yes"}))
+    assert reader.message(False) == {"role": "assistant", "content": "Yes"}
+    assert reader.message(True) == {
+        "role": "assistant", "content": "Yes", "reasoning_content": "hm"
+    }  # fmt: skip
+
+
+def test_calls_of_tools_and_what_is_no_answer_are_none() -> None:
+    call = {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}
+    assert _read(_events({"content": "so"}, call)).message(False) is None
+    assert _read(_whole(content="", tool_calls=[{"id": "1"}])).message(False) is None
+    for data in (b"", b"{", b'{"error":{}}', b"data: {\n\n", b"<html>", _events({})):
+        assert _read(data).message(False) is None
+
+
+def test_an_answer_too_long_to_be_of_use_is_dropped() -> None:
+    reader = _read(b'{"choices":[{"message":{"content":"', b"x" * (5 << 20), b'"}}]}')
+    assert reader.message(False) is None
