@@ -32,8 +32,8 @@ class Forwarding:
     names, `is_batch` says that it brings several prompts. `patience` is what to do for it while it
     waits for a slot. `vectors` are those of the clauses it asks, by text. `waits` are seconds by
     what was waited for, `own_s` the rest of the time until
-    forwarding, `after_s` what was left to do when the answer had ended. `seat` is where it sits on
-    an unpatched server that is helped.
+    forwarding, `after_s` what was left to do when the answer had ended. `helped` says that
+    it goes to an unpatched server whose slots are kept, `seat` where it sits there.
     """
 
     body: bytes
@@ -59,6 +59,7 @@ class Forwarding:
     vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
     own_s: float | None = None
     after_s: float = 0.0
+    helped: bool = False
     seat: Seat | None = None
 
     @property

@@ -90,7 +90,8 @@ class Engine:
     @property
     def mode(self) -> str:
         """What chats get: a budget, snapshots of their slots, or nothing."""
-        return "budgeted" if self.server.patched else "snapshots" if self._helped else "pass-through"
+        unpatched = "snapshots" if self._helped else "pass-through"
+        return "budgeted" if self.server.patched else unpatched
 
     @property
     def _helped(self) -> bool:
@@ -148,12 +149,13 @@ class Engine:
         if reason:
             way.decision = f"bypass:{reason}"
             self.metrics.bypass.labels(reason=reason).inc()
-        if isinstance(request, str) or not self.server.patched and not self._helped:
+        way.helped = self._helped
+        if isinstance(request, str) or not (self.server.patched or way.helped):
             return
         way.patience = patience if request.stream else None
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         try:
-            if not self.server.patched:
+            if way.helped:
                 await self.keeper.prepare(way, request, client, tenant_of(client))
             elif reason:
                 await self._seating.guest(way, request, client, tenant_of(client))
@@ -163,7 +165,7 @@ class Engine:
             raise
         except Exception as error:
             self._degrade(way, error)
-            if self.server.patched:
+            if not way.helped:
                 await self._hold(way, request, client, error)
 
     def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
@@ -239,7 +241,7 @@ class Engine:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
         known, enough = way.conversation, lambda: self.draining
         try:
-            if not self.server.patched:
+            if way.helped:
                 await self.keeper.settle(way, client, enough)
                 return
             for lease in way.leases:
