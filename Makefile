@@ -8,7 +8,7 @@ ARGS   ?=
 
 BENCHES := support latency overhead embedding retrieval ceiling ruler fact_kinds kv_types demo_seeds quality session
 
-.PHONY: demo test check bench help venv build tools clean
+.PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
 demo: venv
 	@$(BIN)/evoke-proxy demo
@@ -34,6 +34,14 @@ bench-embedding bench-quality bench-retrieval: .venv/clients
 bench-%: venv
 	@$(BIN)/python -m bench.$* $(ARGS)
 
+# Servers with sanitizers, built first: minutes.
+fuzz: venv
+	@$(BIN)/python tests/fuzz.py $(ARGS)
+
+# Where the series applies: writes patches/APPLIES.md. Downloads 300 MB and compiles three times.
+patches-check: venv
+	@$(BIN)/python patches/check.py $(ARGS)
+
 help:
 	@echo "make demo            a planted fact, four policies, pictures in out/demo/report.html"
 	@echo "make test            everything; TESTS=tests/unit for some of it"
@@ -49,6 +57,8 @@ help:
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
 	@echo "make bench           all benches, hours"
+	@echo "make fuzz            random operations and nonsense, 20000, under sanitizers"
+	@echo "make patches-check   which releases of llama.cpp take the patches: patches/APPLIES.md"
 	@echo "make clean           all but the built servers"
 
 # Both servers, from one build tree: minutes the first time, nothing after that.

@@ -48,6 +48,9 @@ class Metrics:
         )
         for kind in BOOK_KINDS:
             self.tokens.labels(kind=kind)
+        self.decoded_again = self._counter(
+            "evoke_tokens_decoded_again", "Decoded tokens that the session's prompt before had too."
+        )
         self.evicted = self._counter("evoke_blocks_evicted", "Blocks taken out of the KV cache.")
         self.recovered = self._counter("evoke_blocks_recovered", "Blocks put back undecoded.")
         self.as_text = self._counter("evoke_blocks_as_text", "Blocks put back as text, decoded.")

@@ -83,6 +83,19 @@ def forecast(view: PolicyView, plan: Plan) -> Books:
     )
 
 
+def agree(planned: Books, books: Books, exact: bool) -> bool:
+    """Whether what was to stay or come back did; what the engine evicted is no contradiction.
+
+    Windows and recurrent states may have to go further back than rows alone: then not `exact`.
+    """
+    hidden = sum(len(span) for span, _ in books.auto_evicted)
+    promised = planned.recovered + planned.resident_before
+    kept = books.recovered + books.resident_before
+    if not exact and planned.decoded < books.decoded:
+        return kept <= promised
+    return planned.decoded == books.decoded and promised - hidden <= kept <= promised
+
+
 def _below(cursor: int, spans: Iterable[Span]) -> int:
     """How many positions of these disjoint spans are before the cursor."""
     return sum([min(span.end, cursor) - min(span.start, cursor) for span in spans])

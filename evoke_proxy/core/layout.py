@@ -74,12 +74,14 @@ class Layout:
         """The layout of the next prompt, on this slot.
 
         Blocks wholly inside the common prefix stay, label and copy included; the rest is cut anew.
-        Blocks are split where residency or a saved range begins or ends.
+        Blocks are split where residency or a saved range begins or ends, and around a held row:
+        it must not keep the whole block it is in.
         """
         shared = common_prefix(self.tokens, rendered.tokens)
         n_past = view.n_past(len(rendered.tokens)) if len(rendered.tokens) else 0
         resident = clipped(view.resident, Span(0, n_past))
-        edges = {at for span in resident for at in (span.start, span.end)}
+        held = clipped(view.held, Span(0, n_past))
+        edges = {at for span in (*resident, *held) for at in (span.start, span.end)}
         kept = self._kept(min(shared, rendered.generation), edges)
         ranges = [item for item in self.ranges if self._may_hold(item, shared, view)]
         edges |= {at for item in ranges for at in (item.span.start, item.span.end)}

@@ -87,7 +87,8 @@ class Plan:
     """What to do before a request is decoded.
 
     `infeasible` means that tail and reserve do not fit beside what must stay: the plan frees what
-    it can and the stream holds the budget. `reason` says why a plan is what it is, for logs.
+    it can and the stream holds the budget. With `reuse` the slot's next request goes on from so
+    many of its tokens at most. `reason` says why a plan is what it is, for logs.
     """
 
     EMPTY: ClassVar[Plan]
@@ -98,6 +99,7 @@ class Plan:
     drops: tuple[Drop, ...] = ()
     stream: Stream | None = None
     adopt: Adopt | None = None
+    reuse: int | None = None
     infeasible: bool = False
     reason: str = ""
 
@@ -113,7 +115,9 @@ class Plan:
         against the budget it sets.
         """
         stream = [_stream_op(self.stream)] if self.stream is not None else []
+        reuse = [{"op": "reuse", "n_tokens": self.reuse}] if self.reuse is not None else []
         return [
+            *reuse,
             *(_range_op("save", save.span) | {"name": save.label} for save in self.saves),
             *(_range_op("evict", evict.span) for evict in self.evicts),
             *stream,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from evoke_proxy.core.block_table import BlockTable, Mask, Numbers
-from evoke_proxy.core.blocks import Span, clipped
+from evoke_proxy.core.blocks import Span, clipped, without
 from evoke_proxy.core.retrieve import Index
 from evoke_proxy.core.task import Task
 
@@ -19,8 +19,8 @@ class PolicyView:
     slot, those past `n_past` too: they are of another text and go when the request starts.
     `adopt_to` above 0 says that the slot holds something else and that the saved blocks cover
     [0, adopt_to) without a gap. `stale` are labels of useless copies. `recovered` are blocks that
-    came back in this turn or lately, None: none. `attention` is what each block was last looked at,
-    0 to 1, None while nobody has captured it.
+    came back in this turn or lately, None: none. `held` rows stay, in blocks of their own.
+    `attention` is what each block was last looked at, 0 to 1, None while nobody has captured it.
     """
 
     blocks: BlockTable
@@ -29,6 +29,7 @@ class PolicyView:
     n_tokens: int
     n_past: int
     resident: tuple[Span, ...] = ()
+    held: tuple[Span, ...] = ()
     n_free: int = 1 << 30
     max_tokens: int | None = None
     adopt_to: int = 0
@@ -50,9 +51,10 @@ class PolicyView:
 
     @property
     def strange_rows(self) -> tuple[Span, ...]:
-        """Resident rows of another text; the last row of the slot is not among them.
+        """Resident rows of another text; the last row of the slot and held ones are not among them.
 
-        llama-server does not evict the last row.
+        llama-server does not evict those.
         """
         top = self.resident[-1].end if self.resident else 0
-        return clipped(self.resident, Span(self.n_past, max(self.n_past, top - 1)))
+        rows = clipped(self.resident, Span(self.n_past, max(self.n_past, top - 1)))
+        return without(rows, self.held)

@@ -31,7 +31,8 @@ class MessageSpan:
 class SlotView:
     """One slot now: the rows of `resident` are in it, its first `n_common` tokens are the prompt's.
 
-    Counts are tokens; `n_free` is how many more rows the cache can hold.
+    Counts are tokens; `n_free` is how many more rows the cache can hold. Rows of `held` are not to
+    be evicted: going back to a context checkpoint goes on from them.
     """
 
     id: int
@@ -41,6 +42,7 @@ class SlotView:
     resident: tuple[Span, ...]
     n_free: int
     busy: bool = False
+    held: tuple[Span, ...] = ()
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> SlotView:
@@ -54,9 +56,10 @@ class SlotView:
                 epoch=int(answer["epoch"]),
                 n_tokens=int(answer["n_tokens"]),
                 n_common=int(answer.get("n_common", 0)),
-                resident=merged([Span(int(a), int(b)) for a, b in answer["resident"]]),
+                resident=_ranges(answer["resident"]),
                 n_free=int(answer["n_free"]),
                 busy=bool(answer.get("is_processing", False)),
+                held=_ranges(answer.get("held", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
@@ -119,6 +122,10 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
     differs = one[:n] != other[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+def _ranges(given: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+    return merged([Span(int(a), int(b)) for a, b in given])
 
 
 def _tokens(answer: Mapping[str, Any]) -> Tokens:

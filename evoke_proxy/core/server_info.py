@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NEEDED = frozenset(("blocks", "adopt", "plan", "render", "stream"))
+_NEEDED = frozenset(("blocks", "plan", "render", "reuse", "stream"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,8 @@ class ServerInfo:
     """The answer of `GET /props`.
 
     `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
-    says it to a person; both are empty when it is `patched`.
+    says it to a person; both are empty when it is `patched`. `adopts`: saved blocks can be put into
+    an emptied slot, so that a session comes back to one without being decoded again.
     """
 
     lacking: str
@@ -22,6 +23,7 @@ class ServerInfo:
     n_slots: int = 1
     sleeping: bool = False
     build: str = ""
+    adopts: bool = False
 
     @property
     def patched(self) -> bool:
@@ -38,6 +40,7 @@ class ServerInfo:
             n_slots=int(props.get("total_slots") or 1),
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
+            adopts="adopt" in _features(props.get("evoke")),
         )
 
 
@@ -48,9 +51,13 @@ UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
 def _lacking(evoke: object) -> tuple[str, str]:
     if not isinstance(evoke, dict):
         return "unpatched", "it is not patched, or runs without --evoke-ram"
-    features = evoke.get("features")
-    missing = _NEEDED.difference(features if isinstance(features, list) else ())
+    missing = _NEEDED.difference(_features(evoke))
     if not missing:
         return "", ""
     named = evoke.get("unsupported") or f"it lacks {', '.join(sorted(missing))}"
     return "unsupported", str(named)
+
+
+def _features(evoke: object) -> Sequence[object]:
+    features = evoke.get("features") if isinstance(evoke, dict) else None
+    return features if isinstance(features, list) else ()

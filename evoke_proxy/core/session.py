@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role, Span, clipped
-from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.books import Books, agree, forecast
 from evoke_proxy.core.bounds import check_budget
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.encoding import Vectors
@@ -22,7 +22,7 @@ from evoke_proxy.core.plan import Plan, Save
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question, asked
-from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
+from evoke_proxy.core.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.retrieve import Index, pieces
 from evoke_proxy.core.task import Task
 
@@ -48,12 +48,16 @@ class Turn:
 class Session:
     """Mutable, with one owner who makes no two calls at once."""
 
-    def __init__(self, id: str, tenant: str, config: PolicyConfig) -> None:
+    def __init__(self, id: str, tenant: str, config: PolicyConfig, adopts: bool = True) -> None:
+        """`adopts`: see ServerInfo."""
         self.id = id
         self.tenant = tenant
         self.turns = 0
+        self.decoded_again = 0
         self.layout = Layout(id)
         self._config = config
+        self._adopts = adopts
+        self._decoded: Tokens = self.layout.tokens
         self._index = Index()
         self._task = Task()
         self._recovered: dict[str, int] = {}
@@ -135,16 +139,20 @@ class Session:
         """The reply is over; False when the server's books contradict what was planned.
 
         None when nobody knows what the engine evicted: the reply broke off before it said so.
+        `decoded_again` then tells how many tokens of the prompt before had no rows to go on from.
         """
         self.turns += 1
         planned, victims = self._planned, self._victims
-        self._planned, self._victims = None, {}
+        self._planned, self._victims, self.decoded_again = None, {}, 0
         if books is None:
             self._doubtful |= victims
             return True
         evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
         self.learn(evicted)
-        return planned is None or _agree(planned, books)
+        before = common_prefix(self._decoded, self.layout.tokens[:-1])
+        self.decoded_again = max(0, before - (books.n_prompt - books.decoded))
+        self._decoded = self.layout.tokens
+        return planned is None or agree(planned, books, self._adopts)
 
     def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
         """These labels have copies of these ranges of this session's slot."""
@@ -158,8 +166,9 @@ class Session:
         others = [SavedRange(label, span) for label, span in given if label not in own]
         self.layout = self.layout.with_saved(saved, others)
 
-    def lost(self) -> None:
+    def lost(self, adopts: bool) -> None:
         """llama-server restarted: every copy is gone, and so is every row."""
+        self._adopts = adopts
         self.layout = replace(
             self.layout, saved=frozenset(), ranges=(), stale=frozenset(), resident=(), n_past=0
         )
@@ -167,7 +176,10 @@ class Session:
 
     def save_all(self, view: SlotView) -> Plan:
         """Copies of every resident row that has none, the generated ones too: before another
-        session gets this slot. `view` must show the slot as this session's last reply left it."""
+        session gets this slot. `view` must show the slot as this session's last reply left it.
+        Nothing where copies alone do not bring a session back."""
+        if not self._adopts:
+            return Plan.EMPTY
         blocks = self.layout.blocks
         end = blocks[-1].span.end if len(blocks) else 0
         unsaved = blocks.within(view.resident) & ~self.layout.in_pool
@@ -201,7 +213,8 @@ class Session:
 
         n_past = view.n_past(len(rendered.tokens))
         # Copies that end before that cannot take an adopted slot any further than it is.
-        if recovers(config) and self.layout.copies_end >= n_past + config.block_tokens:
+        far = self.layout.copies_end >= n_past + config.block_tokens
+        if self._adopts and far and recovers(config):
             # On a slot that holds somebody else a few tokens may agree by chance: blocks are
             # not to be split there when their copies are to come back.
             empty = on(replace(view, n_common=0, resident=()))
@@ -232,6 +245,7 @@ class Session:
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
             resident=view.resident,
+            held=view.held,
             n_free=view.n_free,
             max_tokens=request.max_tokens,
             adopt_to=adopt_to,
@@ -280,11 +294,3 @@ def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
         name=tags.policy or config.name,
         recovery=tags.recovery or config.recovery,
     )
-
-
-def _agree(planned: Books, books: Books) -> bool:
-    """Whether what was to stay or come back did; what the engine evicted is no contradiction."""
-    hidden = sum(len(span) for span, _ in books.auto_evicted)
-    promised = planned.recovered + planned.resident_before
-    kept = books.recovered + books.resident_before
-    return planned.decoded == books.decoded and promised - hidden <= kept <= promised

@@ -84,6 +84,7 @@ class Conversations:
     def __init__(self, policy: PolicyConfig, limit: int) -> None:
         self._policy = policy
         self._limit = limit
+        self._adopts = True
         self._known: OrderedDict[str, Conversation] = OrderedDict()
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -112,7 +113,7 @@ class Conversations:
         self, rendered: Rendered, hint: Hint | None, tenant: str, passing: bool = False
     ) -> Conversation:
         """A new one; it cannot be found by a later request when it is only `passing`."""
-        session = Session(uuid.uuid4().hex[:12], tenant, self._policy)
+        session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._adopts)
         known = Conversation(session, rendered.tokens, hint=hint, passing=passing)
         _read(known, rendered)
         self._known[known.id] = known
@@ -147,10 +148,14 @@ class Conversations:
             del self._known[known.id]
         return surplus
 
-    def lost(self) -> None:
-        """llama-server restarted: nothing of any of them is there any more."""
+    def lost(self, adopts: bool) -> None:
+        """llama-server restarted: nothing of any of them is there any more.
+
+        `adopts` is what the one that is there now does, see ServerInfo.
+        """
+        self._adopts = adopts
         for known in self._known.values():
-            known.session.lost()
+            known.session.lost(adopts)
             known.epoch, known.n_resident = None, 0
 
 

@@ -12,10 +12,10 @@ import orjson
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.blocks import Block, Span
+from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.breadcrumb import Recalled, recall
 from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.plan import Adopt, Drop, Plan, Save, Stream
+from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session import Turn, effective
@@ -96,7 +96,7 @@ class Planner:
         rendered = await self._upstream.render(request.dialect, way.body, client)
         view = slot_in(rendered, way.lease.slot)
         if known.epoch != view.epoch:
-            view = await self._without_foreign_holes(view, rendered, known, client)
+            view = await self._without_foreign_holes(view, known, client)
         config = effective(self._policy, request)
         stream = _unplanned(config)
         epoch = await self._run(Plan(stream=stream), view, known, client)
@@ -145,7 +145,7 @@ class Planner:
         view = slot_in(rendered, way.lease.slot)
         session = way.conversation.session
         if way.conversation.epoch != view.epoch:
-            view = await self._without_foreign_holes(view, rendered, way.conversation, client)
+            view = await self._without_foreign_holes(view, way.conversation, client)
         self._vectors.collect(way.conversation)
         turn = session.begin(rendered, view, request, way.vectors)
         plan, recalled = session.plan(turn), None
@@ -185,7 +185,7 @@ class Planner:
         return longer, longer_plan, recalled
 
     async def _without_foreign_holes(
-        self, view: SlotView, rendered: Rendered, known: Conversation, client: Mapping[str, str]
+        self, view: SlotView, known: Conversation, client: Mapping[str, str]
     ) -> SlotView:
         """A slot that holds somebody else's rows, cut off where the first of them is missing.
 
@@ -195,23 +195,8 @@ class Planner:
         edge = view.whole_to
         if edge is None:
             return view
-        # Evicting the rest would not do: decoding always goes on from the last row.
-        part = Span(0, edge)
-        label = f"{known.id}/0-{edge}/kept"
-        saving = Plan(saves=(Save(label, part),))
-        epoch = await self._run(saving, view, known, client)
-        adopting = Plan(adopt=Adopt(edge, (label,), (part,)), drops=(Drop(label),))
-        saved = replace(view, epoch=epoch)
-        epoch = await self._run(adopting, saved, known, client, rendered.tokens)
-        freed = sum(len(span) for span in view.resident) - edge
-        return replace(
-            view,
-            epoch=epoch,
-            n_tokens=edge,
-            n_common=edge,
-            resident=(part,),
-            n_free=view.n_free + freed,
-        )
+        epoch = await self._run(Plan(reuse=edge), view, known, client)
+        return replace(view, epoch=epoch, n_common=edge)
 
     def _note(
         self, way: Forwarding, turn: Turn, plan: Plan, epoch: int, quoted: Sequence[Block]

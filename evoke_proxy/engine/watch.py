@@ -77,7 +77,8 @@ class ServerWatch:
             )
         budget = self._config.policy.budget
         kept = f"sessions keep {budget} tokens" if budget else "no budget, nothing is evicted"
-        return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}"
+        back = "" if self.server.adopts else "; a session that loses its slot is decoded again"
+        return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}{back}"
 
     def _learn(self, server: ServerInfo) -> None:
         before, self.server = self.server, server

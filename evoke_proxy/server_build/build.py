@@ -45,6 +45,7 @@ def ensure_server(
     *,
     patched: bool = True,
     cuda: bool = False,
+    sanitize: bool = False,
     source: Path | None = None,
     jobs: int | None = None,
     progress: bool = True,
@@ -53,11 +54,13 @@ def ensure_server(
 ) -> Path:
     """The path of a finished llama-server, built first if the cache holds none.
 
-    `source` builds another llama.cpp checkout instead of the pin. `progress` writes to stderr;
+    `source` builds another llama.cpp checkout instead of the pin. `sanitize` builds with address
+    and undefined-behaviour sanitizers, in a tree of its own. `progress` writes to stderr;
     nothing is ever written to stdout. Raises BuildError with a message for a person.
     """
     cache = cache or cache_dir()
-    order = place_order(patched, cuda, source, patches or patches_dir(), cache)
+    tools = find_toolchain(cuda, sanitize)
+    order = place_order(patched, tools, source, patches or patches_dir(), cache)
     found = finished_server(cache, order.key)
     if found is not None:
         return found
@@ -67,12 +70,11 @@ def ensure_server(
 
 
 def place_order(
-    patched: bool, cuda: bool, source: Path | None, patches: Path, cache: Path
+    patched: bool, tools: Toolchain, source: Path | None, patches: Path, cache: Path
 ) -> Order:
     """Everything that decides the bytes of the server, and the keys made of it."""
     pin = read_pin(patches)
     series = read_series(patches) if patched else STOCK
-    tools = find_toolchain(cuda)
     origin, content = _identity(pin, source)
     tools = tools.with_flags(f"-DLLAMA_BUILD_COMMIT={'source' if source else pin.commit}")
     machine = (*tools.flags, tools.compiler, tools.cpu)

@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stock", action="store_true", help="without our patches")
     parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs; needs nvcc")
     parser.add_argument(
+        "--sanitize", action="store_true", help="with address and undefined-behaviour sanitizers"
+    )
+    parser.add_argument(
         "--source", type=Path, metavar="DIR", help="build this llama.cpp checkout, not the pin"
     )
     parser.add_argument(
@@ -48,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _stop)
     try:
         server = ensure_server(
-            patched=not args.stock, cuda=args.cuda, source=args.source, jobs=args.jobs
+            patched=not args.stock,
+            cuda=args.cuda,
+            sanitize=args.sanitize,
+            source=args.source,
+            jobs=args.jobs,
         )
     except BuildError as error:
         print(f"\nbuild-server: {error}", file=sys.stderr)

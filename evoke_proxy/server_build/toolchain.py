@@ -32,6 +32,16 @@ _COMMON_FLAGS = (
 )
 
 
+# What is done wrong in memory, and what C++ leaves undefined, ends the server or is told in its
+# log; asserts are on.
+_SANITIZE_FLAGS = (
+    "-DLLAMA_SANITIZE_ADDRESS=ON",
+    "-DLLAMA_SANITIZE_UNDEFINED=ON",
+    "-DCMAKE_C_FLAGS_RELEASE=-O1 -g1",
+    "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -g1",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Toolchain:
     """The programs of a build, its cmake flags, and what else the result depends on."""
@@ -48,10 +58,11 @@ class Toolchain:
         return replace(self, flags=(*self.flags, *flags))
 
 
-def find_toolchain(cuda: bool) -> Toolchain:
+def find_toolchain(cuda: bool, sanitize: bool = False) -> Toolchain:
     """What this machine builds with; BuildError naming the packages to install if it cannot."""
     tools = _find_tools()
     flags = [*_COMMON_FLAGS, *_compiler_flags(tools["cc"], tools["c++"])]
+    flags += _SANITIZE_FLAGS if sanitize else ()
     compiler = _first_line([tools["c++"], "--version"])
     if cuda:
         nvcc = _find_nvcc()

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <stdexcept>
 
 namespace {
 
@@ -202,7 +203,7 @@ json server_blocks::run_view(const server_blocks_call & call, const std::vector<
     const server_tokens tokens(call.tokens, false);
     for (const auto & slot : slots) {
         json one = slot_json(slot);
-        one["n_common"] = slot.prompt->tokens.get_common_prefix(tokens);
+        one["n_common"] = std::min<int64_t>(slot.prompt->tokens.get_common_prefix(tokens), state[slot.id].reuse);
         res.push_back(one);
     }
     return json { {"slots", res} };
@@ -408,13 +409,14 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
     if (kind == "evict")  { return op_evict (op, plan); }
     if (kind == "load")   { return op_load  (op, plan); }
     if (kind == "stream") { return op_stream(op, plan); }
+    if (kind == "reuse")  { return op_reuse (op, plan); }
     if (kind == "drop") {
         get_names(op);
         json body = op;
         body["tenant"] = plan.tenant;
         return plan.dry ? json() : run_drop(body);
     }
-    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream");
+    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse");
 }
 
 json server_blocks::op_save(const json & op, plan_state & plan) {
@@ -562,4 +564,44 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
         state[plan.slot.id].peak     = 0; // what was there before nobody had to hold to this budget
     }
     return json { {"budget", stream.budget}, {"sink", stream.sink}, {"recent", stream.recent}, {"block", stream.block} };
+}
+
+// for who finds a beginning in the slot that is his, and holes in it that are not
+json server_blocks::op_reuse(const json & op, plan_state & plan) {
+    const int32_t n = get_int(op, "n_tokens", 0, (int32_t) plan.tokens.size());
+    if (!plan.dry) {
+        state[plan.slot.id].reuse = n;
+    }
+    return json { {"n_tokens", n} };
+}
+
+json server_blocks_parse(const std::string & text) {
+    static const int max_depth = 200;
+    int  depth  = 0;
+    bool quoted = false;
+    for (size_t i = 0; i < text.size(); ++i) {
+        const char c = text[i];
+        if (quoted) {
+            i += c == '\\';
+            quoted = c != '"';
+        } else if (c == '"') {
+            quoted = true;
+        } else if (c == '[' || c == '{') {
+            if (++depth > max_depth) {
+                throw std::invalid_argument(string_format("the body is nested more than %d levels deep", max_depth));
+            }
+        } else if (c == ']' || c == '}') {
+            depth--;
+        }
+    }
+    json body;
+    try {
+        body = json::parse(text);
+    } catch (const std::exception & e) {
+        throw std::invalid_argument(std::string("the body is not JSON: ") + e.what());
+    }
+    if (!body.is_object()) {
+        throw std::invalid_argument("the body must be a JSON object");
+    }
+    return body;
 }

@@ -38,10 +38,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_
 std::unique_ptr<server_res_generator> server_routes::handle_blocks_post(const server_http_req & req) {
     server_blocks_call call;
     call.action = req.get_param("action");
-    call.body   = json::parse(req.body.empty() ? "{}" : req.body);
-    if (!call.body.is_object()) {
-        throw std::invalid_argument("the body must be a JSON object");
-    }
+    call.body   = server_blocks_parse(req.body.empty() ? "{}" : req.body);
     return handle_blocks(req, std::move(call));
 }
 
@@ -55,7 +52,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
 // tokens and message spans of a request, exactly as this server would decode it, and how much of it each slot holds
 std::unique_ptr<server_res_generator> server_routes::handle_render(const server_http_req & req) {
     const auto awake = create_response(); // a server that sleeps has no vocabulary: wake it first
-    const json request = json::parse(req.body);
+    const json request = server_blocks_parse(req.body);
     const std::string dialect = json_value(request, "dialect", std::string("chat"));
     if (!request.contains("body") || !request.at("body").is_object()) {
         throw std::invalid_argument("\"body\" must be the request to render");

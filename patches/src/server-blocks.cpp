@@ -100,7 +100,7 @@ json server_blocks::props() const {
     if (!enabled()) {
         return why_not ? json { {"version", 1}, {"features", json::array()}, {"unsupported", why_not} } : json();
     }
-    json features = json::array({ "blocks", "plan", "render", "stream" });
+    json features = json::array({ "blocks", "plan", "render", "reuse", "stream" });
     if (!kind.windowed && !kind.recurrent) {
         features.push_back("adopt"); // rows are all there is to a sequence
     }
@@ -139,6 +139,10 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
     s.marker = task.evoke_epoch < 0 ? -1 : task.evoke_epoch == s.epoch;
     s.first_token = false;
     s.books  = json();
+    if (s.marker == 1) {
+        n_past = std::min(n_past, s.reuse);
+    }
+    s.reuse = std::numeric_limits<int32_t>::max();
     s.n_common = n_past;
     if (s.marker == 1) {
         s.reserved = true;
@@ -267,6 +271,7 @@ void server_blocks::bump(int id) {
     s.epoch    = ++next_epoch;
     s.reserved = false;
     s.stream   = {};
+    s.reuse    = std::numeric_limits<int32_t>::max();
     s.loaded.clear();
     s.auto_evicted = json::array();
     s.hidden = 0;

@@ -11,6 +11,7 @@
 #include "server-task.h"
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -150,6 +151,7 @@ private:
         int64_t marker = -1; // -1 none, 0 stale, 1 ok
         int32_t n_common = 0; // how far the request's tokens are the slot's
         int32_t n_past = 0;
+        int32_t reuse  = std::numeric_limits<int32_t>::max(); // so many tokens at most are gone on from
         int32_t peak   = 0;
         int32_t hidden = 0;
         int32_t breach = 0;
@@ -188,6 +190,7 @@ private:
     json op_evict  (const json & op, plan_state & plan);
     json op_load   (const json & op, plan_state & plan);
     json op_stream (const json & op, plan_state & plan);
+    json op_reuse  (const json & op, plan_state & plan);
     json slot_json (const server_blocks_slot & slot) const;
 
     // server-blocks.cpp
@@ -214,6 +217,10 @@ private:
 
     static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens); // [k] = of the first k tokens
 };
+
+// the JSON object of a block call or of a request to render; std::invalid_argument when it is none. Copying and
+// freeing a value is recursive: one nested deeply enough would end the process
+json server_blocks_parse(const std::string & text);
 
 // range sets
 void    server_ranges_add   (llama_kv_ranges & set, llama_pos p0, llama_pos p1);

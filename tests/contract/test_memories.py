@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from llama import Json, Llama, binary, running, story
-from test_random import play
+from nonsense import torment
+from operations import play
 
 from bench.random_models import SHAPES, ensure
 from bench.support import CASES, TABLE, Case, document, probe, row
@@ -101,6 +102,32 @@ def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
         assert answer["tokens"] == whole
 
 
+@pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, *HYBRIDS])
+def test_a_marked_request_goes_on_from_no_more_than_it_may_reuse(shape: str) -> None:
+    def reuse(server: Llama, n_tokens: int) -> None:
+        server.act("block-plan", ops=[{"op": "reuse", "n_tokens": n_tokens}])
+
+    def common(server: Llama, prompt: list[int]) -> int:
+        body = {"dialect": "completions", "body": {"prompt": prompt}}
+        return int(server.post("/evoke/render", body)["slots"][0]["n_common"])
+
+    with serving(shape) as server:
+        prompt = server.tokens(story(300))
+        whole = server.complete(prompt)["tokens"]
+        server.act("block-evict", p0=40, p1=160)
+        reuse(server, 40)
+        assert common(server, prompt) == 40
+        answer = server.complete(prompt)
+        assert answer["tokens"] == whole
+        books = answer["timings"]["evoke"]
+        assert books["omitted"] == 0 and books["resident_before"] <= 40
+        assert common(server, prompt) == len(prompt), "said once, for one request"
+        reuse(server, 0)
+        assert server.complete(prompt)["timings"]["evoke"]["decoded"] == len(prompt)
+        ops = [{"op": "reuse", "n_tokens": len(prompt) + len(whole)}]
+        assert server.refuse("block-plan", ops=ops)["code"] == 400
+
+
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
 def test_the_same_prompt_again_when_the_row_before_its_last_is_gone(shape: str) -> None:
     """What has to be decoded again is; nothing is read from behind the place it starts at."""
@@ -167,9 +194,10 @@ def test_a_slot_is_not_adopted_where_rows_are_only_a_part_of_it(shape: str) -> N
 
 @pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
 @pytest.mark.parametrize("streams", ["-kvu", "-no-kvu"])
-def test_random_operations(shape: str, streams: str) -> None:
+def test_random_operations_and_nonsense(shape: str, streams: str) -> None:
     with serving(shape, "-np", "2", streams) as server:
-        assert play(server, 120) == 120
+        assert sum(play(server, 120).done.values()) == 120
+        assert sum(torment(server, 80).values()) == 80
 
 
 def test_a_vocabulary_with_bos_renders_and_covers_it() -> None:

@@ -56,7 +56,7 @@ class FakeUpstream:
 
 _PATCHED = (
     b'{"total_slots":1,"evoke":{"version":1,'
-    b'"features":["blocks","adopt","plan","render","stream"],"memory":"dense"}}'
+    b'"features":["blocks","plan","render","reuse","stream","adopt"],"memory":"dense"}}'
 )
 
 

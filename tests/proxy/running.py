@@ -59,10 +59,13 @@ def ask(
 
 
 @contextmanager
-def llama_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
-    """A llama-server with the bundled model, on a free port unless one is given."""
+def llama_server(
+    binary: str, *options: str, port: int = 0, model: Path | None = None
+) -> Iterator[int]:
+    """A llama-server, with the bundled model and on a free port unless others are given."""
     port = port or free_port()
-    command = [binary, "-m", str(bundled_model()), "--port", str(port), "-t", "1", "-c", "8192"]
+    named = str(model or bundled_model())
+    command = [binary, "-m", named, "--port", str(port), "-t", "1", "-c", "8192"]
     with tempfile.TemporaryDirectory() as folder:
         with serving([*command, *options], port, Path(folder) / "llama-server.log"):
             yield port

@@ -22,6 +22,7 @@ from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.rendered import SlotView
 
 BATCH = 128
+CHECKPOINTS = 4
 
 
 class BlockState(StrEnum):
@@ -82,7 +83,11 @@ class Refused(Exception):
 
 @dataclass
 class SlotModel:
-    """`rows` are resident positions of `tokens`, `store` copies with the tokens up to their end."""
+    """`rows` are resident positions of `tokens`, `store` copies with the tokens up to their end.
+
+    A `recurrent` one goes back to checkpoints only, each of which holds the row before it; it
+    cannot be adopted.
+    """
 
     n_cells: int
     tokens: list[int] = field(default_factory=list)
@@ -93,6 +98,8 @@ class SlotModel:
     auto_evicted: list[tuple[int, int, str]] = field(default_factory=list)
     epoch: int = 1
     peak: int = 0
+    recurrent: bool = False
+    held: list[int] = field(default_factory=list)
 
     def view(self, prompt: Sequence[int]) -> SlotView:
         shared = 0
@@ -100,7 +107,8 @@ class SlotModel:
             shared += 1
         resident = merged(Span(row, row + 1) for row in self.rows)
         n_free = self.n_cells - len(self.rows)
-        return SlotView(0, self.epoch, len(self.tokens), shared, resident, n_free)
+        held = tuple(Span(row, row + 1) for row in sorted(self.held))
+        return SlotView(0, self.epoch, len(self.tokens), shared, resident, n_free, held=held)
 
     def run(self, plan: Plan, prompt: Sequence[int]) -> None:
         """What the engine does with a plan: the adopt first, then the ops."""
@@ -117,18 +125,21 @@ class SlotModel:
 
     def answer(self, prompt: Sequence[int], said: Iterable[int]) -> dict[str, Any]:
         """Decode a marked request and its answer; the timings of the reply."""
-        n_past = self.view(prompt).n_past(len(prompt))
+        n_past = self._goes_on_from(prompt)
         # Rows of a text the prompt does not share go before anything is decoded.
         n_common = self.view(prompt).n_common
         gone = {row for row in self.rows - self.loaded if row >= n_common}
         self.peak -= len(gone)
         self.tokens = list(prompt[:n_past])
         self.rows = {row for row in self.rows if row < n_past}
+        self.held = [row for row in self.held if row < n_past][-CHECKPOINTS:]
         self.loaded = {row for row in self.loaded if row < n_past}
         while len(self.tokens) < len(prompt):
             done = len(self.tokens)
             n = self._room(min(len(prompt) - done, BATCH))
             self._append(prompt[done : done + n])
+            if self.recurrent:
+                self.held.append(len(self.tokens) - 1)
         recovered = len(self.loaded & self.rows)
         present = len([row for row in self.rows if row < n_past])
         hidden = {p for a, b, _ in self.auto_evicted for p in range(max(a, n_past), b)}
@@ -152,8 +163,14 @@ class SlotModel:
     def taken_by(self, tokens: Sequence[int], epoch: int) -> None:
         """Somebody else's request ran on the slot, unmarked."""
         self.tokens, self.rows, self.epoch = list(tokens), set(range(len(tokens))), epoch
-        self.stream, self.loaded, self.auto_evicted = Stream(0), set(), []
+        self.stream, self.loaded, self.auto_evicted, self.held = Stream(0), set(), [], []
         self.peak = len(self.rows)
+
+    def _goes_on_from(self, prompt: Sequence[int]) -> int:
+        n_past = self.view(prompt).n_past(len(prompt))
+        if not self.recurrent or n_past == len(self.tokens):
+            return n_past
+        return max((row + 1 for row in self.held if row < n_past), default=0)
 
     def _op(self, op: dict[str, Any], plan: Plan) -> None:
         if op["op"] == "evict":
@@ -179,6 +196,8 @@ class SlotModel:
         if self.rows and max(self.rows) in span:
             raise Refused("invalid_request_error")
         gone = set(range(span.start, span.end))
+        if gone.intersection(self.held):
+            raise Refused("held_row")
         self.rows, self.loaded = self.rows - gone, self.loaded - gone
 
     def _load(self, name: str) -> None:
@@ -200,6 +219,8 @@ class SlotModel:
         return span
 
     def _adopt(self, tokens: list[int], names: Iterable[str]) -> None:
+        if self.recurrent:
+            raise Refused("not_supported_error")
         spans = [self._known(name, tokens) for name in names]
         if not spans or max(span.end for span in spans) != len(tokens):
             raise Refused("invalid_request_error")
@@ -235,7 +256,7 @@ class SlotModel:
         top = max(self.rows, default=-1) + 1
         spared = {row for span in stream.protect for row in range(span.start, span.end)}
         spared |= {*range(stream.sink), *range(top - max(1, stream.recent), top)}
-        return self.rows - spared
+        return self.rows - spared - set(self.held)
 
     def _auto_evict_oldest(self) -> None:
         evictable = self._evictable()

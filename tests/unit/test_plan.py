@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream, Victim
@@ -40,6 +41,11 @@ def test_ops_are_json_of_the_wire_shape() -> None:
         "protect": [[64, 70]],
         "order": [{"name": "d", "p0": 128, "p1": 192}],
     }
+
+
+def test_what_is_gone_on_from_is_said_before_anything_moves() -> None:
+    assert Plan(reuse=0).ops() == [{"op": "reuse", "n_tokens": 0}]
+    assert replace(FULL, reuse=64).ops()[0] == {"op": "reuse", "n_tokens": 64}
 
 
 def test_a_stream_or_a_drop_alone_moves_nothing() -> None:

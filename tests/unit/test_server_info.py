@@ -6,7 +6,7 @@ import pytest
 
 from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
 
-FEATURES = ["blocks", "adopt", "plan", "render", "stream", "something-new"]
+FEATURES = ["blocks", "plan", "render", "reuse", "stream", "something-new"]
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ FEATURES = ["blocks", "adopt", "plan", "render", "stream", "something-new"]
     [
         ({}, "unpatched", "not patched"),
         ({"evoke": None}, "unpatched", "--evoke-ram"),
-        ({"evoke": {}}, "unsupported", "it lacks adopt, blocks, plan, render, stream"),
-        ({"evoke": {"features": 3}}, "unsupported", "it lacks adopt"),
+        ({"evoke": {}}, "unsupported", "it lacks blocks, plan, render, reuse, stream"),
+        ({"evoke": {"features": 3}}, "unsupported", "it lacks blocks"),
         ({"evoke": {"features": FEATURES[1:]}}, "unsupported", "it lacks blocks"),
         ({"evoke": {"features": [], "unsupported": "iswa"}}, "unsupported", "iswa"),
         ({"evoke": {"features": FEATURES}}, "", ""),
@@ -26,6 +26,12 @@ def test_what_a_server_lacks_is_named(props: dict[str, Any], lacking: str, reaso
     assert (info.lacking, info.patched) == (lacking, not lacking)
     assert reason in info.reason
     assert bool(info.reason) == bool(reason)
+
+
+def test_a_server_may_hold_budgets_and_not_adopt() -> None:
+    for features, adopts in ((FEATURES, False), ([*FEATURES, "adopt"], True)):
+        info = ServerInfo.parse({"evoke": {"features": features}})
+        assert (info.patched, info.adopts) == (True, adopts)
 
 
 def test_the_rest_has_defaults() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_model import Refused, SlotModel, total
+from slot_model import Refused, SlotModel, seen, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.blocks import Role, Span, common
@@ -19,6 +19,7 @@ from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.chat import ChatRequest, parse_chat
 from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers
+from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.rendered import MessageSpan, Rendered
 from evoke_proxy.core.session import Session, Turn, effective
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
@@ -70,7 +71,7 @@ class House:
     refusals: int = 0
 
     def __post_init__(self) -> None:
-        self.session = Session("s", "", self.config)
+        self.session = Session("s", "", self.config, adopts=not self.slot.recurrent)
 
     def begin(self, talk: Talk) -> Turn:
         rendered = talk.rendered()
@@ -109,6 +110,8 @@ class House:
         parts = books.decoded + books.recovered + books.resident_before + books.omitted
         assert parts == books.n_prompt == len(turn.rendered.tokens)
         promised = forecast(turn.view, plan)
+        if self.slot.recurrent and books.decoded > promised.decoded:
+            return  # it went back to a checkpoint, or to the beginning
         assert promised.decoded == books.decoded
         if turn.config.budget is not None:
             # the peak of a slot counts what somebody else has left there
@@ -256,6 +259,45 @@ def test_an_answer_that_reads_differently_is_decoded_again() -> None:
     assert not [name for name in house.slot.store if name not in house.session.layout.saved]
 
 
+def test_where_copies_do_not_bring_a_session_back_it_is_decoded_again() -> None:
+    house = House(slot=SlotModel(n_cells=4096, recurrent=True))
+    talk = talk_of(300, 300, 300)
+    house.turn(talk, words(9, 100))
+    talk.say(Role.USER, words(10, 30))
+    house.turn(talk, words(10, 100))
+    assert house.session.decoded_again == 0
+    before = len(house.session.tokens)
+    saved = set(house.slot.store)
+    house.hand_over()
+    assert set(house.slot.store) == saved, "no copy of which nothing would come"
+    talk.say(Role.USER, words(11, 30))
+    books = house.turn(talk, words(11, 20))
+    assert books.decoded == books.n_prompt
+    assert house.session.decoded_again == before
+    assert books.n_resident_peak <= 512
+
+
+def test_a_row_under_a_checkpoint_keeps_itself_and_not_its_block() -> None:
+    house = House(slot=SlotModel(n_cells=4096, recurrent=True))
+    talk = talk_of(400)
+    house.turn(talk, words(9, 10))
+    held = house.slot.held
+    talk.say(Role.USER, words(10, 300))
+    turn, plan = house.planned(talk)
+    alone = {b.span.start for b in turn.view.blocks if len(b.span) == 1}
+    assert alone >= {row for row in held if row < turn.rendered.generation}
+    assert not any(row in evict.span for evict in plan.evicts for row in held)
+    beside = [e.span for e in plan.evicts if any(row + 1 == e.span.start for row in held)]
+    assert beside, "what stands beside a held row can go"
+
+
+def test_strange_rows_under_a_checkpoint_are_left_alone() -> None:
+    view = PolicyView(
+        *seen([], []), n_tokens=9, n_past=4, resident=(Span(0, 20),), held=(Span(9, 10),)
+    )
+    assert view.strange_rows == (Span(4, 9), Span(10, 19))
+
+
 def test_a_slot_lost_without_saving_means_decoding_what_has_no_copy() -> None:
     house = House()
     talk = talk_of(300, 300, 300)
@@ -271,7 +313,7 @@ def test_after_a_restart_everything_is_decoded_again() -> None:
     talk = talk_of(300, 300, 300)
     house.turn(talk, words(9, 100))
     house.slot = SlotModel(n_cells=4096, epoch=50)
-    house.session.lost()
+    house.session.lost(adopts=True)
     talk.say(Role.USER, words(10, 30))
     books = house.turn(talk, words(11, 20))
     assert books.decoded == books.n_prompt
@@ -502,14 +544,20 @@ EVENTS = st.sampled_from(
     name=st.sampled_from(["evoke", "evoke", *EVICTING]),
     recovery=st.sampled_from(["kv_restore", "kv_restore", "breadcrumb", "discard"]),
     n_cells=st.sampled_from([1100, 100_000]),
+    recurrent=st.booleans(),
 )
 @settings(max_examples=60)
 def test_any_conversation_keeps_the_budget_and_the_books(
-    events: list[tuple[str, int]], budget: int | None, name: str, recovery: str, n_cells: int
+    events: list[tuple[str, int]],
+    budget: int | None,
+    name: str,
+    recovery: str,
+    n_cells: int,
+    recurrent: bool,
 ) -> None:
     cells = 100_000 if budget is None else n_cells
     config = replace(CONFIG, budget=budget, name=name, recovery=recovery)
-    house = House(config, SlotModel(n_cells=cells))
+    house = House(config, SlotModel(n_cells=cells, recurrent=recurrent))
     talk = talk_of(150)
     for event, seed in events:
         happen(house, talk, event, seed)
@@ -536,8 +584,9 @@ def happen(house: House, talk: Talk, event: str, seed: int) -> None:
     elif event == "steal":
         house.slot.taken_by([1, *talk.rendered().tokens.tolist()[1:]], epoch=seed)
     elif event == "restart":
-        house.slot = SlotModel(n_cells=house.slot.n_cells, epoch=seed)
-        house.session.lost()
+        cells, recurrent = house.slot.n_cells, house.slot.recurrent
+        house.slot = SlotModel(n_cells=cells, epoch=seed, recurrent=recurrent)
+        house.session.lost(adopts=not recurrent)
     elif event == "forget a copy" and house.slot.store:
         names = sorted(house.slot.store)
         del house.slot.store[names[seed % len(names)]]

@@ -51,6 +51,7 @@ def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates
     resident = view.in_cache & (not adopts)
     loadable = view.in_pool & (ends <= cursor) & ~resident & recovers
     stays = blocks.pinned | (starts < sink_tokens) | ((starts < cursor) & (cursor <= ends))
+    stays |= blocks.within(view.held)
     loose = 0 if adopts else count(view.kept_rows) - int(lengths[resident].sum())
     return Candidates(blocks, lengths, resident, loadable, stays & (resident | loadable), loose)
 

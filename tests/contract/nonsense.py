@@ -1,0 +1,160 @@
+"""Bodies that no block call expects, and what must come of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+from llama import Llama, story
+
+ACTIONS = [
+    "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "stream",
+]  # fmt: skip
+FIELDS = {
+    "name": ["a", "b", "", "é" * 100, "n" * 300, "a\u0000b", "../../etc", "\ud800", "\u202e"],
+    "p0": [0, 1, 50, 64, 199, 10**6],
+    "p1": [0, 1, 64, 128, 200, 260, 2**31, 2**63, 10**400],
+    "names": [["a"], ["a", "b"], ["a", "a"], [], [1], "a", ["a"] * 3000],
+    "ops": [[], [{}], [{"op": "save"}], [{"op": "load", "names": ["a"]}], [7], {}],
+    "tokens": [[1, 2, 3], [5] * 300, [-1], [2**31], [], "x", [1.5], [2**70], [[1]], [None]],
+    "budget": [0, 1, 100, 300, 2**31],
+    "sink": [0, 4, 10**9],
+    "n_tokens": [0, 1, 64, 10**6],
+    "recent": [0, 32, 10**9],
+    "block": [0, 1, 64, 10**9],
+    "protect": [[], [[0, 10]], [[10, 0]], [[0]], [0], [[0, 2**40]], [["a", "b"]], [[-5, 5]]],
+    "order": [[], [{"name": "a", "p0": 0, "p1": 9}], [{"name": "a"}], ["a"], 3],
+    "place": ["same", "contig", "up", 1],
+    "force": [True, False, "yes"],
+    "save": ["a", 1],
+    "evict": [True, False, "no"],
+    "expect": [{}, {"n_tokens": 3}, {"tokens_hash": 7}, 9],
+    "tenant": ["", "t", 5, "\u0000"],
+    "all": [True, False],
+}
+ODD: list[Any] = [None, True, -1, 1.5, 1e308, 2**70, "x", [], {}, [[]], {"a": 1}]
+NEEDED = {
+    "block-save": ["name", "p0", "p1"], "block-evict": ["p0", "p1"], "block-load": ["names"],
+    "block-adopt": ["tokens", "names"], "block-drop": ["names"], "block-plan": ["ops"],
+    "stream": ["budget"],
+}  # fmt: skip
+SLOTS = ["0", "0", "0", "0", "1", "-1", "9", "99999999999", "x", "0x1", "%00", "1e0", "+1", "0/0"]
+TENANTS = ["", "t", "%00", "%ff%fe", "%F0%9F%98%80", "a&tenant=b", "x" * 5000]
+RENDERED: list[Any] = [
+    {"messages": []},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    {"messages": [{"role": "martian", "content": "x"}]},
+    {"messages": [{"role": "assistant", "tool_calls": [5]}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    {"prompt": {}},
+    {"prompt": [[]]},
+    {"prompt": [2**40]},
+    {"input": [{"role": 5}]},
+    {"input": 7},
+]
+
+
+def body(chance: random.Random, action: str, epoch: int) -> dict[str, Any]:
+    """A body for this action: mostly right in its parts, never as a whole by intention."""
+    found: dict[str, Any] = {"epoch": epoch} if chance.random() < 0.9 else {}
+    needed = NEEDED[action] if chance.random() < 0.9 else []
+    for field in [*needed, *chance.sample(sorted(FIELDS), chance.choice([0, 0, 1, 2, 6]))]:
+        usual = chance.random() < 0.9
+        found[field] = chance.choice(FIELDS[field] if usual else ODD)
+    if chance.random() < 0.3:
+        kinds = ["save", "evict", "load", "drop", "stream", "reuse", "fly"]
+        found["ops"] = [
+            {"op": chance.choice(kinds)}
+            | {f: chance.choice(FIELDS[f]) for f in chance.sample(sorted(FIELDS), 4)}
+            for _ in range(chance.randint(1, 4))
+        ]
+    return found
+
+
+def broken(chance: random.Random, raw: bytes) -> bytes:
+    """The same bytes with something done to them that a client would not do."""
+    at = chance.randint(0, len(raw))
+    deep = chance.choice([150, 250, 20_000, 1_000_000])
+    return chance.choice([
+        raw[:at],
+        raw[:at] + bytes([chance.randint(0, 255)]) + raw[at:],
+        raw[:at] + b"\xff\xfe" + raw[at:],
+        raw[:-1] + b',"x":' + b"[" * deep + b"]" * deep + b"}",
+        b'{"name":' * deep + b"1" + b"}" * deep,
+        b"[" * deep,
+        raw[:-1] + b',"p0":1e999,"p1":-0,"epoch":1e30}',
+        raw[:-1] + b',"epoch":null,"epoch":' + str(2**64).encode() + b"}",
+        raw + raw,
+        b"",
+        b"null",
+        b"\xef\xbb\xbf" + raw,
+        b'{"names":["' + b"n" * chance.choice([201, 200_000]) + b'"]}',
+    ])  # fmt: skip
+
+
+def checked(status: int, answer: bytes, asked: object) -> Any:
+    """The parsed answer; every one is JSON, and says in its own words why it is not 200."""
+    assert status == 200 or 400 <= status < 600, (asked, status)
+    parsed = json.loads(answer)
+    assert status == 200 or parsed["error"]["message"], (asked, answer)
+    assert status != 500, (asked, answer)
+    return parsed
+
+
+def torment(server: Llama, requests: int, seed: int = 7) -> Counter[tuple[str, int]]:
+    """So many calls of every kind, by (action, status); the server answers all and goes on."""
+    chance, seen = random.Random(seed), Counter[tuple[str, int]]()
+    server.erase(0)
+    server.erase(1)
+    prompt = server.tokens(story(220))
+    for i in range(requests):
+        if i % 50 == 0:
+            server.erase(0)
+            server.complete(prompt, 0, n_predict=1)
+            server.act("block-save", name="a", p0=64, p1=128)
+        kind, status = _one(server, chance)
+        seen[kind, status] += 1
+        state = server.slot(0)
+        assert sum(b - a for a, b in state["resident"]) == state["n_resident"]
+    server.erase(0)
+    assert server.complete(prompt, 0)["timings"]["evoke"]["decoded"] == len(prompt)
+    return seen
+
+
+def _one(server: Llama, chance: random.Random) -> tuple[str, int]:
+    luck = chance.random()
+    if luck < 0.05:
+        path = f"/slots/{chance.choice(SLOTS)}/blocks?tenant={chance.choice(TENANTS)}"
+        status, answer = server.raw("GET", path)
+        checked(status, answer, path)
+        return "blocks", status
+    if luck < 0.15:
+        return "render", rendered(server, chance)
+    action = chance.choice(ACTIONS)
+    raw = json.dumps(body(chance, action, server.epoch(0))).encode()
+    if chance.random() < 0.1:
+        raw = broken(chance, raw)
+    slot = chance.choice(SLOTS)
+    status, answer = server.raw("POST", f"/slots/{slot}?action={action}", raw)
+    checked(status, answer, (action, slot, raw[:500]))
+    return action, status
+
+
+def rendered(server: Llama, chance: random.Random) -> int:
+    """One request to render, wrong in some way; its status. Upstream answers a template that a
+    message does not suit with 500."""
+    dialect = chance.choice(["chat", "responses", "messages", "completions", None, 7])
+    request = {"dialect": dialect, "body": chance.choice([*RENDERED, *ODD])}
+    if chance.random() < 0.5:
+        request["compact"] = chance.choice([True, True, False, *ODD])
+    raw = json.dumps(request).encode()
+    if chance.random() < 0.1:
+        raw = broken(chance, raw)
+    status, answer = server.raw("POST", "/evoke/render", raw)
+    assert status in (200, 400, 500), answer
+    assert status == 200 or json.loads(answer)["error"]["message"]
+    return status

@@ -1,0 +1,230 @@
+"""Random operations on two slots of a server, against bookkeeping of our own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llama import Json, Llama, story
+
+MOST_TOKENS = 1500
+PARTS = ("resident_before", "recovered", "decoded", "omitted")
+WEIGHTS = {
+    "chat": 30, "evict": 30, "load": 15, "recover": 10, "stranger": 10, "diverge": 8, "erase": 3,
+    "hold": 6, "swap": 8, "adopt": 4, "reuse": 3, "drop": 3, "restore": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Model:
+    """What the slots must hold; `budget` is what their streams hold, 0 when nothing is held."""
+
+    server: Llama
+    chance: random.Random
+    held: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
+    budget: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0})
+    saved: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    hashes: dict[tuple[int, ...], str] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+
+    def chat(self, slot: int, marked: bool = True) -> None:
+        more = self.server.tokens(story(self.chance.randint(5, 60), self.chance.randint(0, 99)))
+        prompt = self.held[slot] + more
+        if len(prompt) > MOST_TOKENS:
+            prompt = more
+        answer = self.server.complete(prompt, slot, marked=marked, n_predict=4)
+        self.held[slot] = prompt + answer["tokens"][:-1]
+        if marked:
+            evoke = answer["timings"]["evoke"]
+            assert sum(evoke[part] for part in PARTS) == len(prompt)
+            budget = self.budget[slot]
+            assert evoke["budget"] == budget
+            assert evoke["n_resident"] <= (budget or MOST_TOKENS * 2) or evoke["budget_breaches"]
+        else:
+            # a stranger never reads a cache with text missing
+            assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(prompt)
+            self.budget[slot] = 0
+
+    def stranger(self, slot: int) -> None:
+        self.chat(slot, marked=False)
+
+    def diverge(self, slot: int) -> None:
+        cut = self.chance.randint(0, len(self.held[slot]))
+        self.held[slot] = self.held[slot][:cut]
+        self.chat(slot)
+
+    def erase(self, slot: int) -> None:
+        self.server.erase(slot)
+        self.held[slot], self.budget[slot] = [], 0
+
+    def hold(self, slot: int) -> None:
+        budget = self.chance.choice([0, 128, 256, 700])
+        self.server.act("stream", slot, budget=budget, sink=4, recent=32, block=32)
+        self.budget[slot] = budget
+        self.chat(slot)
+
+    def evict(self, slot: int) -> None:
+        chosen = self._evictable(slot)
+        if chosen is None:
+            return
+        p0, p1 = chosen
+        name = f"b{self.chance.randint(0, 40)}"
+        done = self.server.act("block-save", slot, name=name, p0=p0, p1=p1, evict=True)
+        assert done["n_evicted"] == p1 - p0
+        prefix = tuple(self.held[slot][:p1])
+        assert self.hashes.setdefault(prefix, done["tokens_hash"]) == done["tokens_hash"]
+        self.saved[name] = (prefix, p0)
+
+    def load(self, slot: int) -> None:
+        """Some block, whether or not it fits, is free or is of this text."""
+        if not self.saved:
+            return
+        name = self.chance.choice(sorted(self.saved))
+        prefix, p0 = self.saved[name]
+        before = self.server.slot(slot)
+        fits = tuple(self.held[slot][: len(prefix)]) == prefix
+        free = not any(a < len(prefix) and p0 < b for a, b in before["resident"])
+        status, answer = self._ask("block-load", slot, names=[name])
+        kind = "" if status == 200 else answer["error"]["type"]
+        if kind == "unknown_block":
+            assert name not in {block["name"] for block in before["blocks"]}
+            del self.saved[name]
+        elif not fits or not free:
+            assert kind == ("already_resident" if fits else "stale_block"), answer
+        elif kind == "no_free_cells":
+            assert len(prefix) - p0 > self._room(slot, before), answer
+        else:
+            assert status == 200 and answer["n_loaded"] == len(prefix) - p0, answer
+
+    def recover(self, slot: int) -> None:
+        """Several blocks that can come back, in one plan, and the one that they are."""
+        state = self.server.slot(slot)
+        room, names, taken = self._room(slot, state), list[str](), list[tuple[int, int]]()
+        for block in state["blocks"]:
+            p0, p1 = block["p0"], block["p1"]
+            clear = not any(a < p1 and p0 < b for a, b in [*state["resident"], *taken])
+            if clear and not block["stale"] and block["n_tokens"] <= room and len(names) < 4:
+                names.append(block["name"])
+                taken.append((p0, p1))
+                room -= block["n_tokens"]
+        if names:
+            answer = self.server.act("block-plan", slot, ops=[{"op": "load", "names": names}])
+            assert answer["results"][0]["n_loaded"] == sum(p1 - p0 for p0, p1 in taken)
+
+    def swap(self, slot: int) -> None:
+        """A plan of which one op may be wrong: all of it or nothing."""
+        chosen = self._evictable(slot)
+        if chosen is None:
+            return
+        name = self.chance.choice([*sorted(self.saved), "nobody"])
+        p0, p1 = chosen
+        save = {"op": "save", "name": "swap", "p0": p0, "p1": p1, "evict": True}
+        before = self.server.slot(slot)
+        status, answer = self._ask("block-plan", slot, ops=[save, {"op": "load", "names": [name]}])
+        after = self.server.slot(slot)
+        if status != 200:
+            assert after == before, answer
+        else:
+            assert after["n_resident"] == answer["n_resident"]
+            self.saved["swap"] = (tuple(self.held[slot][:p1]), p0)
+
+    def adopt(self, slot: int) -> None:
+        if not self.saved:
+            return
+        name = self.chance.choice(sorted(self.saved))
+        prefix, p0 = self.saved[name]
+        status, answer = self._ask("block-adopt", slot, tokens=prefix, names=[name])
+        kind = "" if status == 200 else answer["error"]["type"]
+        if kind:
+            assert kind in ("not_supported_error", "unknown_block"), answer
+            return
+        assert answer["n_loaded"] == len(prefix) - p0
+        self.held[slot], self.budget[slot] = list(prefix), 0
+
+    def reuse(self, slot: int) -> None:
+        n_tokens = self.chance.randint(0, len(self.held[slot]))
+        self.server.act("block-plan", slot, ops=[{"op": "reuse", "n_tokens": n_tokens}])
+        self.chat(slot)
+
+    def drop(self, slot: int) -> None:
+        names = [name for name in sorted(self.saved) if self.chance.random() < 0.2]
+        if names:
+            self.server.act("block-drop", slot, names=names)
+            self.saved = {name: self.saved[name] for name in self.saved if name not in names}
+
+    def restore(self, slot: int) -> None:
+        """A slot through its file, holes and all."""
+        before = self.server.slot(slot)
+        if not self.held[slot]:
+            return
+        name = {"filename": f"slot-{slot}"}
+        self.server.post(f"/slots/{slot}?action=save", name)
+        self.server.erase(slot)
+        self.server.post(f"/slots/{slot}?action=restore", name)
+        assert self.server.slot(slot)["resident"] == before["resident"]
+        self.budget[slot] = 0
+
+    def check(self, slot: int) -> None:
+        state = self.server.slot(slot)
+        assert state["n_tokens"] == len(self.held[slot])
+        assert sum(b - a for a, b in state["resident"]) == state["n_resident"]
+        assert state["ram"]["used"] <= state["ram"]["budget"]
+        if self.held[slot]:
+            assert state["resident"][-1][1] == len(self.held[slot])
+            prefix = tuple(self.held[slot])
+            assert self.hashes.setdefault(prefix, state["tokens_hash"]) == state["tokens_hash"]
+
+    def _ask(self, action: str, slot: int, **body: object) -> tuple[int, Json]:
+        body["epoch"] = self.server.epoch(slot)
+        return self.server.ask("POST", f"/slots/{slot}?action={action}", body)
+
+    def _room(self, slot: int, state: Json) -> int:
+        budget = state["stream"]["budget"]
+        free = int(state["n_free"])
+        return min(free, budget - state["n_resident"]) if budget else free
+
+    def _evictable(self, slot: int) -> tuple[int, int] | None:
+        """A range that may go: what must stay of a slot is not in it."""
+        runs = [run for run in evictable(self.server.slot(slot)) if run[1] - run[0] > 2]
+        if not runs:
+            return None
+        start, end = self.chance.choice(runs)
+        p0 = self.chance.randint(start, end - 2)
+        return p0, self.chance.randint(p0 + 1, end - 1)
+
+
+def evictable(state: Json) -> list[tuple[int, int]]:
+    """The resident ranges of a slot, cut at the rows that are held."""
+    cuts = [row for p0, p1 in state["held"] for row in range(p0, p1)]
+    runs = []
+    for start, end in state["resident"]:
+        inside = [row for row in cuts if start <= row < end]
+        edges = [start, *(edge for row in inside for edge in (row, row + 1)), end]
+        runs += list(zip(edges[::2], edges[1::2], strict=True))
+    return runs
+
+
+def play(server: Llama, operations: int, seed: int = 20260101, but: Sequence[str] = ()) -> Model:
+    """Random operations on slots 0 and 1, each followed by a look at both; what was done.
+
+    `but` names those that are left out.
+    """
+    model = Model(server, random.Random(seed))
+    for slot in (0, 1):
+        model.erase(slot)
+    model.server.post("/slots/0?action=block-drop", {"all": True})
+    choices = [name for name in WEIGHTS if name not in but]
+    weights = [WEIGHTS[name] for name in choices]
+    for _ in range(operations):
+        name = model.chance.choices(choices, weights)[0]
+        slot = model.chance.randint(0, 1)
+        getattr(model, name)(slot)
+        model.done[name] = model.done.get(name, 0) + 1
+        for each in (0, 1):
+            model.check(each)
+        if len(model.hashes) > 500:  # of long prefixes; two texts never have one hash
+            assert len(set(model.hashes.values())) == len(model.hashes)
+            model.hashes.clear()
+    assert len(set(model.hashes.values())) == len(model.hashes)
+    return model
