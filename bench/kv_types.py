@@ -1,23 +1,34 @@
-"""What a KV cache of fewer bits costs in recall: the sessions of `ceiling`, once for each type.
+"""What a KV cache of fewer bits costs in recall: the demo's sessions, once for each type.
 
-Nothing is evicted: evict and load are exact for every type (patches/SUPPORT.md), so what a type
-loses it loses without us. Keys and values have the same type, flash attention is on.
+Each session is held twice: whole, where nothing is evicted, and on the demo's budget, where the
+fact is evicted and comes back as saved rows of that type. Evict and load are exact for every type
+(patches/SUPPORT.md), so what a type loses it should lose whole too. Keys and values have the same
+type, flash attention is on.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.ceiling import measure, summarise
+from bench.ceiling import wilson
+from evoke_proxy.demo.processes import stack
+from evoke_proxy.demo.runner import BUDGET, Audience, run_arm
+from evoke_proxy.demo.script import draw
+from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
 TYPES = ("f16", "q8_0", "q4_0")
-_COLUMNS = ("type", "sessions", "recalled", "ceiling", "interval_95", "same_answer", "without_fact")
+ARMS = ("no_eviction", "evoke")
+_COLUMNS = (
+    *("type", "arm", "sessions", "recalled", "share", "interval_95", "same_answer"),
+    *("peak_resident", "recoveries"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,29 +39,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example:\n  python -m bench.kv_types --seeds 20",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, default=100, help="how many sessions (100)")
+    parser.add_argument("--seeds", type=int, default=60, help="how many sessions (60)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    seeds = range(args.first, args.first + args.seeds)
-    server = ensure_server(patched=False)
-    sessions = {kind: measure(server, seeds, 1, _options(kind)) for kind in TYPES}
-    rows = [{"type": kind} | row for kind, held in sessions.items() for row in held]
-    table = [_summary(kind, held, sessions[TYPES[0]]) for kind, held in sessions.items()]
-    print(record.table(table, _COLUMNS))
-    print(f"written: {record.write('kv_types', rows, {'types': table}, args.out)}")
+    server, rows = ensure_server(), list[dict[str, Any]]()
+    for seed in range(args.first, args.first + args.seeds):
+        rows += [_row(server, kind, arm, seed) for kind in TYPES for arm in ARMS]
+    summary = [_summary(rows, kind, arm) for arm in ARMS for kind in TYPES]
+    print(record.table(summary, _COLUMNS))
+    report = {"budget": BUDGET, "types": summary}
+    print(f"written: {record.write('kv_types', rows, report, args.out)}")
     return 0
 
 
-def _options(kind: str) -> tuple[str, ...]:
-    return ("-ctk", kind, "-ctv", kind, "-fa", "on")
+def _row(server: Path, kind: str, arm: str, seed: int) -> dict[str, Any]:
+    options = ("-ctk", kind, "-ctv", kind, "-fa", "on")
+    with tempfile.TemporaryDirectory() as logs:
+        with stack(server, bundled_model(), Path(logs), arm, options) as port:
+            run = run_arm(draw(seed), arm, port, Audience())
+    return {
+        "type": kind,
+        "arm": arm,
+        "seed": seed,
+        "recalled": run.recalled,
+        "answer": run.answer,
+        "peak_resident": run.peak_resident,
+        "recoveries": run.recoveries,
+    }
 
 
-def _summary(
-    kind: str, held: Sequence[dict[str, Any]], first: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
-    same = sum(a["answer"] == b["answer"] for a, b in zip(held, first, strict=True))
-    return {"type": kind, "same_answer": same} | summarise(held)
+def _summary(rows: Sequence[dict[str, Any]], kind: str, arm: str) -> dict[str, Any]:
+    """One line of the table; `same_answer` counts answers equal to those of f16 on the same arm."""
+    held = [row for row in rows if row["arm"] == arm and row["type"] == kind]
+    first = [row for row in rows if row["arm"] == arm and row["type"] == TYPES[0]]
+    right = sum(row["recalled"] for row in held)
+    return {
+        "type": kind,
+        "arm": arm,
+        "sessions": len(held),
+        "recalled": right,
+        "share": right / len(held),
+        "interval_95": [round(edge, 3) for edge in wilson(right, len(held))],
+        "same_answer": sum(a["answer"] == b["answer"] for a, b in zip(held, first, strict=True)),
+        "peak_resident": max(row["peak_resident"] for row in held),
+        "recoveries": sum(row["recoveries"] for row in held),
+    }
 
 
 if __name__ == "__main__":

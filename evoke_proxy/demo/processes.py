@@ -68,10 +68,12 @@ def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
 
 
 @contextmanager
-def stack(binary: Path, model: Path, logs: Path, name: str) -> Iterator[int]:
-    """Run the patched server and the proxy in front of it; yields the proxy's port."""
+def stack(
+    binary: Path, model: Path, logs: Path, name: str, options: Sequence[str] = ()
+) -> Iterator[int]:
+    """Run the patched server, with more options, and the proxy before it; yields its port."""
     upstream, front = free_port(), free_port()
-    server = server_command(binary, model, upstream, blocks=True)
+    server = [*server_command(binary, model, upstream, blocks=True), *options]
     with serving(server, upstream, logs / f"{name}-llama-server.log"):
         with serving(proxy_command(front, upstream), front, logs / f"{name}-proxy.log"):
             yield front

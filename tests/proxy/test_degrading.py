@@ -230,9 +230,15 @@ def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
 def test_somebody_elses_holes_are_not_held_in_a_budget() -> None:
     holed = SLOT.replace(b'"resident":[]', b'"resident":[[0,1],[2,3]]')
     holed = holed.replace(b'"n_tokens":0,"n_common":0', b'"n_tokens":3,"n_common":3')
-    # This server cannot close them: it adopts nothing.
     render = whole(RENDERED.replace(SLOT, holed), b"application/json")
-    with fake_upstream(_server(render=render), patched=True) as fake, proxy(fake.port) as running:
+    good = _server(render=render)
+
+    async def behave(exchange: Exchange) -> None:
+        """A server that will not stop before them."""
+        no = b'"reuse"' in exchange.body
+        await (exchange.say(_refusal(b"unavailable_error")) if no else good(exchange))
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert (answer.status, answer.body) == (200, REPLY)
         assert "evoke" not in _forwarded(fake)
