@@ -66,15 +66,17 @@ class Memory:
     `restore` whether a restored state saves decoding, `partial` whether one does that goes on
     otherwise than the prompt, `rollback` whether a slot can go back without a restore, `ahead`
     whether what was decoded ahead was what came. The server's own copies in RAM are counted on once
-    it was seen to have them (`ram`); they are kept first in, first out: one that was gone says that
-    all that were left before it are gone (`ram_since`).
+    one was found there (`ram_hits`), or a slot was seen `emptied` and none was missed. They are
+    kept first in, first out: one missed says that all left before it are gone (`ram_since`).
     """
 
     restore: Proof = field(default_factory=Proof)
     partial: Proof = field(default_factory=Proof)
     rollback: Proof = field(default_factory=Proof)
     ahead: Proof = field(default_factory=Proof)
-    ram: bool = False
+    emptied: bool = False
+    ram_hits: int = 0
+    ram_misses: int = 0
     ram_since: float = float("-inf")
 
     def came(self, held: Held, tokens: Tokens) -> None:
@@ -87,18 +89,20 @@ class Memory:
         """A slot that things were left in, as it is now: where idle ones are emptied, it is into
         RAM."""
         now = next((look for look in looks or () if held and look.id == held.slot), None)
-        self.ram = self.ram or (now is not None and now.task is not None and not now.n_tokens)
+        self.emptied |= now is not None and now.task is not None and not now.n_tokens
 
     def from_ram(self, held: Held, hoped: int, cached: int) -> None:
         """What was left went out of its slot; so many of the tokens hoped for were there again."""
         if 2 * cached >= hoped:
-            self.ram = True
+            self.ram_hits += 1
         else:
+            self.ram_misses += 1
             self.ram_since = max(self.ram_since, held.at)
 
     def reuse(self, held: Held | None, live: bool, tokens: Tokens) -> int:
         """How many tokens of a prompt need no decoding if nothing is restored, for all we know."""
-        if held is None or not (live or (self.ram and held.at > self.ram_since)):
+        ram = self.ram_hits > 0 or (self.emptied and not self.ram_misses)
+        if held is None or not (live or (ram and held.at > self.ram_since)):
             return 0
         shared = common_prefix(held.tokens, tokens)
         goes_on = held.exact and shared == len(held.tokens)

@@ -69,9 +69,9 @@ class Engine:
         self._chores = Chores()
 
     async def __aenter__(self) -> Engine:
+        await self.keeper.__aenter__()
         await self.embedding.__aenter__()
         await self.upstream.__aenter__()
-        await self.keeper.__aenter__()
         await self._chores.__aenter__()
         await self._watch.look()
         return self

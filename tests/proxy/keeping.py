@@ -34,14 +34,15 @@ class House:
     options: tuple[str, ...] = ()
 
     @contextmanager
-    def server(self) -> Iterator[int]:
-        """A stock server; what an earlier one had in memory is gone."""
+    def server(self, port: int = 0) -> Iterator[int]:
+        """A stock server, on a port of its own unless one is given; it begins with nothing."""
         model = ("-m", str(ensure(SHAPES[self.shape]))) if self.shape else ()
         usual = ("--slot-save-path", str(self.folder), "--metrics")
         if "-np" not in self.options:
             usual += ("-np", "1")
-        with llama_server(server_binary(patched=False), *model, *usual, *self.options) as port:
-            yield port
+        command = (server_binary(patched=False), *model, *usual, *self.options)
+        with llama_server(*command, port=port) as served:
+            yield served
 
     @contextmanager
     def proxy(self, port: int, **snapshots: object) -> Iterator[RunningProxy]:

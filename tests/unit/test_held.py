@@ -72,15 +72,23 @@ def test_copies_in_ram_are_counted_on_once_they_were_seen() -> None:
     assert memory.reuse(LEFT, False, LONGER) == 0
     memory.looked(LEFT, [replace(LOOK, n_tokens=0)])
     assert memory.reuse(LEFT, False, LONGER) == 3
+    memory.from_ram(LEFT, hoped=100, cached=60)
     memory.from_ram(replace(LEFT, at=9.0), hoped=100, cached=40)
     assert memory.reuse(LEFT, False, LONGER) == 3  # left later than the one that was gone
     memory.from_ram(LEFT, hoped=100, cached=40)
     assert memory.reuse(LEFT, False, LONGER) == 0
+
+
+def test_a_slot_emptied_into_nothing_is_believed_once() -> None:
+    memory, later = Memory(), replace(LEFT, at=11.0)
+    memory.looked(LEFT, [replace(LOOK, n_tokens=0)])
+    memory.from_ram(LEFT, hoped=100, cached=0)
+    assert memory.reuse(later, False, LONGER) == 0
+    memory.from_ram(LEFT, hoped=100, cached=90)
+    assert memory.reuse(later, False, LONGER) == 3
     fresh = Memory()
     fresh.looked(LEFT, [replace(LOOK, task=None, n_tokens=0)])
-    assert not fresh.ram  # a new server is empty for another reason
-    fresh.from_ram(LEFT, hoped=100, cached=60)
-    assert fresh.ram
+    assert fresh.reuse(LEFT, False, LONGER) == 0  # a new server is empty for another reason
 
 
 def test_looking_ahead_is_judged_by_what_nobody_had_asked_for() -> None:

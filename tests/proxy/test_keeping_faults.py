@@ -1,0 +1,213 @@
+"""Everything that can go wrong with a snapshot, on the real server: no crash, no wrong answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keeping import Chat, House, decoded, long_chat, settled
+from running import RunningProxy, ask
+
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.engine.stock.calls import StockCalls
+from evoke_proxy.engine.vault import Vault
+
+DAMAGES = 200
+SMALL = {"min_tokens": 64, "look_ahead": False, "max_count": 8}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+    return House(tmp_path_factory.mktemp("slots"), "", ("--cache-ram", "0"))
+
+
+@pytest.fixture(scope="module")
+def running(house: House) -> Iterator[tuple[int, RunningProxy]]:
+    """A stock server's port, and a proxy in front of it that saves small chats too.
+
+    It has learnt that a slot found empty was not emptied into memory, which it tries first.
+    """
+    with house.server() as port, house.proxy(port, **SMALL) as proxied:
+        chat = _chat(9)
+        for _ in range(2):
+            chat.ask(proxied.port)
+            settled(proxied)
+            _erase(port)
+        command = Vault(SnapshotsConfig(directory=str(house.folder)))
+        command.open(claim=False)
+        for snapshot in list(command.snapshots):
+            command.delete(snapshot, "test")
+        command.close()
+        yield port, proxied
+
+
+def _chat(number: int) -> Chat:
+    """A chat of about a hundred tokens, unlike every other from its first word, and no side request
+    of theirs."""
+    said = f"{number} " + "one two three four " * 16
+    return Chat([{"role": "user", "content": said}], {"evoke_session": f"s{number}"})
+
+
+def _erase(port: int) -> None:
+    """What a restart, a sleep or another conversation does to a slot."""
+    assert ask(port, "POST", "/slots/0?action=erase").status == 200
+
+
+def _corrupt(running: RunningProxy) -> float:
+    """How many snapshots were set aside so far."""
+    found = running.engine.metrics.snapshots_bad.collect()[0].samples
+    return sum(sample.value for sample in found if sample.name.endswith("_total"))
+
+
+def _damage(path: Path, how: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if how.random() < 0.5:
+        del data[how.randrange(len(data)) :]
+    else:
+        data[how.randrange(len(data))] ^= 1 << how.randrange(8)
+    path.write_bytes(data)
+
+
+def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
+    house: House, running: tuple[int, RunningProxy]
+) -> None:
+    port, proxied = running
+    chat, how = _chat(0), random.Random(7)
+    chat.ask(proxied.port)
+    settled(proxied)
+    wanted, before = chat.said, _corrupt(proxied)
+    for _ in range(DAMAGES):
+        (path,) = house.files()
+        _damage(path, how)
+        _erase(port)
+        cached, new = chat.ask(proxied.port)
+        assert chat.said == wanted and cached + new > 64
+        settled(proxied)
+    assert _corrupt(proxied) - before == DAMAGES
+    assert proxied.metric("evoke_snapshot_restores_total", result="quarantined") == DAMAGES
+    assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 0
+    # the last one is whole, and is restored
+    _erase(port)
+    decoded_before = decoded(port)
+    chat.ask(proxied.port)
+    assert chat.said == wanted and decoded(port) - decoded_before <= 8
+    settled(proxied)
+    assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 1
+
+
+def test_a_file_that_is_gone_is_not_asked_for_so_nothing_is_wiped(
+    house: House, running: tuple[int, RunningProxy]
+) -> None:
+    port, proxied = running
+    chat = long_chat(300, 5)  # long enough to be worth a restore
+    chat.messages.pop()
+    chat.ask(proxied.port)
+    settled(proxied)
+    for path in house.files():
+        path.unlink()
+    _erase(port)
+    asked = _noting(proxied, "restore")
+    chat.ask(proxied.port)
+    settled(proxied)
+    assert asked == []
+    assert proxied.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
+
+
+def test_a_slot_that_was_emptied_before_its_save_makes_no_snapshot(
+    house: House, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, proxied = running
+    save, before = StockCalls.save, house.files()
+
+    async def emptied(calls: StockCalls, slot: int, name: str, client: Any) -> Any:
+        await calls._upstream.call("POST", f"/slots/{slot}?action=erase", {}, client)
+        return await save(calls, slot, name, client)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StockCalls, "save", emptied)
+        _chat(2).ask(proxied.port)
+    settled(proxied)
+    assert proxied.metric("evoke_snapshot_saves_total", result="emptied") == 1
+    assert house.files() == before and not list(house.folder.glob("*.evoke-part"))
+
+
+def test_a_full_disk_costs_the_snapshot_only(
+    house: House, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, proxied = running
+    part, before = house.folder / "full.evoke-part", house.files()
+    part.symlink_to("/dev/full")
+    chat = _chat(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(proxied.engine.keeper.vault, "part", lambda: part.name)
+        chat.ask(proxied.port)
+        settled(proxied)
+    assert proxied.metric("evoke_snapshot_saves_total", result="failed") == 1
+    assert house.files() == before and not part.is_symlink()
+
+
+def test_no_save_is_begun_without_room_for_it(tmp_path: Path) -> None:
+    with House(tmp_path).both(**SMALL | {"min_free_mib": 1 << 30}) as proxied:
+        _chat(4).ask(proxied.port)
+        settled(proxied)
+        assert proxied.metric("evoke_snapshot_saves_total", result="skipped_room") == 1
+
+
+@pytest.mark.parametrize("during", ["save", "restore"])
+def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_path: Path) -> None:
+    house, chat = House(tmp_path, "", ("--cache-ram", "0")), long_chat(300)
+    with house.server() as port, house.proxy(port, look_ahead=False) as proxied:
+        if during == "restore":
+            chat.ask(proxied.port, "Begin.")
+            settled(proxied)
+            _erase(port)
+            chat.ask(proxied.port)
+            settled(proxied)
+            _erase(port)
+        asked = _noting(proxied, during, kill=port)
+        body = json.dumps({"messages": long_chat(300).messages[:3]}).encode()
+        body = json.dumps({"messages": chat.messages}).encode() if during == "restore" else body
+        answer = ask(proxied.port, "POST", "/v1/chat/completions", body)
+        assert answer.status == 503 and len(asked) == 1
+        settled(proxied)
+        assert house.files() == [] and not list(tmp_path.glob("*.evoke-part"))
+        died = proxied.metric("evoke_snapshot_corrupt_total", reason="upstream_died")
+        assert died == (during == "restore")
+        with house.server(port):
+            again = ask(proxied.port, "POST", "/v1/chat/completions", body)
+            assert again.status == 200
+            settled(proxied)
+            restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
+            assert restored == 0 and len(house.files()) == 1
+
+
+def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
+    """The names of files that the server is asked to save or restore; it may be killed by that."""
+    calls, names = running.engine.keeper._calls, []
+    asked = getattr(calls, action)
+
+    async def noted(slot: int, name: str, client: Any) -> Any:
+        names.append(name)
+        setattr(calls, action, asked)
+        if kill:
+            os.kill(_process_on(kill), signal.SIGKILL)
+        return await asked(slot, name, client)
+
+    setattr(calls, action, noted)
+    return names
+
+
+def _process_on(port: int) -> int:
+    """The llama-server that serves this port."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (folder / "cmdline").exists():
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"llama-server") and str(port).encode() in words:
+                return int(folder.name)
+    raise AssertionError(f"no llama-server on {port}")
