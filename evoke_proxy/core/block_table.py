@@ -6,8 +6,9 @@ taking its beginning and adding what is new, and nothing is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,13 @@ class BlockTable(Sequence[Block]):
     """Blocks in ascending order that do not overlap; immutable, and so are its arrays.
 
     Each array has one value a block: `starts` and `ends` positions, `messages` and `turns` numbers,
-    `roles` indexes into ROLES. Slices and sums are tables again.
+    `roles` indexes into ROLES. `copied` says which blocks have a copy in the host pool; in
+    a new table none has. Slices and sums are tables again.
     """
 
     __slots__ = (
         *("_blocks", "labels", "starts", "ends", "messages", "turns", "roles"),
-        *("pinned", "preferred", "priority"),
+        *("pinned", "preferred", "priority", "copied"),
     )
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
@@ -46,6 +48,7 @@ class BlockTable(Sequence[Block]):
         self.pinned: Mask = np.array([block.pinned for block in given], np.bool_)
         self.preferred: Mask = np.array([block.preferred for block in given], np.bool_)
         self.priority: Numbers = np.array([block.priority for block in given], np.float64)
+        self.copied: Mask = np.zeros(len(given), np.bool_)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -80,6 +83,25 @@ class BlockTable(Sequence[Block]):
             setattr(both, name, np.concatenate([getattr(self, name), getattr(more, name)]))
         return both
 
+    def with_copies(self, copied: Mask) -> BlockTable:
+        """The same blocks, these of them with a copy."""
+        return self._changed(copied=copied)
+
+    def named(self, labels: Mapping[int, str]) -> BlockTable:
+        """The same with other labels for the blocks of these indexes."""
+        blocks = list(self._blocks)
+        for i, label in labels.items():
+            blocks[i] = replace(blocks[i], label=label)
+        changed = self._changed(_blocks=tuple(blocks))
+        changed.labels = tuple([block.label for block in blocks])
+        return changed
+
+    def _changed(self, **columns: Any) -> BlockTable:
+        other = BlockTable.__new__(BlockTable)
+        for name in BlockTable.__slots__:
+            setattr(other, name, columns.get(name, getattr(self, name)))
+        return other
+
     @property
     def lengths(self) -> Positions:
         """How many tokens each block has."""
@@ -101,6 +123,8 @@ class BlockTable(Sequence[Block]):
 
     def labelled(self, labels: frozenset[str]) -> Mask:
         """Which blocks have one of these labels."""
+        if not labels:
+            return np.zeros(len(self), np.bool_)
         return np.fromiter(map(labels.__contains__, self.labels), np.bool_, len(self))
 
     def crossing(self, edges: Iterable[int]) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import numpy as np
 
@@ -33,17 +34,16 @@ class SavedRange:
 class Layout:
     """Blocks tile [0, generation) of `tokens`; each is resident as a whole or not at all.
 
-    `resident` are the rows below `n_past`, `saved` labels of blocks with a copy, `ranges` copies
-    from outside the blocks, `stale` labels of copies that are of no use any more, `guessed` those
-    of `saved` whose tokens only llama-server knows. `divergence` is where the prompt left what was
-    known before, None when it only went on. `numbers` are the next ones of block names.
+    `resident` are the rows below `n_past`, `ranges` copies from outside the blocks, `stale` labels
+    of copies that are of no use any more, `guessed` those of `saved` whose tokens only llama-server
+    knows. `divergence` is where the prompt left what was known before, None when it only went on.
+    `numbers` are the next ones of block names.
     """
 
     session: str
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     generation: int = 0
     blocks: BlockTable = field(default_factory=BlockTable)
-    saved: frozenset[str] = frozenset()
     ranges: tuple[SavedRange, ...] = ()
     stale: frozenset[str] = frozenset()
     guessed: frozenset[str] = frozenset()
@@ -60,7 +60,12 @@ class Layout:
     @property
     def in_pool(self) -> Mask:
         """Which blocks have a copy."""
-        return self.blocks.labelled(self.saved)
+        return self.blocks.copied
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The labels of the blocks that have a copy."""
+        return frozenset(compress(self.blocks.labels, self.in_pool.tolist()))
 
     def reconcile(
         self,
@@ -82,7 +87,7 @@ class Layout:
         resident = clipped(view.resident, Span(0, n_past))
         held = clipped(view.held, Span(0, n_past))
         edges = {at for span in (*resident, *held) for at in (span.start, span.end)}
-        kept = self._kept(min(shared, rendered.generation), edges)
+        kept = self._kept(min(shared, rendered.generation), edges, rendered.tokens)
         ranges = [item for item in self.ranges if self._may_hold(item, shared, view)]
         edges |= {at for item in ranges for at in (item.span.start, item.span.end)}
         whole = len(kept) >= len(self.blocks)
@@ -97,18 +102,17 @@ class Layout:
             start=kept[-1].span.end if kept else 0,
             numbers=numbers,
         )
-        fresh = BlockTable(_block(draft, turn) for draft in drafts)
-        blocks, saved = self._labelled(kept + fresh, rendered.tokens, ranges)
-        known = max(shared, view.n_common)
-        guessed = {item.label for item in ranges if item.span.end > known} | self.guessed
+        blocks = kept + self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
+        blocks, taken = _with_ranges(blocks, ranges)
+        stale = self._left_behind(kept).difference(item.label for item in taken)
+        guessed = {i.label for i in taken if i.span.end > max(shared, view.n_common)}
         return Layout(
             session=self.session,
             tokens=rendered.tokens,
             generation=rendered.generation,
             blocks=blocks,
-            saved=saved,
-            stale=(self.stale | self.saved | {item.label for item in self.ranges}) - saved,
-            guessed=saved & guessed,
+            stale=stale,
+            guessed=(self.guessed - stale) | guessed,
             resident=resident,
             n_past=n_past,
             divergence=shared if shared < self.generation else None,
@@ -117,11 +121,16 @@ class Layout:
 
     def with_saved(self, labels: Collection[str], ranges: Iterable[SavedRange] = ()) -> Layout:
         """The same with more copies: of blocks by label, of other ranges by span."""
-        own = frozenset(self.blocks.labels)
-        added = {item.label: item for item in (*self.ranges, *ranges) if item.label not in own}
-        saved = self.saved | {label for label in labels if label in own}
-        stale = self.stale - saved - added.keys()
-        return replace(self, saved=saved, ranges=tuple(added.values()), stale=stale)
+        added = {item.label: item for item in (*self.ranges, *ranges)}
+        for i in np.flatnonzero(self.blocks.labelled(frozenset(added))).tolist():
+            del added[self.blocks.labels[i]]
+        now = self.blocks.labelled(frozenset(labels))
+        return replace(
+            self,
+            blocks=self.blocks.with_copies(self.in_pool | now),
+            ranges=tuple(added.values()),
+            stale=self.stale - {block.label for block in self.blocks.pick(now)} - added.keys(),
+        )
 
     def without_saved(self, labels: Collection[str]) -> Layout:
         """The same after these copies turned out to be gone, or to be of other tokens.
@@ -129,14 +138,15 @@ class Layout:
         If one was guessed, then the answer reads differently from there on: so are those after it.
         """
         gone = frozenset(labels)
+        if not gone:
+            return self
         guesses = [block for block in self.blocks if block.label in self.guessed]
         wrong = [block.span.start for block in guesses if block.label in gone]
         stale = {block.label for block in guesses if wrong and block.span.start >= min(wrong)}
-        ranges = tuple(item for item in self.ranges if item.label not in gone)
         return replace(
             self,
-            saved=self.saved - gone - stale,
-            ranges=ranges,
+            blocks=self.blocks.with_copies(self.in_pool & ~self.blocks.labelled(gone | stale)),
+            ranges=tuple(item for item in self.ranges if item.label not in gone),
             stale=(self.stale - gone) | stale,
             guessed=self.guessed - gone - stale,
         )
@@ -147,7 +157,8 @@ class Layout:
             blocks = self.blocks
             if not (blocks.pinned | blocks.preferred | (blocks.priority != 1.0)).any():
                 return self
-        return replace(self, blocks=BlockTable(_with_marks(b, keeps, turns) for b in self.blocks))
+        blocks = BlockTable(_with_marks(block, keeps, turns) for block in self.blocks)
+        return replace(self, blocks=blocks.with_copies(self.in_pool))
 
     @property
     def copies_end(self) -> int:
@@ -161,10 +172,11 @@ class Layout:
         n = len(counted) if counted.all() else int(counted.argmin())
         return int(self.blocks.ends[n - 1]) if n else 0
 
-    def _kept(self, limit: int, edges: Collection[int]) -> BlockTable:
+    def _kept(self, limit: int, edges: Collection[int], tokens: Tokens) -> BlockTable:
         kept = self.blocks[: int(self.blocks.ends.searchsorted(limit, "right"))]
         for i in reversed(kept.crossing(edges)):
-            kept = kept[:i] + BlockTable(_split(kept[i], sorted(edges))) + kept[i + 1 :]
+            pieces = self._named(_split(kept[i], sorted(edges)), tokens, kept[:i])
+            kept = kept[:i] + pieces + kept[i + 1 :]
         return kept
 
     def _may_hold(self, item: SavedRange, shared: int, view: SlotView) -> bool:
@@ -177,27 +189,34 @@ class Layout:
             return item.span.end <= view.n_common
         return shared == len(self.tokens)
 
-    def _labelled(
-        self, blocks: BlockTable, tokens: Tokens, ranges: Iterable[SavedRange]
-    ) -> tuple[BlockTable, frozenset[str]]:
-        """The blocks, those without a name given one, and which names have a copy. A block that is
-        a saved range, and has no copy of its own, takes its name over."""
-        at = [i for i, label in enumerate(blocks.labels) if not label]
-        spans = [blocks[i].span for i in at]
-        before = blocks.labels[at[0] - 1] if at and at[0] else ""
-        names = dict(zip(at, labels(self.session, tokens, spans, before), strict=True))
-        taken = {blocks.find(item.span): item.label for item in ranges}
-        for i, label in taken.items():
-            if i is not None and names.get(i, blocks.labels[i]) not in self.saved:
-                names[i] = label
-        if names:
-            first = min(names)
-            named = (
-                replace(block, label=names.get(i, block.label))
-                for i, block in enumerate(blocks[first:], first)
-            )
-            blocks = blocks[:first] + BlockTable(named)
-        return blocks, frozenset(blocks.labels) & (self.saved | set(taken.values()))
+    def _named(self, blocks: Sequence[Block], tokens: Tokens, behind: BlockTable) -> BlockTable:
+        """These blocks, which follow others, with the labels of their tokens."""
+        before = behind.labels[-1] if behind else ""
+        names = labels(self.session, tokens, [block.span for block in blocks], before)
+        pairs = zip(blocks, names, strict=True)
+        return BlockTable(replace(block, label=name) for block, name in pairs)
+
+    def _left_behind(self, kept: BlockTable) -> frozenset[str]:
+        """The copies of no use when only these blocks stay, and no range."""
+        useless = self.stale.union(item.label for item in self.ranges)
+        if kept.labels == self.blocks.labels:
+            return useless
+        return useless | (self.saved - frozenset(kept.labels))
+
+
+def _with_ranges(
+    blocks: BlockTable, ranges: Iterable[SavedRange]
+) -> tuple[BlockTable, Sequence[SavedRange]]:
+    """A block that is a saved range, and has no copy of its own, takes its name and its copy over;
+    also these ranges."""
+    taken = {i: item for item in ranges if (i := blocks.find(item.span)) is not None}
+    taken = {i: item for i, item in taken.items() if not blocks.copied[i]}
+    if not taken:
+        return blocks, ()
+    copied = blocks.copied.copy()
+    copied[list(taken)] = True
+    named = blocks.named({i: item.label for i, item in taken.items()})
+    return named.with_copies(copied), tuple(taken.values())
 
 
 def wire_name(session: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role, Span, clipped
@@ -62,15 +64,14 @@ class Session:
         self._task = Task()
         self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, tuple[bool, float]] = {}
-        self._planned: Books | None = None
-        self._victims: dict[str, Span] = {}
+        self._planned: tuple[PolicyView, Plan] | None = None
         self._doubtful: dict[str, Span] = {}
 
     def __repr__(self) -> str:
         layout = self.layout
         return (
             f"<Session {self.id} turns={self.turns} tokens={len(layout.tokens)}"
-            f" blocks={len(layout.blocks)} saved={len(layout.saved) + len(layout.ranges)}>"
+            f" blocks={len(layout.blocks)} saved={int(layout.in_pool.sum()) + len(layout.ranges)}>"
         )
 
     @property
@@ -124,11 +125,9 @@ class Session:
         """llama-server has run the whole plan."""
         self._moved(plan)
         self.layout = replace(self.layout, guessed=frozenset())
-        self._planned = forecast(turn.view, plan)
+        self._planned = (turn.view, plan)
         self._task = turn.task
         self._recovered |= {load.label: turn.number for load in plan.loads}
-        order = plan.stream.order if plan.stream is not None else ()
-        self._victims = {victim.label: victim.span for victim in order}
 
     def failed(self, unknown: Collection[str] = ()) -> None:
         """llama-server refused a plan and changed nothing; these labels it does not know, or knows
@@ -142,35 +141,38 @@ class Session:
         `decoded_again` then tells how many tokens of the prompt before had no rows to go on from.
         """
         self.turns += 1
-        planned, victims = self._planned, self._victims
-        self._planned, self._victims, self.decoded_again = None, {}, 0
+        planned, self._planned, self.decoded_again = self._planned, None, 0
         if books is None:
-            self._doubtful |= victims
+            stream = planned[1].stream if planned is not None else None
+            order = stream.order if stream is not None else ()
+            self._doubtful |= {victim.label: victim.span for victim in order}
             return True
         evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
         self.learn(evicted)
         before = common_prefix(self._decoded, self.layout.tokens[:-1])
         self.decoded_again = max(0, before - (books.n_prompt - books.decoded))
         self._decoded = self.layout.tokens
-        return planned is None or agree(planned, books, self._adopts)
+        return planned is None or agree(forecast(*planned), books, self._adopts)
 
     def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
         """These labels have copies of these ranges of this session's slot."""
-        given = list(ranges)
-        if not given:
-            return
-        named = frozenset(label for label, _ in given)
-        blocks = self.layout.blocks
-        own = {block.label: block.span for block in blocks.pick(blocks.labelled(named))}
-        saved = {label for label, span in given if own.get(label) == span}
-        others = [SavedRange(label, span) for label, span in given if label not in own]
-        self.layout = self.layout.with_saved(saved, others)
+        blocks, own, others = self.layout.blocks, list[str](), list[SavedRange]()
+        for label, span in ranges:
+            at = blocks.find(span)
+            if at is not None and blocks.labels[at] == label:
+                own.append(label)
+            else:
+                others.append(SavedRange(label, span))
+        if own or others:
+            self.layout = self.layout.with_saved(own, others)
 
     def lost(self, adopts: bool) -> None:
         """llama-server restarted: every copy is gone, and so is every row."""
         self._adopts = adopts
+        blocks = self.layout.blocks
+        blocks = blocks.with_copies(np.zeros(len(blocks), np.bool_))
         self.layout = replace(
-            self.layout, saved=frozenset(), ranges=(), stale=frozenset(), resident=(), n_past=0
+            self.layout, blocks=blocks, ranges=(), stale=frozenset(), resident=(), n_past=0
         )
         self._doubtful = {}
 
