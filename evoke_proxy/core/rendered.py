@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 
 from evoke_proxy.core.blocks import Role, Span, merged
 from evoke_proxy.errors import UpstreamProtocolError
@@ -131,7 +131,7 @@ def _ranges(given: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
 def _tokens(answer: Mapping[str, Any]) -> Tokens:
     if "tokens_b64" not in answer:
         return np.asarray(answer["tokens"], dtype=np.int32)
-    raw = binascii.a2b_base64(answer["tokens_b64"], strict_mode=True)
+    raw = pybase64.b64decode(answer["tokens_b64"], validate=True)
     return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
 
 

@@ -42,6 +42,7 @@ OUTSIDE_WORLD = {
     "os", "pathlib", "queue", "random", "secrets", "selectors", "shutil", "signal", "socket",
     "sqlite3", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid",
 }  # fmt: skip
+COMPUTING = {"numpy", "pybase64"}  # foreign, but they only compute
 OUTSIDE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 MAX_FUNCTION, MAX_MODULE, MEDIAN_FUNCTION = 60, 300, 10
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "types", "base"}
@@ -96,7 +97,7 @@ def sibling_imports(module: str, names: set[str]) -> set[str]:
 def impurities(module: str, source: str) -> set[str]:
     """What a pure module uses of the outside world: modules, foreign packages, calls."""
     tops = {name.split(".")[0] for name in imports_of(module, source)} - {HOUSE}
-    foreign = {top for top in tops if top not in sys.stdlib_module_names and top != "numpy"}
+    foreign = tops - sys.stdlib_module_names - COMPUTING
     calls = {
         node.func.id
         for node in ast.walk(ast.parse(source))
