@@ -116,9 +116,10 @@ class BlockTable(Sequence[Block]):
         """Which blocks lie wholly in these ascending, disjoint spans."""
         if not spans:
             return np.zeros(len(self), np.bool_)
-        edges = np.array([(span.start, span.end) for span in spans], np.int64)
-        covering = edges[:, 0].searchsorted(self.starts, "right") - 1
-        inside: Mask = (covering >= 0) & (self.ends <= edges[covering, 1])
+        starts = np.array([span.start for span in spans], np.int64)
+        ends = np.array([span.end for span in spans], np.int64)
+        covering = starts.searchsorted(self.starts, "right") - 1
+        inside: Mask = (covering >= 0) & (self.ends <= ends[covering])
         return inside
 
     def labelled(self, labels: frozenset[str]) -> Mask:

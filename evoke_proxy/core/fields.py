@@ -59,8 +59,7 @@ class Tags:
 
 def freed(body: bytes, parsed: Mapping[str, Any]) -> bytes:
     """A body's bytes without our own fields, all others as they were; `parsed` is what it says."""
-    of_messages = MESSAGE_FIELDS if marked_in(parsed) else ()
-    return edit_top_level(body, {}, TOP_LEVEL_FIELDS, of_messages, keys=parsed.keys())
+    return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS, keys=parsed.keys())
 
 
 def tags_of(body: Mapping[str, Any], marked: bool, bench: bool) -> Tags:

@@ -177,11 +177,12 @@ class Engine:
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"
-        way.body = freed(way.body, body)
         way.hint = hint_of(client, body)
         named = body.get("id_slot")
         way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None
         request = parse_chat(dialect, body, self.config.policy.bench_fields)
+        if request.tags.given:
+            way.body = freed(way.body, body)
         way.is_batch = request.n > 1 and isinstance(body.get("prompt"), list)
         return request
 

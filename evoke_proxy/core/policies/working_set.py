@@ -112,8 +112,8 @@ def first_fit(order: Positions, lengths: Positions, room: int) -> Mask:
     left = order
     while len(left):
         left = left[lengths[left] <= room]
-        for i in left[:_STRIDE].tolist():
-            length = int(lengths[i])
+        near = left[:_STRIDE]
+        for i, length in zip(near.tolist(), lengths[near].tolist(), strict=True):
             if length <= room:
                 taken[i] = True
                 room -= length

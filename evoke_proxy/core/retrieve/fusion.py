@@ -51,9 +51,10 @@ def in_turns(orders: Sequence[Order]) -> list[tuple[int, int]]:
     left = list(range(len(queues)))
     while left and len(taken) < _DEPTH:
         for which in list(left):
-            found = next((i for i in queues[which] if i not in taken), None)
-            if found is None:
-                left.remove(which)
+            for i in queues[which]:
+                if i not in taken:
+                    taken[i] = which
+                    break
             else:
-                taken[found] = which
+                left.remove(which)
     return list(taken.items())
