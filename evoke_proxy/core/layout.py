@@ -119,17 +119,22 @@ class Layout:
             numbers=next_numbers((draft.key for draft in drafts), numbers),
         )
 
-    def with_saved(self, labels: Collection[str], ranges: Iterable[SavedRange] = ()) -> Layout:
-        """The same with more copies: of blocks by label, of other ranges by span."""
-        added = {item.label: item for item in (*self.ranges, *ranges)}
-        for i in np.flatnonzero(self.blocks.labelled(frozenset(added))).tolist():
-            del added[self.blocks.labels[i]]
-        now = self.blocks.labelled(frozenset(labels))
+    def with_saved(self, copies: Iterable[tuple[str, Span]]) -> Layout:
+        """The same with more copies, by label: of blocks, or of ranges that are none."""
+        copied, own = self.in_pool.copy(), set[str]()
+        ranges = {item.label: item for item in self.ranges}
+        for label, span in copies:
+            at = self.blocks.find(span)
+            if at is not None and self.blocks.labels[at] == label:
+                copied[at] = True
+                own.add(label)
+            elif label not in self.blocks.labels:
+                ranges[label] = SavedRange(label, span)
         return replace(
             self,
-            blocks=self.blocks.with_copies(self.in_pool | now),
-            ranges=tuple(added.values()),
-            stale=self.stale - {block.label for block in self.blocks.pick(now)} - added.keys(),
+            blocks=self.blocks.with_copies(copied),
+            ranges=tuple(ranges.values()),
+            stale=self.stale - own - ranges.keys(),
         )
 
     def without_saved(self, labels: Collection[str]) -> Layout:

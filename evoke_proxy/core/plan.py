@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.blocks import Block, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +41,11 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """A range the engine may save under `label` and evict, when the budget asks for it."""
-
-    label: str
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
 class Stream:
     """How llama-server itself holds the slot's budget: counts are tokens, budget 0 is off.
 
-    `order` is evicted first to last, then the oldest go; `protect`, the first `sink` and the last
-    `recent` positions never do.
+    The blocks of `order` are saved under their labels and evicted, first to last, then the oldest
+    rows go; `protect`, the first `sink` and the last `recent` positions never do.
     """
 
     budget: int
@@ -61,7 +53,7 @@ class Stream:
     recent: int = 0
     block: int = 64
     protect: tuple[Span, ...] = ()
-    order: tuple[Victim, ...] = ()
+    order: tuple[Block, ...] = ()
 
     @property
     def held(self) -> int:
@@ -147,7 +139,7 @@ def _stream_op(stream: Stream) -> dict[str, Any]:
         "block": stream.block,
         "protect": [[span.start, span.end] for span in stream.protect],
         "order": [
-            {"name": victim.label, "p0": victim.span.start, "p1": victim.span.end}
-            for victim in stream.order
+            {"name": block.label, "p0": block.span.start, "p1": block.span.end}
+            for block in stream.order
         ],
     }

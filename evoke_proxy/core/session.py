@@ -19,7 +19,7 @@ from evoke_proxy.core.books import Books, agree, forecast
 from evoke_proxy.core.bounds import check_budget
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.encoding import Vectors
-from evoke_proxy.core.layout import Layout, SavedRange, wire_name
+from evoke_proxy.core.layout import Layout, wire_name
 from evoke_proxy.core.plan import Plan, Save
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.policy_view import PolicyView
@@ -145,7 +145,7 @@ class Session:
         if books is None:
             stream = planned[1].stream if planned is not None else None
             order = stream.order if stream is not None else ()
-            self._doubtful |= {victim.label: victim.span for victim in order}
+            self._doubtful |= {block.label: block.span for block in order}
             return True
         evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
         self.learn(evicted)
@@ -156,15 +156,7 @@ class Session:
 
     def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
         """These labels have copies of these ranges of this session's slot."""
-        blocks, own, others = self.layout.blocks, list[str](), list[SavedRange]()
-        for label, span in ranges:
-            at = blocks.find(span)
-            if at is not None and blocks.labels[at] == label:
-                own.append(label)
-            else:
-                others.append(SavedRange(label, span))
-        if own or others:
-            self.layout = self.layout.with_saved(own, others)
+        self.layout = self.layout.with_saved(ranges)
 
     def lost(self, adopts: bool) -> None:
         """llama-server restarted: every copy is gone, and so is every row."""
@@ -231,9 +223,8 @@ class Session:
             return layout
         out = ~layout.in_cache & (layout.blocks.ends <= layout.n_past)
         blocks = layout.blocks.pick(out)
-        return layout.with_saved(
-            {block.label for block in blocks if self._doubtful.get(block.label) == block.span}
-        )
+        there = [(block.label, block.span) for block in blocks]
+        return layout.with_saved(pair for pair in there if pair in self._doubtful.items())
 
     def _policy_view(
         self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int, task: Task
@@ -289,6 +280,8 @@ class Session:
 def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
     """The configured policy as one request wants it; it may lower the budget, not raise it."""
     tags = request.tags
+    if not tags.given:
+        return config
     budgets = [budget for budget in (config.budget, tags.budget) if budget is not None]
     return replace(
         config,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, states_of, total
 
-from evoke_proxy.core.blocks import Role, Span, common, merged
+from evoke_proxy.core.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.layout import Layout, SavedRange, labels
 from evoke_proxy.core.messages import Message
 from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView
@@ -43,6 +43,10 @@ def spans(layout: Layout) -> list[tuple[int, int]]:
     return [(block.span.start, block.span.end) for block in layout.blocks]
 
 
+def copied(layout: Layout, *copies: Block | SavedRange) -> Layout:
+    return layout.with_saved((item.label, item.span) for item in copies)
+
+
 def states(layout: Layout) -> str:
     """r resident, s saved, b both, d dropped."""
     letters = dict(zip(BlockState, "rsbd", strict=True))
@@ -71,7 +75,7 @@ def test_history_that_goes_on_keeps_its_blocks() -> None:
 
 
 def test_history_that_changed_loses_what_comes_after() -> None:
-    saved = COLD.with_saved({block.label for block in COLD.blocks})
+    saved = copied(COLD, *COLD.blocks)
     tokens = [*range(110), *range(500, 593)]
     other = begun(saved, rendered(tokens, 40, 200), slot(110, (0, 203)), turn=2)
     assert other.blocks[:3] == COLD.blocks[:3]
@@ -93,7 +97,7 @@ def test_the_last_token_is_always_decoded() -> None:
 
 
 def test_a_block_that_is_half_resident_is_split() -> None:
-    saved = COLD.with_saved({COLD.blocks[2].label})
+    saved = copied(COLD, COLD.blocks[2])
     torn = begun(saved, FIRST, slot(203, (0, 50), (60, 260)), turn=2)
     assert spans(torn) == [(0, 16), (16, 40), (40, 50), (50, 60), (60, 104), (104, 168), (168, 200)]
     assert states(torn) == "rrrdrrr"
@@ -117,7 +121,7 @@ GENERATED = SavedRange("auto/1", Span(200, 264))
 def continued(ranges: tuple[SavedRange, ...], view: SlotView, known: Layout = COLD) -> Layout:
     """Another turn, with the answer [200, 300) in its history."""
     tokens = [*range(203), *range(900, 1000)]
-    known = known.with_saved((), ranges)
+    known = copied(known, *ranges)
     return begun(known, rendered(tokens, 40, 200, 301, 303), view, turn=2)
 
 
@@ -144,7 +148,7 @@ def test_copies_of_an_answer_are_believed_when_the_slot_is_lost() -> None:
 
 def test_copies_of_an_answer_are_not_believed_when_its_question_changed() -> None:
     tokens = [*range(190), *range(700, 713), *range(900, 1000)]
-    known = COLD.with_saved((), (GENERATED,))
+    known = copied(COLD, GENERATED)
     other = begun(known, rendered(tokens, 40, 200, 301, 303), slot(0), turn=2)
     assert other.stale == {"auto/1"}
 
@@ -157,7 +161,7 @@ def test_a_range_that_fits_no_block_is_dropped() -> None:
 
 
 def test_a_second_copy_of_a_saved_block_is_dropped() -> None:
-    known = COLD.with_saved({COLD.blocks[2].label})
+    known = copied(COLD, COLD.blocks[2])
     copy = SavedRange("auto/3", COLD.blocks[2].span)
     next_one = continued((copy,), slot(300, (0, 40), (104, 300)), known)
     assert next_one.blocks[2].label == COLD.blocks[2].label
@@ -169,13 +173,13 @@ def test_a_second_copy_of_a_saved_block_is_dropped() -> None:
 
 def test_learning_and_losing_copies() -> None:
     label = COLD.blocks[1].label
-    known = COLD.with_saved({label, "nobody's"}, [GENERATED])
+    known = copied(COLD, COLD.blocks[1], SavedRange(COLD.blocks[0].label, Span(1, 9)), GENERATED)
     assert known.saved == {label}
     assert known.ranges == (GENERATED,)
     assert known.without_saved({label, "auto/1"}).saved == frozenset()
     assert known.without_saved({label, "auto/1"}).ranges == ()
     stale = replace(COLD, stale=frozenset({"auto/1", label}))
-    assert stale.with_saved({label}, [GENERATED]).stale == frozenset()
+    assert copied(stale, COLD.blocks[1], GENERATED).stale == frozenset()
     assert stale.without_saved({"auto/1"}).stale == {label}
 
 
@@ -194,12 +198,12 @@ def test_after_one_wrong_guess_all_later_ones_are_wrong() -> None:
 
 
 def test_where_the_copies_end() -> None:
-    first = [block.label for block in COLD.blocks]
+    first = COLD.blocks
     assert COLD.saved_end(203) == 0
-    assert COLD.with_saved(first[:3]).saved_end(203) == 104
-    assert COLD.with_saved(first[1:]).saved_end(203) == 0
-    assert COLD.with_saved(first).saved_end(203) == 200
-    assert COLD.with_saved(first).saved_end(199) == 168
+    assert copied(COLD, *first[:3]).saved_end(203) == 104
+    assert copied(COLD, *first[1:]).saved_end(203) == 0
+    assert copied(COLD, *first).saved_end(203) == 200
+    assert copied(COLD, *first).saved_end(199) == 168
 
 
 def test_marks_are_those_of_now_and_of_the_turn() -> None:
@@ -250,7 +254,7 @@ def slots(draw: st.DrawFn, n_common_at_most: int) -> SlotView:
 def test_every_layout_tiles_its_prompt_with_whole_blocks(
     data: st.DataObject, keep: int, added: int
 ) -> None:
-    layout = COLD.with_saved(data.draw(st.sets(st.sampled_from([b.label for b in COLD.blocks]))))
+    layout = copied(COLD, *data.draw(st.sets(st.sampled_from(list(COLD.blocks)))))
     for turn in (2, 3):
         tokens = [*layout.tokens.tolist()[:keep], *range(1000 * turn, 1000 * turn + added + 1)]
         ends = sorted({*data.draw(st.sets(st.integers(1, len(tokens)), max_size=4)), len(tokens)})

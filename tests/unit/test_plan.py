@@ -3,15 +3,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream, Victim
+from evoke_proxy.core.blocks import Block, Role, Span
+from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
 
+VICTIM = Block("user:1#0", "d", Span(128, 192), Role.USER, 1, 1, "text")
 FULL = Plan(
     saves=(Save("a", Span(0, 64)),),
     evicts=(Evict(Span(0, 64), "a"), Evict(Span(70, 72))),
     loads=(Load("b", Span(64, 70)), Load("c", Span(80, 90))),
     drops=(Drop("old"), Drop("older")),
-    stream=Stream(512, 4, 32, 64, (Span(64, 70),), (Victim("d", Span(128, 192)),)),
+    stream=Stream(512, 4, 32, 64, (Span(64, 70),), (VICTIM,)),
 )
 
 

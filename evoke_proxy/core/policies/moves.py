@@ -13,8 +13,8 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import Mask
-from evoke_proxy.core.blocks import count, merged
-from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream, Victim
+from evoke_proxy.core.blocks import Block, count, merged
+from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
 from evoke_proxy.core.policies.working_set import (
     Candidates,
     WorkingSet,
@@ -171,7 +171,7 @@ def _protected(
 
 def _order(
     view: PolicyView, config: PolicyConfig, choice: Choice, resident: Mask, protected: list[int]
-) -> tuple[Victim, ...]:
+) -> tuple[Block, ...]:
     """Least valuable first: what was there before this turn, then the turn's own text."""
     cursor = view.adopt_to or view.n_past
     blocks = view.blocks
@@ -179,7 +179,7 @@ def _order(
     free[protected] = False
     old, new = free & resident, free & (blocks.starts >= cursor)
     order = [by_value(old, -choice.values, blocks), by_value(new, -choice.tail, blocks)]
-    return tuple([Victim(block.label, block.span) for block in blocks.pick(np.concatenate(order))])
+    return tuple(blocks.pick(np.concatenate(order)))
 
 
 def _reason(
