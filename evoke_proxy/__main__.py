@@ -1,4 +1,4 @@
-"""Command line: serve, check-config, demo, build-server. Exit codes: 0 done, 1 failed, 2 misuse."""
+"""Command line; each command says what it does. Exit codes: 0 done, 1 failed, 2 misuse."""
 
 from __future__ import annotations
 
@@ -46,9 +46,16 @@ _COMMANDS = {
     "check-config": ("read the configuration, say what is wrong with it", _CHECK_EXAMPLES),
     "demo": ("the planted-fact session on the bundled model", ""),
     "build-server": ("build llama-server with our patches", _BUILD_EXAMPLES),
+    "doctor": ("ask a running llama-server what it can, say what to change", ""),
+    "sessions": ("what is kept on disk of conversations", ""),
 }
 # Imported only when chosen: serving must not need what building and the demo need.
-_ELSEWHERE = {"demo": "evoke_proxy.demo.cli", "build-server": "evoke_proxy.server_build.cli"}
+_ELSEWHERE = {
+    "demo": "evoke_proxy.demo.cli",
+    "build-server": "evoke_proxy.server_build.cli",
+    "doctor": "evoke_proxy.commands.doctor",
+    "sessions": "evoke_proxy.commands.sessions",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

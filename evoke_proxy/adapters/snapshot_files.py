@@ -116,6 +116,10 @@ class SnapshotFiles:
         except OSError as error:
             raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
 
+    def checksum(self, name: str) -> str:
+        """Of all its bytes."""
+        return _checksum(self.directory / name)
+
     def discard(self, part: str) -> None:
         """Delete a part or a whole one, if it is there."""
         (self.directory / part).unlink(missing_ok=True)

@@ -33,6 +33,7 @@ FLOORS: dict[str, set[str]] = {
     "adapters": {"core", "errors", "config"},
     "engine": {"adapters", "core", "errors", "config"},
     "web": {"engine", "adapters", "core", "errors", "config"},
+    "commands": {"engine", "adapters", "core", "errors", "config"},
     "demo": {"server_build", "models", "core", "errors", "config"},
     "__main__": {"web", "demo", "server_build", "engine", "adapters", "models", "errors", "config"},
 }

@@ -49,7 +49,7 @@ class StockCalls:
 
     async def render(self, body: bytes, client: Client) -> Tokens:
         """The tokens of a chat request, as llama-server would decode them."""
-        return await self._tokenize(await self.text(body, client), True, client)
+        return await self.tokens(await self.text(body, client), True, client)
 
     async def boundary(self, body: bytes, client: Client) -> tuple[Tokens, int]:
         """The tokens of a chat request, and how many of them are mere history.
@@ -58,10 +58,10 @@ class StockCalls:
         that cannot go back decodes a prompt anew when nothing is new.
         """
         text, history = await self.text(body, client), await self.text(boundary(body), client)
-        tokens = await self._tokenize(text, True, client)
+        tokens = await self.tokens(text, True, client)
         if not text.startswith(history) or text == history:
             return tokens, 0
-        begun = await self._tokenize(text[len(history) :], False, client)
+        begun = await self.tokens(text[len(history) :], False, client)
         n_history = len(tokens) - len(begun)
         return tokens, n_history if np.array_equal(tokens[n_history:], begun) else 0
 
@@ -70,7 +70,8 @@ class StockCalls:
         answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
         return str(answer.get("prompt"))
 
-    async def _tokenize(self, text: str, special: bool, client: Client) -> Tokens:
+    async def tokens(self, text: str, special: bool, client: Client) -> Tokens:
+        """The tokens of a text; `special` puts what the vocabulary begins every text with first."""
         asked = {"content": text, "add_special": special, "parse_special": True}
         found = await self._upstream.call("POST", "/tokenize", asked, client, "render")
         try:

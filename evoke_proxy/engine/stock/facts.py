@@ -43,8 +43,8 @@ class Facts:
         if self.fingerprint:
             return
         fingerprint = await self._calls.fingerprint(client)
-        self._plain = await self._probe(False, client) or _UNKNOWN
-        self._tools = await self._probe(True, client) or self._plain
+        self._plain = await probed(self._calls, False, client) or _UNKNOWN
+        self._tools = await probed(self._calls, True, client) or self._plain
         self.reduced = await self._access(client)
         self.costs, self.memory = Costs(self._config.stall_share), Memory()
         self.fingerprint = fingerprint
@@ -73,15 +73,6 @@ class Facts:
         kept = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
         return "; ".join([f"snapshots in {self._vault.files.directory}: {kept}", *given_up])
 
-    async def _probe(self, tools: bool, client: Client) -> Stability | None:
-        """None when the template refuses such a conversation."""
-        texts: Sequence[str] = []
-        try:
-            texts = [await self._calls.text(body, client) for body in probes(tools)]
-        except UpstreamRejected:
-            return None
-        return stability(texts)
-
     async def _access(self, client: Client) -> str:
         """Whether a file that the server writes turns up in the directory; why not, if not."""
         looks = await self._calls.looks(client)
@@ -105,3 +96,13 @@ class Facts:
         finally:
             self._vault.files.discard(part)
         return ""
+
+
+async def probed(calls: StockCalls, tools: bool, client: Client) -> Stability | None:
+    """What the server's template keeps; None when it refuses such a conversation."""
+    texts: Sequence[str] = []
+    try:
+        texts = [await calls.text(body, client) for body in probes(tools)]
+    except UpstreamRejected:
+        return None
+    return stability(texts)

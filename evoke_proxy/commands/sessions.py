@@ -1,0 +1,158 @@
+"""`evoke-proxy sessions`: what is kept on disk of conversations, for whoever answers for it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evoke_proxy.adapters.snapshot_files import WHOLE
+from evoke_proxy.config import load
+from evoke_proxy.core.snapshots import Snapshot
+from evoke_proxy.engine.vault import Vault
+from evoke_proxy.errors import ConfigError
+
+EXAMPLES = """examples:
+  evoke-proxy sessions list --config evoke.yaml
+      one line for each conversation that has snapshots
+  evoke-proxy sessions pin 3f2a --config evoke.yaml
+      never delete it for room or age; any unambiguous beginning of an id will do
+  evoke-proxy sessions export 3f2a chat.tar --directory /var/lib/llama/slots
+      its files and what the index says of them: the conversation itself, keep it safe
+Works beside a running proxy, which sees every change."""
+_ACTIONS = ("list", "show", "pin", "unpin", "export", "delete")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    command.epilog = EXAMPLES
+    command.add_argument("action", choices=_ACTIONS, help="what to do")
+    command.add_argument("id", nargs="?", help="a session, or the beginning of its id")
+    command.add_argument("file", nargs="?", type=Path, help="where to export it to, a tar file")
+    command.add_argument("--config", type=Path, metavar="FILE", help="settings, YAML")
+    command.add_argument("--directory", metavar="DIR", help="snapshots.directory")
+    command.add_argument("--json", action="store_true", help="for a program to read")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; ConfigError on a directory that is none, or on an id that is none."""
+    config = load(arguments.config, os.environ, {"snapshots.directory": arguments.directory})
+    directory = Path(config.snapshots.directory)
+    if not config.snapshots.directory or not (directory / "index.sqlite").exists():
+        raise ConfigError("snapshots.directory: no snapshots there; name it with --directory")
+    vault = Vault(config.snapshots)
+    vault.open(claim=False)
+    try:
+        return _act(vault, arguments)
+    finally:
+        vault.close()
+
+
+def _act(vault: Vault, arguments: argparse.Namespace) -> int:
+    if arguments.action == "list":
+        _print_sessions(_sessions(vault.snapshots), arguments.json)
+        return 0
+    id, found = _named(vault, arguments.id)
+    if arguments.action == "export":
+        if arguments.file is None:
+            raise ConfigError("export: name a file to write")
+        _export(vault, found, arguments.file)
+    for item in found if arguments.action in ("pin", "unpin") else ():
+        vault.pin(item, arguments.action == "pin")
+    for item in found if arguments.action == "delete" else ():
+        vault.delete(item, "asked")
+    if arguments.action == "show":
+        _print_snapshots(found, arguments.json)
+    else:
+        print(f"{id}: {arguments.action} done, {len(found)} snapshots", file=sys.stderr)
+    return 0
+
+
+def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
+    sessions = _sessions(vault.snapshots)
+    fitting = [id for id in sessions if given and id.startswith(given)]
+    if given in sessions:
+        fitting = [given]
+    if len(fitting) != 1:
+        what = "no session" if not fitting else f"{len(fitting)} sessions"
+        raise ConfigError(f"{what} begin with {given!r}; evoke-proxy sessions list shows them")
+    return fitting[0], sessions[fitting[0]]
+
+
+def _sessions(snapshots: Sequence[Snapshot] | Any) -> dict[str, list[Snapshot]]:
+    """Snapshots by the conversation they are of, the latest used first."""
+    found: dict[str, list[Snapshot]] = {}
+    for item in snapshots:
+        found.setdefault(item.branch, []).append(item)
+    return found
+
+
+def _described(item: Snapshot) -> dict[str, Any]:
+    """What the index says of it; its tokens stay where they are."""
+    value = {key: made for key, made in asdict(item).items() if key != "tokens"}
+    return value | {"n_tokens": item.n_tokens}
+
+
+def _print_sessions(sessions: dict[str, list[Snapshot]], as_json: bool) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "id": id,
+            "tenant": items[0].tenant,
+            "snapshots": len(items),
+            "tokens": max(item.n_tokens for item in items),
+            "bytes": sum(item.n_bytes for item in items),
+            "used": max(item.used for item in items),
+            "pinned": any(item.pinned for item in items),
+        }
+        for id, items in sessions.items()
+    ]
+    if as_json:
+        print(json.dumps({"sessions": rows}, indent=2))
+        return
+    print(f"{'session':14}{'snapshots':>9}{'tokens':>9}{'MiB':>9}{'used':>12}  pinned")
+    for row in rows:
+        print(
+            f"{row['id']:14}{row['snapshots']:>9}{row['tokens']:>9}{row['bytes'] / 2**20:>9.1f}"
+            f"{_ago(row['used']):>12}  {'yes' if row['pinned'] else 'no'}"
+        )
+
+
+def _print_snapshots(items: Sequence[Snapshot], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"snapshots": [_described(item) for item in items]}, indent=2))
+        return
+    print(f"{'snapshot':22}{'kind':6}{'tokens':>8}{'MiB':>9}{'restores':>10}{'used':>12}")
+    for item in items:
+        print(
+            f"{item.id:22}{item.kind:6}{item.n_tokens:>8}{item.n_bytes / 2**20:>9.1f}"
+            f"{item.hits:>10.1f}{_ago(item.used):>12}"
+        )
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds / 86400:.0f} d ago"
+
+
+def _export(vault: Vault, items: Sequence[Snapshot], path: Path) -> None:
+    """A tar of the files and a manifest, for its owner alone."""
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "wb") as out, tarfile.open(fileobj=out, mode="w") as archive:
+        listed = [_described(item) | {"tokens": item.tokens.tolist()} for item in items]
+        manifest = json.dumps({"version": 1, "snapshots": listed}).encode()
+        entry = tarfile.TarInfo("manifest.json")
+        entry.size, entry.mode = len(manifest), 0o600
+        archive.addfile(entry, io.BytesIO(manifest))
+        for item in items:
+            archive.add(vault.files.directory / (item.id + WHOLE), item.id + WHOLE)
