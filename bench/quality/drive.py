@@ -18,14 +18,12 @@ from bench.quality.arms import Arm
 from bench.quality.sessions import Script
 from bench.quality.stack import Range, Reading, Stack
 from bench.ruler import right
-from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Span, clipped, count, merged
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.records import Reply, Turn, read_turn
 
 ANSWER_TOKENS = 40
 ORACLE = "oracle"
-BLOCK_TOKENS, SINK_TOKENS = PolicyConfig().block_tokens, PolicyConfig().sink_tokens
 BOOKS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
 
 
@@ -50,7 +48,7 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
             **arm.body(tokens),
         }
         if probing and arm.policy == ORACLE:
-            body["evoke_oracle"] = _gold_names(script, reading, number - asking)
+            body["evoke_oracle"] = _gold_names(reading, number - asking)
         reply = chat(stack.front, body, headers)
         turns.append(read_turn(number + 1, reply))
         planned = reply.headers.get("x-evoke-policy", "no plan")
@@ -84,22 +82,10 @@ def _headers(script: Script, arm: Arm) -> dict[str, str]:
     return {"X-Evoke-Session": name, "Authorization": f"Bearer {name}"}
 
 
-def _gold_names(script: Script, reading: Reading, index: int) -> list[str]:
+def _gold_names(reading: Reading, index: int) -> list[str]:
     """What the proxy calls the blocks in which the probe's fact was told last."""
-    names = []
-    for start, end in reading.gold[index][-1:]:
-        message = next(i for i, edge in enumerate(reading.ends) if edge >= end)
-        begin, role = reading.ends[message - 1], script.messages[message]["role"]
-        # Blocks are cut from where a message begins, and once more where the sinks end.
-        cut = range(max(begin, SINK_TOKENS), reading.ends[message], BLOCK_TOKENS)
-        starts = sorted({begin, *cut})
-        within = zip(starts, [*starts[1:], max(end, starts[-1] + 1)], strict=True)
-        names += [
-            f"{role}:{message}#{number}"
-            for number, (first, last) in enumerate(within)
-            if first < end and last > start
-        ]
-    return names
+    places = [Span(*place) for place in reading.gold[index][-1:]]
+    return [block.key for block in reading.blocks if clipped(places, block.span)]
 
 
 def _seen(stack: Stack, reply: Reply) -> tuple[Span, ...]:

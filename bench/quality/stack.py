@@ -18,7 +18,11 @@ from typing import Any
 import yaml
 
 from bench.quality.sessions import Script
+from evoke_proxy.config import PolicyConfig
 from evoke_proxy.config.strict import put
+from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.segment import Draft, cut
 from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
 from evoke_proxy.demo.residency import resident_now
 
@@ -59,12 +63,14 @@ class Stack:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A script as tokens. `ends[i]` is where message i ends; a prompt has `generation` tokens
-    behind its last message. `gold[i]` are the places where probe i's fact is told."""
+    behind its last message. `gold[i]` are the places where probe i's fact is told, `blocks` what
+    the proxy cuts the prompt into."""
 
     pieces: Sequence[str]
     ends: Sequence[int]
     generation: int
     gold: Sequence[Sequence[Range]]
+    blocks: Sequence[Draft]
 
     def prompt(self, n_messages: int) -> int:
         """How many tokens a request with the first messages has."""
@@ -99,7 +105,10 @@ def read(upstream: int, script: Script) -> Reading:
 
     ValueError when a fact is not where the generator said it.
     """
-    body = {"dialect": "chat", "body": {"messages": list(script.messages[:-1])}}
+    body: dict[str, Any] = {
+        "dialect": "chat",
+        "body": {"messages": list(script.messages[:-1])},
+    }
     rendered = _post(upstream, "/evoke/render", body)
     words = _pieces(upstream, [message["content"] for message in script.messages])
     pieces = [words.get(token, _UNKNOWN) for token in rendered["tokens"]]
@@ -116,7 +125,20 @@ def read(upstream: int, script: Script) -> Reading:
             raise ValueError(f"{script.name}: {probe.fact.told!r} is not in the prompt")
         gold.append(found)
     generation = len(pieces) - rendered["generation"]
-    return Reading(pieces, ends, generation, gold)
+    return Reading(pieces, ends, generation, gold, _blocks(rendered, body["body"]))
+
+
+def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:
+    known, policy = Rendered.parse(rendered), PolicyConfig()
+    return cut(
+        len(known.tokens),
+        known.spans,
+        parse_chat("chat", body).messages,
+        known.generation,
+        policy.block_tokens,
+        cuts=[policy.sink_tokens],
+        stops=known.stops,
+    )
 
 
 def _places(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:

@@ -25,7 +25,7 @@ from evoke_proxy.core.policies.working_set import by_value, candidates
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.rendered import MessageSpan
-from evoke_proxy.core.segment import share
+from evoke_proxy.core.segment import Shares
 from evoke_proxy.core.session import Turn
 from evoke_proxy.core.splice import prepend
 
@@ -138,7 +138,7 @@ def _text(run: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpa
     if not (item.index == run[0].message < len(request.messages) and item.span.encloses(part)):
         return " ".join(block.text for block in run)
     shown = request.messages[item.index].shown
-    text = share(shown, item.span, part)
+    text = Shares(shown, item.span).of(part)
     if not shown.startswith(text):
         text = text.partition(" ")[2] or text
     if not shown.endswith(text):

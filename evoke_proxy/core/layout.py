@@ -17,7 +17,7 @@ from evoke_proxy.core.block_table import BlockTable, Mask
 from evoke_proxy.core.blocks import Block, Span, clipped
 from evoke_proxy.core.messages import Message
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens, common_prefix
-from evoke_proxy.core.segment import Draft, cut, inside, next_numbers, share
+from evoke_proxy.core.segment import Draft, Shares, cut, inside, next_numbers
 
 _MAX_SESSION_BYTES = 100  # of the 200 bytes llama-server allows for a name
 
@@ -101,6 +101,7 @@ class Layout:
             edges | {sink_tokens},
             start=kept[-1].span.end if kept else 0,
             numbers=numbers,
+            stops=rendered.stops,
         )
         blocks = kept + self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
         blocks, taken = _with_ranges(blocks, ranges)
@@ -248,7 +249,7 @@ def _split(block: Block, edges: Sequence[int]) -> list[Block]:
     found = inside(edges, block.span)
     if not found:
         return [block]
-    ends = [*found, block.span.end]
+    ends, shares = [*found, block.span.end], Shares(block.text, block.span)
     spans = [Span(a, b) for a, b in zip([block.span.start, *found], ends, strict=True)]
     return [
         replace(
@@ -256,7 +257,7 @@ def _split(block: Block, edges: Sequence[int]) -> list[Block]:
             key=f"{block.key}.{number}",
             label="",
             span=span,
-            text=share(block.text, block.span, span),
+            text=shares.of(span),
         )
         for number, span in enumerate(spans)
     ]

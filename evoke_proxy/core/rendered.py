@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
@@ -14,6 +14,7 @@ from evoke_proxy.core.blocks import Role, Span, merged
 from evoke_proxy.errors import UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
+Positions = npt.NDArray[np.int64]
 
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
@@ -84,12 +85,14 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
-    """A request as the tokens llama-server would decode; its answer begins at `generation`."""
+    """A request as the tokens llama-server would decode; its answer begins at `generation`.
+    Each of `stops` is the first token of a sentence or a line behind the first of its message."""
 
     tokens: Tokens
     generation: int
     spans: Sequence[MessageSpan]
     slots: tuple[SlotView, ...] = ()
+    stops: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> Rendered:
@@ -100,11 +103,12 @@ class Rendered:
             generation = int(answer.get("generation", len(tokens)))
             spans = _message_spans(answer.get("spans") or (), generation)
             slots = answer.get("slots") or ()
+            stops = _stops(answer)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError(f"a rendering is not as agreed: {error!r}") from error
         if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
             raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
-        return cls(tokens, generation, spans, tuple(SlotView.parse(slot) for slot in slots))
+        return cls(tokens, generation, spans, tuple(SlotView.parse(slot) for slot in slots), stops)
 
     def slot(self, id: int) -> SlotView | None:
         """The slot of this number; None when the server has none."""
@@ -133,6 +137,13 @@ def _tokens(answer: Mapping[str, Any]) -> Tokens:
         return np.asarray(answer["tokens"], dtype=np.int32)
     raw = pybase64.b64decode(answer["tokens_b64"], validate=True)
     return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
+
+
+def _stops(answer: Mapping[str, Any]) -> Positions:
+    if "stops_b64" not in answer:
+        return np.asarray(answer.get("stops", ()), dtype=np.int64)
+    bits = np.frombuffer(binascii.a2b_base64(answer["stops_b64"], strict_mode=True), np.uint8)
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
 
 def _message_spans(answer: Any, generation: int) -> Sequence[MessageSpan]:

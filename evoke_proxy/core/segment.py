@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 from evoke_proxy.core.blocks import Role, Span
 from evoke_proxy.core.messages import Message, ToolCall
-from evoke_proxy.core.rendered import MessageSpan
+from evoke_proxy.core.rendered import MessageSpan, Positions
 
 _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 _TEXT_OVERLAP = 40  # characters: where tokens fall in the text is only known roughly
 _MAX_NAME = 100
+# What is between a sentence or a line and the next, as server_blocks_text::stops has it.
+_GAP = re.compile(
+    r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
+    r"|(?<![ \t\r\n])[ \t\r]*\n[ \t\r\n]*)(?=[^ \t\r\n])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,14 @@ def cut(
     cuts: Iterable[int] = (),
     start: int = 0,
     numbers: Mapping[str, int] | None = None,
+    stops: Sequence[int] | Positions = (),
 ) -> list[Draft]:
     """Blocks of at most `block_tokens` tokens that cover [start, generation) without gaps.
 
-    None crosses the end of a message or a position of `cuts`. `numbers` says for names that blocks
-    before `start` have where their numbering goes on. Without spans the prompt is one message.
-    A block's text is its share of the message's text by length, with some overlap at both ends.
+    None crosses the end of a message or a position of `cuts`. They end, if they can, at one of
+    `stops`, ascending positions where a sentence or a line begins. `numbers` says for names that
+    blocks before `start` have where their numbering goes on. Without spans the prompt is one
+    message. What a block's text is: see `Shares`.
     """
     end = min(generation, n_tokens)
     given = spans if len(spans) else (MessageSpan(0, Role.USER, Span(0, end)),)
@@ -62,21 +69,35 @@ def cut(
     for item in given[first:]:
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
-        for span in _pieces(item.span.clipped(end), start, edges, block_tokens):
+        shares = Shares(message.shown, item.span, stops)
+        for span in _pieces(item.span.clipped(end), start, edges, block_tokens, shares.stops):
             number = taken[name.base]
             taken[name.base] += 1
-            text = share(message.shown, item.span, span)
             key = f"{name.base}#{number}"
-            drafts.append(Draft(key, span, item.role, item.index, text, name.identity))
+            drafts.append(Draft(key, span, item.role, item.index, shares.of(span), name.identity))
     return drafts
 
 
-def _pieces(span: Span, start: int, cuts: Sequence[int], block_tokens: int) -> Iterator[Span]:
+def _pieces(
+    span: Span, start: int, cuts: Sequence[int], block_tokens: int, stops: Sequence[int]
+) -> Iterator[Span]:
     first = min(max(span.start, start), span.end)
     edges = sorted({first, span.end, *inside(cuts, Span(first, span.end))})
-    for begin, stop in zip(edges, edges[1:], strict=False):
-        for at in range(begin, stop, block_tokens):
-            yield Span(at, min(at + block_tokens, stop))
+    for at, stop in zip(edges, edges[1:], strict=False):
+        while stop - at > block_tokens:
+            end = _whole(at, block_tokens, stops)
+            yield Span(at, end)
+            at = end
+        if stop > at:
+            yield Span(at, stop)
+
+
+def _whole(at: int, block_tokens: int, stops: Sequence[int]) -> int:
+    """Where the block that begins at a position ends: with its last sentence, unless that would
+    halve it."""
+    last = bisect_right(stops, at + block_tokens) - 1
+    found = stops[last] if last >= 0 else 0
+    return int(found) if found > at + block_tokens // 2 else at + block_tokens
 
 
 def inside(edges: Sequence[int], span: Span) -> Sequence[int]:
@@ -84,12 +105,37 @@ def inside(edges: Sequence[int], span: Span) -> Sequence[int]:
     return edges[bisect_right(edges, span.start) : bisect_left(edges, span.end)]
 
 
-def share(text: str, whole: Span, part: Span) -> str:
-    """The piece of a text that belongs to part of its tokens, by length, with some overlap."""
-    per_token = len(text) / max(1, len(whole))
-    begin = int((part.start - whole.start) * per_token) - _TEXT_OVERLAP
-    end = int((part.end - whole.start) * per_token) + 1 + _TEXT_OVERLAP
-    return text[max(0, begin) : end]
+class Shares:
+    """What each part of a message's tokens says; `stops` are the positions where a sentence or a
+    line begins behind the first, as llama-server sees them.
+
+    Where the message's text has as many, its parts begin and end exactly there. Between two of
+    them, or if it has not, a part is known by its length, with some overlap at both ends.
+    """
+
+    def __init__(self, text: str, whole: Span, stops: Sequence[int] | Positions = ()) -> None:
+        first, end = bisect_right(stops, whole.start), bisect_left(stops, whole.end)
+        self.stops = [int(at) for at in stops[first:end]]
+        gaps = _GAP.finditer(text) if self.stops else ()
+        begins = [gap.end() for gap in gaps if gap.start() > 0]
+        known = self.stops if len(begins) == len(self.stops) else []
+        self._text = text
+        self._edges = [whole.start, *known, max(whole.end, whole.start + 1)]
+        self._begins = [0, *begins[: len(known)], len(text)]
+
+    def of(self, part: Span) -> str:
+        """The text of these tokens."""
+        (begin, before), (end, behind) = self._at(part.start), self._at(part.end)
+        return self._text[max(0, begin - before) : end + behind]
+
+    def _at(self, position: int) -> tuple[int, int]:
+        """Where in the text a position is, and how many characters on that may be wrong."""
+        i = max(0, bisect_right(self._edges, position, hi=len(self._edges) - 1) - 1)
+        begin, edge = self._begins[i], self._edges[i]
+        if position == edge and i:
+            return begin, 0
+        per_token = (self._begins[i + 1] - begin) / (self._edges[i + 1] - edge)
+        return begin + int((position - edge) * per_token), _TEXT_OVERLAP
 
 
 def next_numbers(keys: Iterable[str], known: Mapping[str, int] | None = None) -> dict[str, int]:

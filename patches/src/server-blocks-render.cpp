@@ -56,21 +56,68 @@ int32_t first_token(const llama_vocab * vocab, const llama_tokens & tokens, int3
     return res;
 }
 
+std::string base64_of(const std::vector<uint8_t> & bytes) {
+    std::string res(base64::required_encode_size(bytes.size()), '=');
+    base64::encode(bytes.begin(), bytes.end(), res.begin());
+    return res;
+}
+
+// whether a character of a script without white space has just ended a sentence
+bool ends_full_width(const std::string & text, size_t end) {
+    for (const std::string mark : { "\u3002", "\uff01", "\uff1f" }) {
+        if (end >= mark.size() && text.compare(end - mark.size(), mark.size(), mark) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 } // namespace
 
-json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const std::string & prompt,
-                         const json & messages, const std::string & generation_prompt, int32_t & n_generation) {
-    json spans = json::array();
-    n_generation = (int32_t) tokens.size();
-
-    // where each token begins in the text
-    std::vector<size_t> start;
-    std::string text;
+server_blocks_text::server_blocks_text(const llama_vocab * vocab, const llama_tokens & tokens) {
+    start.reserve(tokens.size());
     for (const auto token : tokens) {
         start.push_back(text.size());
         text += common_token_to_piece(vocab, token, true);
     }
+}
+
+std::vector<int32_t> server_blocks_text::stops(const std::vector<std::pair<size_t, size_t>> & within) const {
+    std::vector<int32_t> res;
+    size_t i = 0; // the token that holds a character
+    for (const auto & [first, last] : within) {
+        bool ended = false; // since the last visible character a sentence or a line has ended
+        bool mark  = false; // that character ends a sentence, if white space follows
+        for (size_t pos = first; pos < last; ++pos) {
+            const char c = text[pos];
+            while (i + 1 < start.size() && start[i + 1] <= pos) {
+                ++i;
+            }
+            if (c == ' ' || c == '\t' || c == '\r' || c == '\n') {
+                ended = ended || mark || c == '\n';
+                continue;
+            }
+            // white space before it in its token goes with it; one that begins later in a token cannot be cut there
+            if (ended && text.find_first_not_of(" \t\r\n", start[i]) == pos) {
+                res.push_back((int32_t) i);
+            }
+            mark  = c == '.' || c == '!' || c == '?' || c == ';';
+            ended = (uint8_t) c >= 0x80 && ends_full_width(text, pos + 1);
+        }
+    }
+    return res;
+}
+
+json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const server_blocks_text & rendered,
+                         const std::string & prompt, const json & messages, const std::string & generation_prompt,
+                         int32_t & n_generation, std::vector<int32_t> & stops) {
+    json spans = json::array();
+    n_generation = (int32_t) tokens.size();
+
+    const auto & text  = rendered.text;
+    const auto & start = rendered.start;
     if (text.size() < prompt.size() || text.compare(text.size() - prompt.size(), prompt.size(), prompt) != 0) {
+        stops = rendered.stops({ { 0, text.size() } });
         return spans; // a tokenizer that does not give the text back: no spans rather than wrong ones
     }
     const auto token_at = [&](size_t pos) { // the token that holds this character
@@ -85,6 +132,7 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
 
     struct located { size_t index; std::string role; int32_t p0; };
     std::vector<located> found;
+    std::vector<std::pair<size_t, size_t>> said;
     size_t  cursor = text.size() - prompt.size();
     int32_t from   = 0;
     for (size_t i = 0; i < messages.size(); ++i) {
@@ -96,6 +144,7 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
             }
             first  = std::min(first, pos);
             cursor = pos + part.size();
+            said.emplace_back(pos, cursor);
         }
         if (first == std::string::npos) {
             continue;
@@ -110,10 +159,15 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
             spans.push_back(json { {"index", found[i].index}, {"role", found[i].role}, {"p0", found[i].p0}, {"p1", p1} });
         }
     }
+    if (said.empty()) {
+        said.emplace_back(0, end);
+    }
+    stops = rendered.stops(said); // not those of what the template puts around the messages
     return spans;
 }
 
-std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans) {
+std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans,
+                                  const std::vector<int32_t> & stops) {
     json columns { {"index", json::array()}, {"role", json::array()}, {"end", json::array()} };
     for (const auto & span : spans) {
         columns["index"].push_back(span.at("index"));
@@ -129,12 +183,14 @@ std::string server_blocks_compact(json reply, const llama_tokens & tokens, const
             bytes.push_back((uint8_t) ((uint32_t) token >> shift));
         }
     }
-    std::string encoded(base64::required_encode_size(bytes.size()), '=');
-    base64::encode(bytes.begin(), bytes.end(), encoded.begin());
+    std::vector<uint8_t> bits((tokens.size() + 7)/8);
+    for (const auto at : stops) {
+        bits[at/8] |= (uint8_t) (1u << at%8);
+    }
 
     // put in as text: the JSON writer would look at every character of it for what needs an escape
     std::string res = safe_json_to_str(reply);
-    res.insert(res.size() - 1, ",\"tokens_b64\":\"" + encoded + "\"");
+    res.insert(res.size() - 1, ",\"tokens_b64\":\"" + base64_of(bytes) + "\",\"stops_b64\":\"" + base64_of(bits) + "\"");
     return res;
 }
 

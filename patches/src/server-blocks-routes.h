@@ -88,19 +88,22 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     }
     int32_t n_generation = (int32_t) tokens.size();
     json spans = json::array();
+    const server_blocks_text rendered(ctx_server.vocab, tokens);
+    std::vector<int32_t> stops;
     if (parsed.at("prompt").is_string()) {
         const json messages = dialect == "completions" ? json::array() : body.at("messages");
-        spans = server_blocks_spans(ctx_server.vocab, tokens, parsed.at("prompt").get<std::string>(), messages,
-            json_value(parsed, "generation_prompt", std::string()), n_generation);
+        spans = server_blocks_spans(ctx_server.vocab, tokens, rendered, parsed.at("prompt").get<std::string>(), messages,
+            json_value(parsed, "generation_prompt", std::string()), n_generation, stops);
     }
     json data = json::parse(res->data);
     data["generation"] = n_generation;
     if (json_value(request, "compact", false)) {
-        res->data = server_blocks_compact(std::move(data), tokens, spans);
+        res->data = server_blocks_compact(std::move(data), tokens, spans, stops);
         return res;
     }
     data["tokens"] = tokens;
     data["spans"]  = spans;
+    data["stops"]  = stops;
     res->ok(data);
     return res;
 }

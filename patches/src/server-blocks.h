@@ -227,12 +227,26 @@ void    server_ranges_add   (llama_kv_ranges & set, llama_pos p0, llama_pos p1);
 void    server_ranges_remove(llama_kv_ranges & set, llama_pos p0, llama_pos p1);
 int32_t server_ranges_count (const llama_kv_ranges & set, llama_pos p0, llama_pos p1);
 
-// where each message of a rendered prompt lies, and where the generation prompt begins
-json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const std::string & prompt,
-                         const json & messages, const std::string & generation_prompt, int32_t & n_generation);
+// what tokens say, and where in it each of them begins
+struct server_blocks_text {
+    std::string         text;
+    std::vector<size_t> start;
 
-// `reply` as text, with the spans as columns and the tokens as base64 of little-endian int32
-std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans);
+    server_blocks_text(const llama_vocab * vocab, const llama_tokens & tokens);
+
+    // tokens that begin a sentence or a line, not the first, in these ranges of characters
+    std::vector<int32_t> stops(const std::vector<std::pair<size_t, size_t>> & within) const;
+};
+
+// where each message of a rendered prompt lies, where the generation prompt begins, and the stops of the messages
+json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const server_blocks_text & rendered,
+                         const std::string & prompt, const json & messages, const std::string & generation_prompt,
+                         int32_t & n_generation, std::vector<int32_t> & stops);
+
+// `reply` as text, with the spans as columns, the tokens as base64 of little-endian int32, and the stops as base64 of
+// a bit for each token, the lowest first
+std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans,
+                                  const std::vector<int32_t> & stops);
 
 // fields that a converter of another dialect does not know
 void server_blocks_carry(const json & from, json & to);

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from llama import Llama, running, story
 
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.segment import Shares
 from evoke_proxy.server_build.cache import cache_dir
 
 MESSAGES = [
@@ -56,6 +59,9 @@ def unpacked(compact: dict[str, Any]) -> dict[str, Any]:
     plain["tokens"] = [
         int.from_bytes(raw[at : at + 4], "little", signed=True) for at in range(0, len(raw), 4)
     ]
+    bits = base64.b64decode(plain.pop("stops_b64"), validate=True)
+    assert len(bits) == (len(plain["tokens"]) + 7) // 8
+    plain["stops"] = [at for at in range(8 * len(bits)) if bits[at // 8] >> at % 8 & 1]
     columns = plain.pop("spans")
     assert columns.keys() == {"index", "role", "end"}
     edges = pairwise([0, *columns["end"]])
@@ -99,6 +105,28 @@ def test_spans_cover_the_prompt_message_by_message(one: Llama) -> None:
         assert text["content"].startswith(f"<|im_start|>{message['role']}")
     tail = one.post("/detokenize", {"tokens": rendered["tokens"][rendered["generation"] :]})
     assert tail["content"] == "<|im_start|>assistant\n"
+
+
+PROSE = "One. Two!  Three? 4.5 is a number; v1.2\nnext line\n\n  indented.\r\nlast; end"
+ASIAN = "\u7b2c\u4e00\u3002\u7b2c\u4e8c\uff01 \u7b2c\u4e09"
+
+
+@pytest.mark.parametrize("text", [PROSE, ASIAN, f"  {PROSE}\n", "a", ". .", "..."])
+def test_stops_are_where_sentences_and_lines_begin(one: Llama, text: str) -> None:
+    """They are as many as the proxy finds in the text, and each begins the same words."""
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes. No."}]
+    answer = render(one, "chat", {"messages": [*messages, *MESSAGES[-1:]]})
+    rendered = Rendered.parse(answer)
+    assert rendered.stops.tolist() == answer["stops"]
+    for span, message in zip(rendered.spans, messages, strict=False):
+        shares = Shares(message["content"], span.span, rendered.stops)
+        ends = [*shares.stops, span.span.end][1:]
+        for start, end in zip(shares.stops, ends, strict=True):
+            tokens = rendered.tokens[start:end].tolist()
+            said = one.post("/detokenize", {"tokens": tokens})["content"]
+            assert said.split("<|")[0].strip() == shares.of(Span(start, end)).strip()
+    assert text != PROSE or len(answer["stops"]) == 7 + 1
+    assert text != ASIAN or len(answer["stops"]) == 2 + 1
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses", "completions"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,15 @@ def test_a_rendering_is_read_from_the_servers_answer() -> None:
     slot = rendered.slot(1)
     assert slot == SlotView(1, 7, 90, 80, (Span(0, 64), Span(70, 90)), 900, busy=True)
     assert rendered.slot(2) is None
+
+
+def test_stops_are_positions_or_bits() -> None:
+    assert Rendered.parse(ANSWER).stops.tolist() == []
+    assert Rendered.parse({**ANSWER, "stops": [1, 3]}).stops.tolist() == [1, 3]
+    bits = base64.b64encode(bytes([0b1010, 0b1])).decode()
+    assert Rendered.parse({**ANSWER, "stops_b64": bits}).stops.tolist() == [1, 3, 8]
+    with pytest.raises(UpstreamProtocolError):
+        Rendered.parse({**ANSWER, "stops_b64": "?"})
 
 
 def test_a_rendering_without_messages_is_one_prompt() -> None:

@@ -135,7 +135,58 @@ def test_every_character_is_in_some_blocks_text(n_tokens: int, n_chars: int) -> 
 def test_a_blocks_text_is_its_share_with_overlap() -> None:
     text = "".join(f"{i:04d}" for i in range(250))
     middle = cut(250, spans_of(250), [Message(Role.USER, text)], 250, 50)[2]
-    assert middle.text == text[400 - 40 : 600 + 1 + 40]
+    assert middle.text == text[400 - 40 : 600 + 40]
+
+
+SENTENCES = [f"Sentence number {i} is about {'x' * (i % 7)}." for i in range(12)]
+
+
+def test_blocks_end_with_a_sentence_and_hold_its_text() -> None:
+    """Ten tokens a sentence behind four of the template, whatever its length in characters."""
+    whole, stops = Span(0, 124), range(14, 124, 10)
+    drafts = cut(
+        124, [MessageSpan(0, Role.USER, whole)], [Message(Role.USER, " ".join(SENTENCES))], 124,
+        64, stops=list(stops),
+    )  # fmt: skip
+    assert [draft.span for draft in drafts] == [Span(0, 64), Span(64, 124)]
+    assert [draft.text.strip() for draft in drafts] == [
+        " ".join(SENTENCES[:6]),
+        " ".join(SENTENCES[6:]),
+    ]
+
+
+def test_a_sentence_longer_than_half_a_block_is_cut_in_two() -> None:
+    spans = [MessageSpan(0, Role.USER, Span(0, 200))]
+    drafts = cut(200, spans, [], 200, 64, stops=[20, 100, 130])
+    assert [draft.span.end for draft in drafts] == [64, 100, 164, 200]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    stops=st.sets(st.integers(0, 800)),
+    cuts=st.lists(st.integers(0, 800), max_size=4),
+    block_tokens=st.integers(1, 80),
+)
+def test_stops_change_where_blocks_end_and_nothing_else(
+    lengths: list[int], stops: set[int], cuts: list[int], block_tokens: int
+) -> None:
+    end, spans = sum(lengths), spans_of(*lengths)
+    drafts = cut(end, spans, [], end, block_tokens, cuts, stops=sorted(stops))
+    assert [at for d in drafts for at in range(d.span.start, d.span.end)] == list(range(end))
+    hard = {*cuts, *(item.span.end for item in spans)}
+    for draft in drafts:
+        assert 0 < len(draft.span) <= block_tokens
+        if draft.span.end not in hard | stops:
+            assert len(draft.span) == block_tokens
+            assert not stops & set(range(draft.span.start + block_tokens // 2 + 1, draft.span.end))
+
+
+def test_a_text_with_other_sentences_than_its_tokens_is_known_by_length() -> None:
+    text = " ".join(SENTENCES)
+    spans, message = [MessageSpan(0, Role.USER, Span(0, 124))], Message(Role.USER, text)
+    drafts = cut(124, spans, [message], 124, 64, stops=[14, 24])
+    assert drafts[0].span.end == 64
+    assert drafts[0].text == text[: 64 * len(text) // 124 + 40]
 
 
 def test_a_span_without_its_message_still_makes_blocks() -> None:

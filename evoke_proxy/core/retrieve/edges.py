@@ -1,7 +1,7 @@
 """Facts that do not stop where their block does: which neighbours have the rest of what was found.
 
-Blocks are cut at tokens. Whether a sentence, or a line, was cut with them can be seen in their
-texts, which reach a little into each other.
+Blocks are cut between sentences and lines where that is possible. Whether one was cut in two can be
+seen in their texts, which then reach a little into each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from collections.abc import Collection
 # Where a block's text ends in the message is known within so many characters, and as many of its
 # neighbour's are part of it.
 _UNSURE = 80
+_FULL_WIDTH = "。！？"  # noqa: RUF001
+_MARKS = ".!?;" + _FULL_WIDTH
 _END = re.compile(r"[.!?;]\s|[\n。！？]")  # noqa: RUF001
+
+
+def closed(text: str) -> bool:
+    """Whether a block's text ends where a sentence or a line does."""
+    said = text.rstrip()
+    gap, last = text[len(said) :], said[-1:]
+    return "\n" in gap or (last in _MARKS if gap else last in _FULL_WIDTH) and bool(said)
 
 
 def cut_off(text: str, words: Collection[str]) -> tuple[bool, bool]:
