@@ -23,7 +23,7 @@ from bench.quality import misses, plots, tables
 from bench.quality.arms import CEILING, RATIOS
 from bench.quality.drive import BOOKS
 from bench.quality.journal import Journal, chosen, fingerprint
-from bench.quality.plan import FULL, HEADLINES, QUICK, Batch, Cell, batches
+from bench.quality.plan import FULL, HEADLINES, QUICK, Batch, Cell, batches, part
 from bench.quality.sessions import REPORTING, TUNING
 from bench.quality.summary import summarise
 from bench.quality.work import Work
@@ -34,6 +34,7 @@ _EXAMPLES = """examples:
   python -m bench.quality                          all of it, resumed where it was stopped
   python -m bench.quality --quick                  a few sessions, a minute
   python -m bench.quality --tuning --cells facts12 --minutes 10
+  python -m bench.quality --part 1/2               half of it; the other half beside it
   python -m bench.quality --show                   the report of what has been run, nothing more
 """
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.show:
         deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
         logs = args.journal.parent / "quality-logs"
-        Work(server, model, journal, logs, deadline).run(todo, args.lanes)
+        Work(server, model, journal, logs, deadline).run(part(todo, *args.part), args.lanes)
     keys = [unit.key for batch in todo for unit in batch.units]
     records = chosen(journal.records(), keys)
     if not records:
@@ -86,6 +87,13 @@ def _todo(args: argparse.Namespace) -> Sequence[Batch]:
         Batch(batch.settings, [unit for unit in batch.units if unit.arm.policy in policies])
         for batch in made
     ]
+
+
+def _part(text: str) -> tuple[int, int]:
+    which, _, of = text.partition("/")
+    if not 0 < int(which) <= int(of):
+        raise ValueError(text)
+    return int(which), int(of)
 
 
 def _embedder(name: str) -> str:
@@ -140,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     lanes = max(1, (os.cpu_count() or 2) // 2)
     parser.add_argument("--lanes", type=int, default=lanes, help="servers at once (half the cores)")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="every Nth session, from the Kth"
+    )
     parser.add_argument("--minutes", type=float, help="stop after so many, to be resumed")
     parser.add_argument("--show", action="store_true", help="run nothing, report what is there")
     parser.add_argument(

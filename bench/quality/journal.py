@@ -32,7 +32,7 @@ def fingerprint(model: Path, server: Path) -> str:
 
 
 class Journal:
-    """The lines of one file. Threads may append; a line that was cut off is passed over."""
+    """The lines of one file. Threads and processes may append; a line cut off is passed over."""
 
     def __init__(self, path: Path, config: str) -> None:
         self._path = path
@@ -48,8 +48,8 @@ class Journal:
         line = json.dumps({"config": self._config, "unit": key, **record}, separators=(",", ":"))
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with self._path.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
 
     def _read(self) -> Iterator[Record]:
         if not self._path.exists():

@@ -52,17 +52,17 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     "multi-fact": ("facts5", "facts12", "facts20", "codes"),
 }
 FULL = (
-    Cell("needle", "needle", 4000, 40, wide=8),
-    Cell("facts5", "facts5", 4000, 12),
-    Cell("facts12", "facts12", 4000, 10, wide=10, ablated=8),
-    Cell("facts20", "facts20", 4000, 8),
+    Cell("needle", "needle", 4000, 40, wide=12),
+    Cell("facts5", "facts5", 4000, 8),
+    Cell("facts12", "facts12", 4000, 10, wide=6, ablated=6),
+    Cell("facts20", "facts20", 4000, 6),
     Cell("codes", "codes", 4000, 8),
-    Cell("updates", "updates", 4000, 10),
+    Cell("updates", "updates", 4000, 8),
     Cell("files", "files", 4000, 6),
-    Cell("rereads", "rereads", 4000, 10),
-    Cell("paraphrase", "paraphrase", 4000, 10, ablated=10),
-    Cell("unknown", "unknown", 4000, 10),
-    Cell("long", "facts12", 7500, 6),
+    Cell("rereads", "rereads", 4000, 8),
+    Cell("paraphrase", "paraphrase", 4000, 8, ablated=6),
+    Cell("unknown", "unknown", 4000, 8),
+    Cell("long", "facts12", 7500, 5),
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
 BLOCKS = (32, 128, 256, 512)
@@ -94,6 +94,16 @@ def batches(
         units = [Unit(cell.name, drawn[cell][i], arm) for _, cell, i in order if i < cell.ablated]
         if units:
             found.append(Batch({**base, **settings}, units))
+    return found
+
+
+def part(todo: Sequence[Batch], which: int, of: int) -> list[Batch]:
+    """Every `of`th session of each batch, from number `which` on, which counts from 1."""
+    found = []
+    for batch in todo:
+        names = list(dict.fromkeys(unit.script.name for unit in batch.units))
+        mine = frozenset(names[which - 1 :: of])
+        found.append(Batch(batch.settings, [u for u in batch.units if u.script.name in mine]))
     return found
 
 

@@ -25,6 +25,8 @@ TUNING = range(6_000_000, 6_000_100)
 REPORTING = range(7_000_000, 7_000_100)
 # Where the facts of a needle session stand, as shares of the session.
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
+# So far from there at most, so that a fact does not always stand at the same place of its message.
+JITTER = 0.02
 NEEDLE = "needle"
 _TOKENS_A_SENTENCE = 12
 _SENTENCES_A_MESSAGE = 15
@@ -81,8 +83,9 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
     rng = random.Random(name)
     needles = draw_facts(rng, len(DEPTHS), ("my", "my", "para"))
     sentences = [text.sentence(rng) for _ in range(tokens // _TOKENS_A_SENTENCE)]
-    for fact, depth in reversed(list(zip(needles, DEPTHS, strict=True))):
-        sentences.insert(round(depth * len(sentences)), fact.told)
+    places = [depth + rng.uniform(-JITTER, JITTER) for depth in DEPTHS]
+    for fact, place in reversed(list(zip(needles, places, strict=True))):
+        sentences.insert(round(place * len(sentences)), fact.told)
     said = [
         exchange(" ".join(sentences[start : start + _SENTENCES_A_MESSAGE]), vocab.HEARD)
         for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
