@@ -35,7 +35,8 @@ class Question:
     """What the blocks of one turn are ranked by.
 
     `parts` are the clauses of `text`, each of which may need a block of its own, and what of the
-    turns before helps to understand it; `vectors` are one unit vector [d] or None a part, or
+    turns before helps to understand it; with `leans` the last of them is from the turn before,
+    which this one may go on about, or not. `vectors` are one unit vector [d] or None a part, or
     nothing at all without an embedder. `named` are blocks the client wants back, `gold` those of
     which a bench says that they hold the answer, see `naming.called`.
     """
@@ -45,6 +46,7 @@ class Question:
     vectors: tuple[Vectors | None, ...] = ()
     named: tuple[str, ...] = ()
     gold: tuple[str | int, ...] = ()
+    leans: bool = False
 
     @classmethod
     def of(cls, text: str, context: str = "") -> Question:
@@ -85,10 +87,12 @@ def asked(request: ChatRequest) -> Question:
     said = _said(request.messages)
     text = request.query
     latest = next(said, "")
-    if latest and latest in text:
+    leans = bool(latest) and latest in text
+    if leans:
         latest = next(said, "") if len(_WORD.findall(text)) <= _FEW_WORDS else ""
     question = Question.of(text, latest)
-    return replace(question, named=request.tags.recover, gold=request.tags.oracle)
+    leans = leans and len(question.parts) > len(Question.of(text).parts)
+    return replace(question, leans=leans, named=request.tags.recover, gold=request.tags.oracle)
 
 
 def clauses(text: str) -> list[str]:

@@ -390,6 +390,20 @@ def test_a_small_difference_is_not_worth_a_move() -> None:
     assert moved(decide(view, "", replace(CONFIG, margin=0.5))) == "-s/2"
 
 
+def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_about_another() -> None:
+    """Two blocks worth half a point more than one that came back: more than the margin, less than
+    twice that."""
+    view = line(FILLER[:8], "rsrrrrrr")
+    blocks = [replace(block, priority=0.3) for block in view.blocks]
+    blocks[1] = replace(blocks[1], priority=0.8)
+    view = replace(view, blocks=BlockTable(blocks))
+    config = replace(CONFIG, margin=0.2)
+    lately = replace(view, recovered=np.array([i > 1 for i in range(8)]))
+    assert "+s/1" in moved(decide(view, "", config))
+    assert "+s/1" not in moved(decide(lately, "", config))
+    assert "+s/1" in moved(decide(lately, "number1", config))
+
+
 def test_equal_blocks_are_told_apart_by_key() -> None:
     view = line(["x"] * 10, "r" * 10)
     keys = [f"key{(i * 7) % 10}" for i in range(10)]
@@ -404,7 +418,9 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, question: Question, blocks: BlockTable) -> Scores:
+    def relevance(
+        self, question: Question, blocks: BlockTable, own: int | None = None
+    ) -> Scores:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block, Role, Span
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.question import Question, asked
 from evoke_proxy.core.retrieve import Index, Scores, pieces, terms
 from evoke_proxy.core.retrieve.meaning import VectorRows
 
@@ -79,11 +80,56 @@ def test_a_whole_sentence_needs_no_neighbour() -> None:
     assert relevance("Oslo vault", blocks).tolist() == [0.0, 1.0, 0.75]
 
 
+def test_a_sentence_that_ends_with_its_block_needs_no_neighbour() -> None:
+    told = "My vault is in Oslo and its code is 48213. "
+    for before, worth in (("A first sentence. ", 0.0), ("A line\n", 0.0), ("A first sen", 0.75)):
+        blocks = [block(0, before, 0), block(1, told, 0), block(2, "The last part.", 0)]
+        assert relevance("Oslo vault", blocks).tolist() == [worth, 1.0, 0.0]
+    blocks = [block(0, "A first sentence. ", 0), block(1, told[:20], 0), block(2, told[20:], 0)]
+    assert relevance("the vault", blocks).tolist() == [0.0, 1.0, 0.75]
+
+
+def test_words_that_stand_together_in_the_question_do_so_in_the_answer() -> None:
+    blocks = [block(i, f"{i}. The street is near the long street.") for i in range(12)]
+    blocks[2] = block(2, "All is quiet, and my\n  street is teal heron, near the river and bridge.")
+    scores = relevance("What is my street?", blocks)
+    assert scores.argmax() == 2
+    assert sorted(scores)[-2] < 0.75 * scores[2]
+    # Where none has them together, none is worth less for it.
+    assert relevance("Which street?", blocks).max() == pytest.approx(1.0)
+
+
+def test_the_questions_own_blocks_take_no_place() -> None:
+    blocks = [block(i, FILLER) for i in range(20)]
+    blocks[3] = block(3, "The Oslo vault has 48213.")
+    asking = [block(20 + i, "What has the Oslo vault?") for i in range(6)]
+    question, held = Question.of("What has the Oslo vault?"), BlockTable([*blocks, *asking])
+    beside = Index().relevance(question, held)
+    apart = Index().relevance(question, held, own=20)
+    assert apart[3] > 0.85 > beside[3]
+    assert apart[20:].max() > 0.95 and apart[20:].argmax() == beside[20:].argmax()
+
+
+def test_the_turn_before_counts_half() -> None:
+    blocks = [block(i, FILLER) for i in range(20)]
+    blocks[3] = block(3, "The seniority is 12.")
+    blocks[15] = block(15, "The favorite animal is an otter.")
+    messages = [
+        {"role": "user", "content": "What is the favorite animal?"},
+        {"role": "assistant", "content": "An otter."},
+        {"role": "user", "content": "And the seniority?"},
+    ]
+    question = asked(parse_chat("chat", {"messages": messages}))
+    scores = Index().relevance(question, BlockTable(blocks))
+    assert scores[3] == pytest.approx(1.0)
+    assert scores[15] == pytest.approx(0.5, abs=0.03)
+
+
 def test_other_forms_and_typing_errors_are_found() -> None:
     blocks = [block(i, FILLER) for i in range(20)]
     blocks[4] = block(4, "The committee configured requestTimeoutMs for the generators.")
-    for asked in ("configuration", "comitee", "generator", "genreators", "timeout", "committees"):
-        assert relevance(asked, blocks).argmax() == 4, asked
+    for text in ("configuration", "comitee", "generator", "genreators", "timeout", "committees"):
+        assert relevance(text, blocks).argmax() == 4, text
 
 
 def test_a_number_that_is_nearly_the_same_is_another_one() -> None:
@@ -193,6 +239,25 @@ def test_many_vectors_are_looked_through_coarsely_and_the_best_closely() -> None
     found = rows.cosines([asked], count)
     assert found is not None and int(found[0].argmax()) == 777
     assert found[0, 777] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_sentence_is_found_among_so_many_that_blocks_are_looked_through_coarsely() -> None:
+    """Through texts and clauses, with one sentence of three close to what is asked."""
+    rng = np.random.default_rng(3)
+    count, size = 9000, 64
+    blocks = [block(i, f"{FILLER} A second one. A third one.") for i in range(count)]
+    index = Index()
+    index.relevance(Question.of("hold"), BlockTable(blocks))
+    drawn = rng.standard_normal((count, 3, size), dtype=np.float32)
+    drawn /= np.linalg.norm(drawn, axis=2, keepdims=True)
+    asked_for = {777: unit(*rng.standard_normal(size)), 4321: unit(*rng.standard_normal(size))}
+    for number, vector in asked_for.items():
+        drawn[number, 1] = unit(*(vector + 0.5 * drawn[number, 1]))
+    index.take((item.label, rows) for item, rows in zip(blocks, drawn, strict=True))
+    parts = ("zebra", "gnu")
+    question = Question("zebra, gnu", parts, tuple(asked_for.values()))
+    scores = index.relevance(question, BlockTable(blocks))
+    assert set(np.argsort(-scores)[:2].tolist()) == set(asked_for)
 
 
 @given(st.text(max_size=400))

@@ -494,6 +494,33 @@ def test_a_whole_turn_can_be_pinned_or_ranked() -> None:
     assert {(b.pinned, b.priority) for b in blocks if b.turn == 2} == {(False, 1.0)}
 
 
+def test_a_task_begins_with_the_first_message_of_the_user_in_its_request() -> None:
+    house = House()
+    talk = talk_of(50, 30, 70)
+    before = house.begin(talk).view.blocks
+    house.turn(talk, words(1, 10))
+    talk.tags = {"evoke_task_boundary": True}
+    talk.say(Role.TOOL, words(2, 40))
+    talk.say(Role.USER, words(3, 90))
+    turn = house.begin(talk)
+    first = next(b.span.start for b in turn.view.blocks if b.turn == 2 and b.role is Role.USER)
+    assert turn.task.begins == first > before[-1].span.end
+    house.turn(talk, words(4, 10))
+    talk.tags = {}
+    talk.say(Role.USER, words(5, 20))
+    assert house.begin(talk).task.begins == first
+
+
+def test_a_task_without_a_message_of_the_user_begins_with_the_answer() -> None:
+    house = House()
+    talk = talk_of(50)
+    house.turn(talk, words(1, 10))
+    talk.tags = {"evoke_task_boundary": True}
+    talk.say(Role.TOOL, words(2, 40))
+    turn = house.begin(talk)
+    assert turn.task.begins == turn.rendered.generation
+
+
 def test_save_all_copies_each_resident_row_once() -> None:
     house = House()
     talk = talk_of(700)

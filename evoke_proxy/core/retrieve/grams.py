@@ -16,8 +16,10 @@ _LONGEST = 40
 # An n-gram that so large a share of the words has tells none of them from the others.
 _MAX_SHARE = 0.05
 _NEVER_PRUNED = 64
-_CANDIDATES = 16
+_CANDIDATES = 10
 _ALIKE = 0.5
+# Words of which so few trigrams are shared have no half of their bigrams in common.
+_LEAST = 0.2
 # What a word is worth that holds the other: port and ports, timeout and requesttimeout.
 _HOLDS = 0.7
 
@@ -27,7 +29,7 @@ class Lookalikes:
 
     def __init__(self) -> None:
         self._words: list[str] = []
-        self._sizes = array("l")
+        self._sizes = array("q")
         self._having: dict[str, array[int]] = {}
 
     def add(self, word: str) -> None:
@@ -39,7 +41,7 @@ class Lookalikes:
         self._words.append(word)
         self._sizes.append(len(grams))
         for gram in grams:
-            self._having.setdefault(gram, array("l")).append(number)
+            self._having.setdefault(gram, array("q")).append(number)
 
     def like(self, word: str) -> list[tuple[str, float]]:
         """Other words that look like this one, with how much (Dice's coefficient of their bigrams,
@@ -58,9 +60,13 @@ class Lookalikes:
         rows = [np.array(row) for row in having if len(row) <= most]
         if not rows:
             return []
-        numbers, shared = np.unique(np.concatenate(rows), return_counts=True)
-        sizes = np.array(self._sizes)[numbers]
-        alike: npt.NDArray[np.float64] = 2 * shared / (len(grams) + sizes)
+        shared = np.bincount(np.concatenate(rows))
+        numbers = np.flatnonzero(shared > 0)
+        counts, sizes = shared[numbers], np.frombuffer(self._sizes, np.int64)[numbers]
+        alike: npt.NDArray[np.float64] = 2 * counts / (len(grams) + sizes)
+        # One that holds the other shares all that is inside the shorter.
+        likely = (alike >= _LEAST) | (counts >= np.minimum(len(grams), sizes) - 2)
+        numbers, alike = numbers[likely], alike[likely]
         best = np.lexsort((numbers, -alike))[:_CANDIDATES]
         return [self._words[i] for i in numbers[best].tolist()]
 

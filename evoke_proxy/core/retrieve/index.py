@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from operator import is_
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 
 import numpy as np
-import numpy.typing as npt
 
 from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.question import Question
-from evoke_proxy.core.retrieve.edges import cut_off
+from evoke_proxy.core.retrieve.edges import closed, cut_off
 from evoke_proxy.core.retrieve.fusion import Order, in_turns, ranked, reciprocal
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
+from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
 from evoke_proxy.core.retrieve.words import Evidence, Numbers, Postings, Scores, summed
 
 # What blocks can be ranked by.
 SIGNALS = ("words", "grams", "vectors", "names")
 
 _COMPACT_ABOVE = 1024
+# So many labels are compared at once.
+_STRIDE = 512
 # A name that so large a share of the blocks has is a tool that everybody uses.
 _NAME_SHARE, _NAME_BLOCKS = 0.25, 8
 # After so many places what a place is worth has halved.
 _HALF_PLACE = 24
+# What the turn before was about counts half as much as what this one asks.
+_LEANING = 0.5
 # What words say is worth more than what their lookalikes say.
 _LOOKALIKE = 0.9
 # Above everything that words and vectors can say.
@@ -36,6 +39,8 @@ _NEIGHBOUR, _UNSEEN_NEIGHBOUR = 0.75, 0.4
 # So many of the best are asked whether a neighbour has the rest.
 _EDGES = 32
 _TELLING_SHARE = 0.25
+# So many texts are read again for phrases, shared by the clauses.
+_CLOSELY = 48
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +49,16 @@ class _Clause:
 
     order: Order
     evidence: Scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Looking:
+    """One question's look-ups: the index of the first block of its own, how many texts each clause
+    may read again, and what words have said so far, see `_heard`."""
+
+    own: int
+    closely: int
+    heard: dict[str, tuple[Evidence, Evidence]] = field(default_factory=dict)
 
 
 class Index:
@@ -61,21 +76,25 @@ class Index:
     def __len__(self) -> int:
         return len(self._held)
 
-    def relevance(self, question: Question, blocks: BlockTable) -> Scores:
+    def relevance(self, question: Question, blocks: BlockTable, own: int | None = None) -> Scores:
         """One value in [0, 1] a block, in their order; all 0 when nothing matches.
 
-        The index is first made to hold exactly these blocks.
+        Blocks from index `own` on are the question's, which has all its words: they are ranked
+        among themselves. The index is first made to hold exactly these blocks.
         """
         self._hold(blocks)
-        heard: dict[tuple[str, bool], Evidence] = {}
-        clauses = self._clauses(question, heard)
+        own = len(blocks) if own is None else own
+        looking = _Looking(own, _CLOSELY // max(1, len(question.parts) - question.leans))
+        clauses = self._clauses(question, looking)
         found = np.zeros(len(blocks))
         places = in_turns([clause.order for clause in clauses])
         if places:
             at, which = np.array(places, np.int64).T
             evidence = np.stack([clause.evidence for clause in clauses])[which, at]
-            found[at] = evidence / (1 + np.arange(len(at)) / _HALF_PLACE)
-        words = {term for (term, alike), one in heard.items() if self._tells(one) and not alike}
+            mine = at >= own
+            place = np.where(mine, mine.cumsum(), (~mine).cumsum()) - 1
+            found[at] = evidence / (1 + place / _HALF_PLACE)
+        words = {term for term, (exact, _) in looking.heard.items() if self._tells(exact)}
         return self._with_neighbours(found, [i for i, _ in places[:_EDGES]], words)
 
     def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
@@ -144,15 +163,17 @@ class Index:
             self._names.setdefault(name, array("l")).append(number)
         return number
 
-    def _clauses(
-        self, question: Question, heard: dict[tuple[str, bool], Evidence]
-    ) -> list[_Clause]:
+    def _clauses(self, question: Question, looking: _Looking) -> list[_Clause]:
         """What each clause says, and what all the words say together when there are several."""
         cosines = self._cosines(question)
         asked = list(zip(question.parts, cosines, strict=True))
-        if len(asked) > 1:
+        if len(asked) > 1 + question.leans:
             asked.append((question.text, None))
-        return [self._clause(text, near, heard) for text, near in asked]
+        clauses = [self._clause(text, near, looking) for text, near in asked]
+        if question.leans:
+            at = len(question.parts) - 1
+            clauses[at] = replace(clauses[at], evidence=_LEANING * clauses[at].evidence)
+        return clauses
 
     def _cosines(self, question: Question) -> Sequence[Scores | None]:
         nothing = [None] * len(question.parts)
@@ -160,52 +181,80 @@ class Index:
         if "vectors" not in self._signals or len(vectors) != len(nothing):
             return nothing
         found = self._rows.cosines(vectors, len(self._postings))
-        return nothing if found is None else list(found[:, self._numbers])
+        return nothing if found is None else [self._of_held(one) for one in found]
 
-    def _clause(
-        self, text: str, cosines: Scores | None, heard: dict[tuple[str, bool], Evidence]
-    ) -> _Clause:
+    def _clause(self, text: str, cosines: Scores | None, looking: _Looking) -> _Clause:
         """Each signal's evidence, weighted with its reciprocal rank, summed.
 
         Ranks alone would not do: the first of a signal that has nothing to say counts there as much
         as the first of one that is sure. Words and their lookalikes are one opinion, not two.
         """
-        asked, size = self._postings.telling(text), len(self._held)
-        said, looks, near, named = (np.zeros(size) for _ in range(4))
-        if "words" in self._signals:
-            scores, covered = self._summed([self._heard(t, False, heard) for t in asked])
-            said = covered * reciprocal(scores)
-        if "grams" in self._signals:
-            scores, covered = self._summed([self._heard(t, True, heard) for t in asked])
-            looks = _LOOKALIKE * covered * reciprocal(scores)
+        total = self._said(text, looking)
         if cosines is not None:
             near = standing_out(cosines)
-            near *= reciprocal(near)
+            total += near * reciprocal(near)
         if "names" in self._signals:
-            named = _MENTION * self._named(text)
-        total = np.maximum(said, looks) + near + named
+            self._add_named(total, text)
         return _Clause(ranked(total), np.minimum(total, 1.0))
 
-    def _heard(self, term: str, alike: bool, heard: dict[tuple[str, bool], Evidence]) -> Evidence:
-        known = heard.get((term, alike))
+    def _said(self, text: str, looking: _Looking) -> Scores:
+        """What words and their lookalikes say."""
+        asked = self._postings.telling(text)
+        heard = [self._heard(term, looking) for term in asked]
+        words, grams = "words" in self._signals, "grams" in self._signals
+        said = np.zeros(len(self._held))
+        if words:
+            scores, covered = self._summed([exact for exact, _ in heard])
+            said = covered * reciprocal(scores)
+        if grams and not (words and all(alike is exact for exact, alike in heard)):
+            scores, covered = self._summed([alike for _, alike in heard])
+            said = np.maximum(said, _LOOKALIKE * covered * reciprocal(scores))
+        wanted = phrases(text, asked)
+        return self._together(wanted, said, looking) if wanted else said
+
+    def _together(self, wanted: Sequence[str], said: Scores, looking: _Looking) -> Scores:
+        """What words say where they stand as in the question; less where they do not, if they do
+        somewhere else."""
+        best = [i for i in ranked(said, looking.closely).tolist() if i < looking.own]
+        # What is worth less than the best without its phrases needs none to stay behind it.
+        best = [i for i in best if said[i] >= LEAST * said[best[0]]]
+        texts = [spaced(self._held[i].text) for i in best]
+        counts = [sum(phrase in text for phrase in wanted) for text in texts]
+        shares = np.zeros(len(said))
+        shares[best] = counts
+        shares[looking.own :] = max(counts, default=0)
+        together: Scores = said * weights(shares)
+        return together
+
+    def _heard(self, term: str, looking: _Looking) -> tuple[Evidence, Evidence]:
+        """What a word says by itself, and together with those that look like it."""
+        known = looking.heard.get(term)
         if known is None:
-            known = self._postings.alike(term) if alike else self._postings.exact(term)
-            heard[term, alike] = known
+            exact = self._postings.exact(term)
+            grams = "grams" in self._signals
+            known = exact, self._postings.alike(term, exact) if grams else exact
+            looking.heard[term] = known
         return known
 
     def _summed(self, evidence: Iterable[Evidence]) -> tuple[Scores, Scores]:
         scores, covered = summed(evidence, len(self._postings))
-        return scores[self._numbers], covered[self._numbers]
+        return self._of_held(scores), self._of_held(covered)
 
-    def _named(self, text: str) -> Scores:
-        """1 for a block whose path, file name, tool or id stands in a text, else 0."""
-        found = np.zeros(len(self._postings))
+    def _of_held(self, scores: Scores) -> Scores:
+        """Of values by number those of the held blocks."""
+        if len(self._held) == len(self._postings):
+            return scores
+        return scores[self._numbers]
+
+    def _add_named(self, total: Scores, text: str) -> None:
+        """More for every block whose path, file name, tool or id stands in a text."""
         most = max(_NAME_BLOCKS, _NAME_SHARE * len(self._held))
-        for name in _spelled(text) & self._names.keys():
-            numbers = np.array(self._names[name])
-            if len(numbers) <= most:
-                found[numbers] = 1.0
-        return found[self._numbers]
+        found = [np.array(self._names[name]) for name in _spelled(text) & self._names.keys()]
+        rare = [numbers for numbers in found if len(numbers) <= most]
+        if rare:
+            named = np.zeros(len(self._postings))
+            named[np.concatenate(rare)] = _MENTION
+            total += self._of_held(named)
 
     def _tells(self, evidence: Evidence) -> bool:
         return 0 < len(evidence.numbers) <= max(1.0, _TELLING_SHARE * len(self._held))
@@ -221,9 +270,9 @@ class Index:
             text = self._held[i].text
             worth = _NEIGHBOUR if any(map(text.lower().count, words)) else _UNSEEN_NEIGHBOUR
             begins, ends = cut_off(text, words)
-            if begins and i - 1 in touching:
+            if begins and i - 1 in touching and not closed(self._held[i - 1].text):
                 shared[i - 1] = max(shared[i - 1], worth * scores[i])
-            if ends and i in touching:
+            if ends and i in touching and not closed(text):
                 shared[i + 1] = max(shared[i + 1], worth * scores[i])
         return shared
 
@@ -236,8 +285,9 @@ def _spelled(query: str) -> set[str]:
 
 
 def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many labels two tables begin with alike: the very same objects, which is quick to see."""
-    same: npt.NDArray[np.bool_] = np.fromiter(
-        map(is_, one, other), np.bool_, min(len(one), len(other))
-    )
-    return len(same) if same.all() else int(same.argmin())
+    """How many labels two tables begin with alike: nearly always the very same objects."""
+    at, count = 0, min(len(one), len(other))
+    while at < count and one[at : at + _STRIDE] == other[at : at + _STRIDE]:
+        at += _STRIDE
+    pairs = zip(one[at : at + _STRIDE], other[at : at + _STRIDE], strict=False)
+    return min(count, at + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -82,15 +82,18 @@ class Postings:
         """What a word says about the texts that have exactly it."""
         return self._evidence(term, *self._found(term))
 
-    def alike(self, term: str) -> Evidence:
-        """What a word says about the texts that have it or one that looks like it."""
-        numbers, counts = self._found(term)
-        if term in FUNCTION_WORDS or len(numbers) > max(1.0, _COMMON_SHARE * self._count):
-            return self._evidence(term, numbers, counts)
-        found = [(numbers, counts)]
-        for word, likeness in self._lookalikes.like(term):
-            others, theirs = self._found(word)
-            found.append((others, theirs * likeness**2))
+    def alike(self, term: str, exact: Evidence) -> Evidence:
+        """What a word says about the texts that have it or one that looks like it, `exact` being
+        what it says by itself: the very same where no other word is asked."""
+        if term in FUNCTION_WORDS or len(exact.numbers) > max(1.0, _COMMON_SHARE * self._count):
+            return exact
+        others = [(self._found(word), like**2) for word, like in self._lookalikes.like(term)]
+        if not others:
+            return exact
+        found = [
+            self._found(term),
+            *((numbers, counts * like) for (numbers, counts), like in others),
+        ]
         together = np.concatenate([one for one, _ in found])
         weights = np.concatenate([one for _, one in found])
         unique, at = np.unique(together, return_inverse=True)
