@@ -8,10 +8,10 @@ from typing import Any
 
 from evoke_proxy.config import POLICIES
 
-CEILING = "no_eviction"
+CEILING, OURS = "no_eviction", "evoke"
 RATIOS = (3.6, 8.0, 16.0)
 # What every claim needs; the other policies are there to be compared with.
-CORE = (CEILING, "evoke", "discard", "oracle")
+CORE = (CEILING, OURS, "discard", "oracle")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.quality.arms import CORE, RATIOS, Arm, ladder
+from bench.quality.arms import CEILING, CORE, OURS, RATIOS, Arm, ladder
 from bench.quality.sessions import Script, scripts
 from evoke_proxy.config import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Sessions of one kind. All get the core arms, the first `wide` of them every policy, the
-    first `ablated` of them the variants of our own policy."""
+    """Sessions of one kind. All get the ceiling and our own policy, the first `core` of them (None:
+    all) the two controls beside it, the first `wide` every policy, the first `ablated` the variants
+    of our own."""
 
     name: str
     task: str
@@ -22,6 +23,13 @@ class Cell:
     sessions: int
     wide: int = 0
     ablated: int = 0
+    core: int | None = None
+
+    def policies(self, session: int) -> Sequence[str]:
+        """Those that the session of this number is run under."""
+        if session < self.wide:
+            return POLICIES
+        return CORE if self.core is None or session < self.core else (CEILING, OURS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +60,17 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     "multi-fact": ("facts5", "facts12", "facts20", "codes"),
 }
 FULL = (
-    Cell("needle", "needle", 4000, 40, wide=12),
-    Cell("facts5", "facts5", 4000, 8),
-    Cell("facts12", "facts12", 4000, 10, wide=6, ablated=6),
-    Cell("facts20", "facts20", 4000, 6),
-    Cell("codes", "codes", 4000, 8),
-    Cell("updates", "updates", 4000, 8),
-    Cell("files", "files", 4000, 6),
-    Cell("rereads", "rereads", 4000, 8),
-    Cell("paraphrase", "paraphrase", 4000, 8, ablated=6),
-    Cell("unknown", "unknown", 4000, 8),
-    Cell("long", "facts12", 7500, 5),
+    Cell("needle", "needle", 4000, 40, core=20, wide=8),
+    Cell("facts5", "facts5", 4000, 5),
+    Cell("facts12", "facts12", 4000, 10, wide=4, ablated=4),
+    Cell("facts20", "facts20", 4000, 4),
+    Cell("codes", "codes", 4000, 5),
+    Cell("updates", "updates", 4000, 6),
+    Cell("files", "files", 4000, 4),
+    Cell("rereads", "rereads", 4000, 5),
+    Cell("paraphrase", "paraphrase", 4000, 6, ablated=4),
+    Cell("unknown", "unknown", 4000, 6),
+    Cell("long", "facts12", 7500, 3),
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
 BLOCKS = (32, 128, 256, 512)
@@ -87,7 +95,7 @@ def batches(
     main = [
         Unit(cell.name, drawn[cell][i], arm)
         for _, cell, i in order
-        for arm in ladder(POLICIES if i < cell.wide else CORE, ratios)
+        for arm in ladder(cell.policies(i), ratios)
     ]
     found = [Batch(base, main)]
     for settings, arm in variants(embedder):

@@ -45,6 +45,11 @@ class PolicyView:
         return self.n_tokens - self.n_past
 
     @property
+    def own(self) -> int:
+        """The index of the first block that this turn has brought, or that is decoded again."""
+        return int(self.blocks.starts.searchsorted(self.adopt_to or self.n_past))
+
+    @property
     def kept_rows(self) -> tuple[Span, ...]:
         """Resident rows that the prompt goes on from."""
         return clipped(self.resident, Span(0, self.n_past))

@@ -39,8 +39,7 @@ def choice(
 
 
 def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
-    own = int(view.blocks.starts.searchsorted(view.adopt_to or view.n_past))
-    relevance = view.index.relevance(question, view.blocks, own)
+    relevance = view.index.relevance(question, view.blocks, view.own)
     values = keep_scores(view, config) + config.weight_relevance * relevance
     rounded: Scores = values.round(9)  # sums in another order must not make another plan
     return rounded

@@ -41,7 +41,7 @@ def choice(
     def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
         return _select(given, values, capacity, config.infllm_blocks)
 
-    relevance = view.index.relevance(question, view.blocks)
+    relevance = view.index.relevance(question, view.blocks, view.own)
     values = relevance.round(9) + _AGE * by_age(view)
     return moves.Choice(values, values, select, recovers)
 
