@@ -142,7 +142,7 @@ def _tokens(answer: Mapping[str, Any]) -> Tokens:
 def _stops(answer: Mapping[str, Any]) -> Positions:
     if "stops_b64" not in answer:
         return np.asarray(answer.get("stops", ()), dtype=np.int64)
-    bits = np.frombuffer(binascii.a2b_base64(answer["stops_b64"], strict_mode=True), np.uint8)
+    bits = np.frombuffer(pybase64.b64decode(answer["stops_b64"], validate=True), np.uint8)
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
 
