@@ -6,7 +6,7 @@ TESTS  ?= tests
 
 ARGS   ?=
 
-BENCHES := support latency overhead embedding retrieval ceiling ruler fact_kinds kv_types demo_seeds quality session
+BENCHES := support latency overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -53,6 +53,7 @@ help:
 	@echo "make bench-retrieval how often the block with the answer is found, and how fast"
 	@echo "make bench-ceiling   how often the bundled model recalls when nothing is evicted"
 	@echo "make bench-kv_types  how often it recalls with a KV cache of fewer bits"
+	@echo "make bench-placement recall by where a recovered block lands, by distance"
 	@echo "make bench-support   which memories can do what: writes patches/SUPPORT.md"
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"

@@ -10,6 +10,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <typeinfo>
@@ -341,12 +342,19 @@ bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_po
     return false;
 }
 
+// positions may have moved and keys not been turned yet: rows are copied as they will be
+static void kv_block_settle(llama_context * ctx, const llama_kv_cache & kv) {
+    if (kv.get_has_shift()) {
+        ctx->memory_update(false);
+    }
+}
+
 bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out) {
     auto * kv = kv_block_cache(ctx);
-    // a pending K-shift has moved positions but not yet rotated the keys
-    if (!kv || kv->get_has_shift()) {
+    if (!kv) {
         return false;
     }
+    kv_block_settle(ctx, *kv);
     llama_kv_block_access access(*kv, seq);
     const auto & cells = access.cells();
     const auto & rows  = cells.seq_pos_get(seq);
@@ -388,18 +396,9 @@ uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p
     return before - llama_kv_block_n_rows(ctx, seq);
 }
 
-int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same) {
-    auto * kv = kv_block_cache(ctx);
-    if (!kv || kv->get_has_shift() || block.layout != llama_kv_block_access::layout(*kv)) {
-        return -1;
-    }
-    llama_kv_block_access access(*kv, seq);
-    int32_t n_same = 0;
-    const auto target = access.place(block, same, n_same);
-    if (target.empty()) {
-        return -1;
-    }
-
+// rows into these cells; each is `turn` positions further on than it was saved
+static void kv_block_write(llama_context * ctx, llama_kv_block_access & access, llama_seq_id seq, const llama_kv_block & block,
+                           const std::vector<uint32_t> & target, llama_pos turn) {
     ctx->synchronize();
     access.copy(kv_block_runs(target), block.n_rows(), block.data, false);
 
@@ -412,6 +411,71 @@ int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_k
         ext.tok = block.tok[i];
         cells.ext_set(target[i], ext);
         cells.seq_add(target[i], seq);
+        if (turn != 0) {
+            cells.pos_add(target[i], turn);
+        }
     }
+}
+
+int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same) {
+    auto * kv = kv_block_cache(ctx);
+    if (!kv || block.layout != llama_kv_block_access::layout(*kv)) {
+        return -1;
+    }
+    kv_block_settle(ctx, *kv);
+    llama_kv_block_access access(*kv, seq);
+    int32_t n_same = 0;
+    const auto target = access.place(block, same, n_same);
+    if (target.empty()) {
+        return -1;
+    }
+    kv_block_write(ctx, access, seq, block, target, 0);
     return n_same;
+}
+
+bool llama_kv_block_can_shift(const llama_context * ctx) {
+    llama_kv_block_memory kind { "", false, false };
+    const auto * kv = kv_block_cache(ctx, kind);
+    return kv && !kind.windowed && !kind.recurrent && kv->get_can_shift();
+}
+
+uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq) {
+    auto * kv = kv_block_cache(ctx);
+    if (!kv || !llama_kv_block_can_shift(ctx)) {
+        return 0;
+    }
+    uint32_t  n_moved = 0;
+    llama_pos end     = 0; // of what has been closed up
+    for (const auto & [p0, p1] : llama_kv_block_resident(ctx, seq)) {
+        if (p0 > end) {
+            kv->seq_add(seq, p0, p1, end - p0);
+            n_moved += p1 - p0;
+        }
+        end += p1 - p0;
+    }
+    return n_moved;
+}
+
+int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, llama_pos at) {
+    auto * kv = kv_block_cache(ctx);
+    if (!kv || !llama_kv_block_can_shift(ctx) || at < 0 || block.layout != llama_kv_block_access::layout(*kv)) {
+        return -1;
+    }
+    kv_block_settle(ctx, *kv);
+    llama_kv_block_access access(*kv, seq);
+    int32_t n_same = 0;
+    const auto target = access.place(block, true, n_same);
+    if (target.empty()) {
+        return -1;
+    }
+    kv->seq_add(seq, at, -1, block.p1 - block.p0);
+    kv_block_write(ctx, access, seq, block, target, at - block.p0);
+    return n_same;
+}
+
+llama_cparams llama_kv_block_unscaled(const llama_cparams & cparams, float freq_scale) {
+    llama_cparams res = cparams;
+    // undoes what rope multiplies by for the interpolated part, see rope_yarn() in ggml
+    res.yarn_attn_factor = cparams.yarn_ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
+    return res;
 }

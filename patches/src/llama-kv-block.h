@@ -63,6 +63,13 @@ LLAMA_API llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, lla
 // true if a row of [p0, p1) also belongs to another sequence
 LLAMA_API bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 
+// true if keys of this context can be turned to other positions: dense memory, one position a row
+LLAMA_API bool llama_kv_block_can_shift(const llama_context * ctx);
+
+// close all gaps of the sequence: every row moves down to the first position that is free, its key is turned
+// before the next decode or save. returns the number of rows that moved
+LLAMA_API uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq);
+
 // copy the rows of [p0, p1), all of which must be resident, to `data`, which must hold
 // (p1 - p0) * llama_kv_block_row_size() bytes and stays the caller's; false (out unchanged) otherwise
 LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out);
@@ -76,3 +83,11 @@ LLAMA_API uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, l
 // returns the number of rows that got their old cell, or -1 (nothing changed) if cells are short or the
 // layout differs. No position of the block may be resident.
 LLAMA_API int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same);
+
+// the same with the rows at positions from `at` on, their keys turned before the next decode or save: rows at
+// `at` and behind it move up first. Where keys can be shifted only.
+LLAMA_API int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, llama_pos at);
+
+// for upstream's K-shift: what it is to rotate with, so that keys are turned and keep their length
+struct llama_cparams;
+llama_cparams llama_kv_block_unscaled(const llama_cparams & cparams, float freq_scale);

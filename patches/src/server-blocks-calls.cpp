@@ -115,7 +115,7 @@ struct server_blocks::plan_state {
 
 bool server_blocks::is_action(const std::string & action) {
     static const std::set<std::string> actions = {
-        "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "stream",
+        "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "block-compact", "stream",
     };
     return actions.count(action) > 0;
 }
@@ -135,6 +135,10 @@ json server_blocks::run(const server_blocks_call & call, const std::vector<serve
             res = run_drop(call.body);
         } else if (call.action == "block-adopt") {
             res = run_adopt(call.body, slot);
+        } else if (call.action == "block-compact") {
+            res = run_compact(call.body, slot);
+        } else if (call.action == "block-load" && call.body.contains("at")) {
+            res = run_insert(call.body, slot);
         } else if (call.action == "block-plan") {
             res = run_plan(call.body, slot);
         } else {
@@ -573,6 +577,80 @@ json server_blocks::op_reuse(const json & op, plan_state & plan) {
         state[plan.slot.id].reuse = n;
     }
     return json { {"n_tokens", n} };
+}
+
+// positions are about to change: of an idle slot, in a memory whose keys can be turned
+void server_blocks::check_shift(const json & body, const server_blocks_slot & slot) const {
+    if (!llama_kv_block_can_shift(ctx)) {
+        fail(501, "not_supported_error", string_format("positions of this model cannot be shifted (memory: %s)", kind.name));
+    }
+    if (slot.busy) {
+        fail(503, "unavailable_error", "the slot is busy");
+    }
+    check_epoch(body, slot.id);
+    if (llama_kv_block_shared(ctx, slot.id, 0, std::numeric_limits<llama_pos>::max())) {
+        fail(409, "shared_cells", "rows of this slot belong to another sequence too");
+    }
+}
+
+// the slot's text is from now on what was resident of it
+json server_blocks::run_compact(const json & body, const server_blocks_slot & slot) {
+    check_shift(body, slot);
+    const llama_tokens tokens = slot.prompt->tokens.get_text_tokens();
+    llama_tokens kept;
+    for (const auto & r : llama_kv_block_resident(ctx, slot.id)) {
+        kept.insert(kept.end(), tokens.begin() + r.first, tokens.begin() + std::min<size_t>(r.second, tokens.size()));
+    }
+    const uint32_t n_moved = llama_kv_block_compact(ctx, slot.id);
+    slot.prompt->clear();
+    slot.prompt->tokens.insert(kept);
+    bump(slot.id);
+    state[slot.id].reserved = true;
+    return json {
+        {"epoch",    state[slot.id].epoch},
+        {"n_tokens", kept.size()},
+        {"n_closed", tokens.size() - kept.size()},
+        {"n_moved",  n_moved},
+    };
+}
+
+// a block at another place than it came from: its tokens join the slot's text there
+json server_blocks::run_insert(const json & body, const server_blocks_slot & slot) {
+    check_shift(body, slot);
+    llama_tokens tokens = slot.prompt->tokens.get_text_tokens();
+    const llama_pos   at     = get_int(body, "at", 0, (int32_t) tokens.size());
+    const std::string tenant = json_value(body, "tenant", std::string());
+    const auto        names  = get_names(body);
+    if (names.size() != 1) {
+        fail_request("one block at a time can be loaded at another place");
+    }
+    saved * block = find(tenant, names[0]);
+    if (!block) {
+        fail(404, "unknown_block", "there is no saved block of this name", json { {"name", names[0]} });
+    }
+    const int32_t n = block->kv.p1 - block->kv.p0;
+    if ((int64_t) tokens.size() + n >= slot.n_ctx) {
+        fail_request(string_format("%zu + %d tokens do not fit the slot's context of %d", tokens.size(), n, slot.n_ctx));
+    }
+    const int32_t n_free = llama_kv_block_n_free(ctx, slot.id);
+    if (n > n_free) {
+        fail(503, "no_free_cells", "not enough free cells", json { {"needed", n}, {"free", n_free}, {"name", names[0]} });
+    }
+    const int32_t n_same = llama_kv_block_insert(ctx, slot.id, block->kv, at);
+    block->used = ++clock;
+    tokens.insert(tokens.begin() + at, block->tokens.begin(), block->tokens.end());
+    slot.prompt->clear();
+    slot.prompt->tokens.insert(tokens);
+    bump(slot.id);
+    state[slot.id].reserved = true;
+    server_ranges_add(state[slot.id].loaded, at, at + n);
+    return json {
+        {"epoch",        state[slot.id].epoch},
+        {"n_tokens",     tokens.size()},
+        {"n_loaded",     n},
+        {"n_same_cells", n_same},
+        {"turned",       at - block->kv.p0},
+    };
 }
 
 json server_blocks_parse(const std::string & text) {

@@ -104,6 +104,9 @@ json server_blocks::props() const {
     if (!kind.windowed && !kind.recurrent) {
         features.push_back("adopt"); // rows are all there is to a sequence
     }
+    if (llama_kv_block_can_shift(ctx)) {
+        features.push_back("compact");
+    }
     return json {
         {"version",  1},
         {"features", features},

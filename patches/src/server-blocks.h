@@ -184,6 +184,9 @@ private:
     json run_info  (const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
     json run_adopt (const json & body, const server_blocks_slot & slot);
     json run_drop  (const json & body);
+    json run_compact(const json & body, const server_blocks_slot & slot);
+    json run_insert (const json & body, const server_blocks_slot & slot);
+    void check_shift(const json & body, const server_blocks_slot & slot) const;
     json run_plan  (const json & body, const server_blocks_slot & slot);
     json run_op    (const json & op, plan_state & plan);
     json op_save   (const json & op, plan_state & plan);

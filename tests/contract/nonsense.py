@@ -10,11 +10,13 @@ from typing import Any
 from llama import Llama, story
 
 ACTIONS = [
-    "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "stream",
+    "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan",
+    "block-compact", "stream",
 ]  # fmt: skip
 FIELDS = {
     "name": ["a", "b", "", "é" * 100, "n" * 300, "a\u0000b", "../../etc", "\ud800", "\u202e"],
     "p0": [0, 1, 50, 64, 199, 10**6],
+    "at": [0, 1, 64, 200, 10**6, -1],
     "p1": [0, 1, 64, 128, 200, 260, 2**31, 2**63, 10**400],
     "names": [["a"], ["a", "b"], ["a", "a"], [], [1], "a", ["a"] * 3000],
     "ops": [[], [{}], [{"op": "save"}], [{"op": "load", "names": ["a"]}], [7], {}],
@@ -38,7 +40,7 @@ ODD: list[Any] = [None, True, -1, 1.5, 1e308, 2**70, "x", [], {}, [[]], {"a": 1}
 NEEDED = {
     "block-save": ["name", "p0", "p1"], "block-evict": ["p0", "p1"], "block-load": ["names"],
     "block-adopt": ["tokens", "names"], "block-drop": ["names"], "block-plan": ["ops"],
-    "stream": ["budget"],
+    "block-compact": [], "stream": ["budget"],
 }  # fmt: skip
 SLOTS = ["0", "0", "0", "0", "1", "-1", "9", "99999999999", "x", "0x1", "%00", "1e0", "+1", "0/0"]
 TENANTS = ["", "t", "%00", "%ff%fe", "%F0%9F%98%80", "a&tenant=b", "x" * 5000]

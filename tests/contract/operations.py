@@ -12,7 +12,8 @@ MOST_TOKENS = 1500
 PARTS = ("resident_before", "recovered", "decoded", "omitted")
 WEIGHTS = {
     "chat": 30, "evict": 30, "load": 15, "recover": 10, "stranger": 10, "diverge": 8, "erase": 3,
-    "hold": 6, "swap": 8, "adopt": 4, "reuse": 3, "drop": 3, "restore": 2,
+    "hold": 6, "swap": 8, "adopt": 4, "reuse": 3, "drop": 3, "restore": 2, "compact": 3,
+    "insert": 3,
 }  # fmt: skip
 
 
@@ -163,6 +164,33 @@ class Model:
         self.server.erase(slot)
         self.server.post(f"/slots/{slot}?action=restore", name)
         assert self.server.slot(slot)["resident"] == before["resident"]
+        self.budget[slot] = 0
+
+    def compact(self, slot: int) -> None:
+        before = self.server.slot(slot)["resident"]
+        status, answer = self._ask("block-compact", slot)
+        if status != 200:
+            assert answer["error"]["type"] == "not_supported_error", answer
+            return
+        kept = [self.held[slot][a:b] for a, b in before]
+        self.held[slot], self.budget[slot] = [token for part in kept for token in part], 0
+        assert answer["n_tokens"] == len(self.held[slot])
+
+    def insert(self, slot: int) -> None:
+        """Some block at some place."""
+        if not self.saved:
+            return
+        name = self.chance.choice(sorted(self.saved))
+        prefix, p0 = self.saved[name]
+        at, held = self.chance.randint(0, len(self.held[slot])), self.held[slot]
+        status, answer = self._ask("block-load", slot, names=[name], at=at)
+        kind = "" if status == 200 else answer["error"]["type"]
+        if kind:
+            known = ("not_supported_error", "unknown_block", "no_free_cells")
+            full = len(held) + len(prefix) - p0 >= self.server.slot(slot)["n_ctx_logical"]
+            assert kind in known or full, answer
+            return
+        self.held[slot] = [*held[:at], *prefix[p0:], *held[at:]]
         self.budget[slot] = 0
 
     def check(self, slot: int) -> None:

@@ -1,0 +1,143 @@
+"""Where a recovered block should land: at its own positions, or at the end of the text.
+
+A fact is told first, its rows are saved and evicted, other text is decoded without them, and a
+question asks for it. Before the question the rows come back at their own positions (`original`),
+or turned to the end of a text whose gap was closed (`tail`). Beside them: nothing evicted
+(`never`), nothing recovered (`discard`), and the fact's message told again at the end and decoded
+there (`native`). The one who asks owns the prompt: no proxy, no client's history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.ceiling import wilson
+from evoke_proxy.demo.judge import recalled
+from evoke_proxy.demo.script import SENTENCES, SYSTEM, Fact, draw_fact, paragraph
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+from .llama import Llama, running
+
+ARMS = ("never", "original", "tail", "native", "discard")
+_COLUMNS = ("distance", "arm", "sessions", "recalled", "share", "interval_95")
+_ANSWER = {"n_predict": 32, "stop": ["<|im_end|>"]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON."""
+    args = _parser().parse_args(argv)
+    options = ("-c", "8192", "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on")
+    rows: list[dict[str, Any]] = []
+    with running(ensure_server(), bundled_model(), *options) as llama:
+        for distance in args.distances:
+            for seed in range(args.first, args.first + args.seeds):
+                session = Session(llama, seed, distance)
+                rows += [session.row(arm) for arm in ARMS]
+            print(record.table([_summary(rows, distance, a) for a in ARMS], _COLUMNS), flush=True)
+    summary = [_summary(rows, distance, arm) for distance in args.distances for arm in ARMS]
+    print(f"written: {record.write('placement', rows, {'arms': summary}, args.out)}")
+    return 0
+
+
+class Session:
+    """One fact, so many tokens of other turns behind it, one question."""
+
+    def __init__(self, llama: Llama, seed: int, distance: int) -> None:
+        rng = random.Random(f"evoke-placement-{seed}")
+        self._llama, self._seed, self._distance = llama, seed, distance
+        self.fact: Fact = draw_fact(rng)
+        messages = [_said("system", SYSTEM), _said("user", self.fact.statement)]
+        messages += [_said("assistant", "Noted.")]
+        question = _said("user", self.fact.question)
+        while True:
+            view = self._rendered([*messages, question])
+            told, answered, asked = (view["spans"][i] for i in (1, 2, -1))
+            if asked["p0"] - answered["p1"] >= distance:
+                break
+            messages += [_said("user", paragraph(rng, SENTENCES)), _said("assistant", "I see.")]
+        self._tokens: list[int] = view["tokens"]
+        self._told, self._answered = (told["p0"], told["p1"]), answered["p1"]
+        self._asked: int = asked["p0"]
+
+    def row(self, arm: str) -> dict[str, Any]:
+        """Run one arm in an empty slot."""
+        self._llama.erase()
+        prompt = self._tokens if arm == "never" else self._moved() if arm == "native" else None
+        if prompt is None:
+            prompt = self._evicted(arm)
+        answer = self._llama.complete(prompt, **_ANSWER)
+        said = answer["content"].strip()
+        return {
+            "distance": self._distance,
+            "seed": self._seed,
+            "arm": arm,
+            "tokens": len(prompt),
+            "answer": said,
+            "recalled": recalled(said, self.fact.value),
+        }
+
+    def _evicted(self, arm: str) -> list[int]:
+        """The prompt that the slot then stands for, decoded up to the question."""
+        llama, (p0, p1) = self._llama, self._told
+        llama.complete(self._tokens[: self._answered])
+        llama.act("block-save", name="fact", p0=p0, p1=p1, evict=True)
+        llama.complete(self._tokens[: self._asked])
+        if arm == "original":
+            llama.act("block-load", names=["fact"])
+        if arm != "tail":
+            return self._tokens
+        closed = llama.act("block-compact")
+        llama.act("block-load", names=["fact"], at=closed["n_tokens"])
+        return self._moved()
+
+    def _moved(self) -> list[int]:
+        (p0, p1), tokens = self._told, self._tokens
+        return tokens[:p0] + tokens[p1 : self._asked] + tokens[p0:p1] + tokens[self._asked :]
+
+    def _rendered(self, messages: list[dict[str, str]]) -> Any:
+        body = {"dialect": "chat", "body": {"messages": messages}}
+        return self._llama.call("POST", "/evoke/render", body)
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def _summary(rows: Sequence[dict[str, Any]], distance: int, arm: str) -> dict[str, Any]:
+    held = [row for row in rows if row["distance"] == distance and row["arm"] == arm]
+    right = sum(row["recalled"] for row in held)
+    return {
+        "distance": distance,
+        "arm": arm,
+        "sessions": len(held),
+        "recalled": right,
+        "share": right / len(held),
+        "interval_95": [round(edge, 3) for edge in wilson(right, len(held))],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.placement",
+        description=__doc__,
+        epilog="example:\n  python -m bench.placement --seeds 5 --distances 500 2000",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=20, help="how many sessions (20)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
+    parser.add_argument(
+        "--distances", type=int, nargs="+", default=[500, 2000, 6000], help="tokens between"
+    )
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

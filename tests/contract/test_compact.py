@@ -1,0 +1,187 @@
+"""Closing gaps and loading at another place: keys are turned, and little more than rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama import Llama, running, story
+
+from bench.random_models import SHAPES, ensure
+
+STEPS, VOCABULARY = 12, 2048
+BLOCK = (60, 180)
+YARN = ("--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "2048")
+KINDS = {
+    "f16": (("-fa", "on"), 0.02),
+    "f16 without flash attention": (("-fa", "off"), 0.02),
+    "q8_0": (("-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0"), 0.05),
+    "q4_0": (("-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0"), 0.3),
+    "yarn": (("-fa", "on", *YARN), 0.02),
+}
+
+
+@contextmanager
+def serving(*options: str, shape: str = "tiny-dense") -> Iterator[Llama]:
+    usual = ("-c", "4096", "--evoke-ram", "16", "-np", "1")
+    with running(True, *usual, *options, model=ensure(SHAPES[shape])) as server:
+        yield server
+
+
+def read(server: Llama, prompt: list[int], slot: int = 0) -> tuple[list[dict[int, float]], int]:
+    """All logprobs of every greedy step, and how many tokens were decoded for them."""
+    how = {"n_predict": STEPS, "n_probs": VOCABULARY, "grammar": "root ::= [ -~]*"}
+    answer = server.complete(prompt, slot, **how)
+    steps = answer["completion_probabilities"]
+    found = [{p["id"]: p["logprob"] for p in step["top_logprobs"]} for step in steps]
+    return found, answer["timings"]["evoke"]["decoded"]
+
+
+def apart(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
+    """The largest difference of two log probabilities, up to the first other token."""
+    most = 0.0
+    for a, b in zip(one, other, strict=True):
+        assert len(a) == len(b) == VOCABULARY
+        most = max(most, *(abs(a[token] - b[token]) for token in a))
+        if max(a, key=a.__getitem__) != max(b, key=b.__getitem__):
+            break
+    return most
+
+
+def begun(server: Llama) -> list[int]:
+    """A fresh conversation in slot 0 of which a block is saved."""
+    server.erase()
+    prompt = server.tokens(story(300))
+    server.complete(prompt, n_predict=1)
+    server.act("block-save", name="b", p0=BLOCK[0], p1=BLOCK[1])
+    return prompt
+
+
+def out_and_in(server: Llama) -> None:
+    """The block goes, what is behind it moves down; it comes back, and that moves up again."""
+    server.act("block-evict", names=["b"])
+    closed = server.act("block-compact")
+    assert closed["n_closed"] == BLOCK[1] - BLOCK[0]
+    server.act("block-load", names=["b"], at=BLOCK[0])
+
+
+def round_trips(server: Llama, count: int) -> float:
+    """How far what follows is from that of a conversation that nothing was done to."""
+    prompt = begun(server)
+    tail = server.tokens(story(20, seed=3))
+    whole, _ = read(server, prompt + tail)
+    prompt = begun(server)
+    for _ in range(count):
+        out_and_in(server)
+        server.complete(prompt, n_predict=1)  # keys are turned now, not together with the next
+    again, decoded = read(server, prompt + tail)
+    assert decoded == len(tail)
+    return apart(whole, again)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trips_cost_some_rounding_and_do_not_add_up(kind: str) -> None:
+    options, tolerance = KINDS[kind]
+    with serving(*options) as server:
+        once, ten = round_trips(server, 1), round_trips(server, 10)
+        assert 0 < once < tolerance and 0 < ten < 2 * tolerance
+
+
+def test_gaps_close_and_the_shorter_text_is_gone_on_from() -> None:
+    with serving() as server:
+        prompt = begun(server)
+        server.act("block-evict", p0=BLOCK[0], p1=BLOCK[1])
+        server.act("block-evict", p0=BLOCK[1] + 20, p1=BLOCK[1] + 30)
+        epoch = server.epoch()
+        closed = server.act("block-compact")
+        short = prompt[: BLOCK[0]] + prompt[BLOCK[1] : BLOCK[1] + 20] + prompt[BLOCK[1] + 30 :]
+        assert closed["n_tokens"] == len(short) == len(prompt) - closed["n_closed"]
+        assert closed["n_moved"] == len(short) - BLOCK[0]
+        assert closed["epoch"] == server.epoch() != epoch
+        assert server.slot()["resident"] == [[0, len(short)]]
+        tail = server.tokens(story(20, seed=3))
+        _, decoded = read(server, short + tail)
+        assert decoded == len(tail)
+        assert server.act("block-compact")["n_moved"] == 0
+
+
+def test_a_block_joins_the_end_of_another_text() -> None:
+    with serving() as server:
+        prompt = begun(server)
+        block, other = prompt[BLOCK[0] : BLOCK[1]], server.tokens(story(60, seed=9))
+        server.erase()
+        server.complete(other, n_predict=1)
+        joined = server.act("block-load", names=["b"], at=len(other))
+        assert joined["n_tokens"] == len(other) + len(block)
+        assert joined["turned"] == len(other) - BLOCK[0]
+        tail = server.tokens(story(20, seed=3))
+        answer = server.complete(other + block + tail)
+        books = answer["timings"]["evoke"]
+        assert (books["recovered"], books["decoded"]) == (len(block), len(tail))
+
+
+def test_what_is_saved_before_keys_were_turned_is_saved_turned() -> None:
+    def moved(server: Llama, through_the_pool: bool) -> list[dict[int, float]]:
+        prompt = begun(server)
+        server.act("block-evict", names=["b"])
+        server.act("block-compact")
+        if through_the_pool:
+            server.act("block-save", name="m", p0=70, p1=100, evict=True)
+            server.act("block-load", names=["m"])
+        return read(server, prompt[: BLOCK[0]] + prompt[BLOCK[1] :] + [7])[0]
+
+    with serving() as server:
+        assert moved(server, True) == moved(server, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_else_is_touched(kind: str, tmp_path: Path) -> None:
+    """A shift goes over all keys of all slots: by nothing, it must leave every bit."""
+
+    def neighbour(server: Llama, name: str) -> bytes:
+        server.post("/slots/1?action=save", {"filename": name})
+        return (tmp_path / name).read_bytes()
+
+    options = ("-np", "2", "-kvu", "--slot-save-path", str(tmp_path), *KINDS[kind][0])
+    with serving(*options) as server:
+        prompt = begun(server)
+        server.complete(server.tokens(story(100, seed=4)), 1, n_predict=1)
+        before = neighbour(server, "before")
+        out_and_in(server)
+        server.complete([*prompt, 7])
+        assert neighbour(server, "after") == before
+
+
+@pytest.mark.parametrize("shape", ["tiny-gemma", "tiny-jamba", "tiny-qwen2vl"])
+def test_where_keys_cannot_be_turned_it_is_refused(shape: str) -> None:
+    with serving(shape=shape) as server:
+        assert "compact" not in server.get("/props")["evoke"]["features"]
+        begun(server)
+        before = server.slot()
+        calls: list[tuple[str, dict[str, Any]]] = [
+            ("block-compact", {}), ("block-load", {"names": ["b"], "at": 0}),
+        ]  # fmt: skip
+        for action, body in calls:
+            error = server.refuse(action, **body)
+            assert (error["code"], error["type"]) == (501, "not_supported_error")
+        assert server.slot() == before
+
+
+def test_what_cannot_be_done_changes_nothing() -> None:
+    with serving() as server:
+        prompt = begun(server)
+        before = server.slot()
+        for code, body in (
+            (400, {"names": ["b"], "at": len(prompt) + 1}),
+            (400, {"names": ["b"], "at": -1}),
+            (400, {"names": ["b", "b"], "at": 0}),
+            (404, {"names": ["nobody"], "at": 0}),
+            (409, {"names": ["b"], "at": 0, "epoch": 1}),
+            (400, {"names": ["b"], "at": "end"}),
+        ):
+            assert server.refuse("block-load", **body)["code"] == code
+        assert server.refuse("block-compact", epoch=1)["code"] == 409
+        assert server.slot() == before
