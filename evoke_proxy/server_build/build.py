@@ -54,8 +54,8 @@ def ensure_server(
 ) -> Path:
     """The path of a finished llama-server, built first if the cache holds none.
 
-    `source` builds another llama.cpp checkout instead of the pin. `sanitize` builds with address
-    and undefined-behaviour sanitizers, in a tree of its own. `progress` writes to stderr;
+    `source` builds another llama.cpp checkout instead of the pin. `sanitize` builds what is
+    ours and around it with sanitizers, in a tree of its own. `progress` writes to stderr;
     nothing is ever written to stdout. Raises BuildError with a message for a person.
     """
     cache = cache or cache_dir()

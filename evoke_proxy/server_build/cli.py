@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stock", action="store_true", help="without our patches")
     parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs; needs nvcc")
     parser.add_argument(
-        "--sanitize", action="store_true", help="with address and undefined-behaviour sanitizers"
+        "--sanitize", action="store_true", help="with sanitizers in what is ours and around it"
     )
     parser.add_argument(
         "--source", type=Path, metavar="DIR", help="build this llama.cpp checkout, not the pin"

@@ -33,13 +33,8 @@ _COMMON_FLAGS = (
 
 
 # What is done wrong in memory, and what C++ leaves undefined, ends the server or is told in its
-# log; asserts are on.
-_SANITIZE_FLAGS = (
-    "-DLLAMA_SANITIZE_ADDRESS=ON",
-    "-DLLAMA_SANITIZE_UNDEFINED=ON",
-    "-DCMAKE_C_FLAGS_RELEASE=-O1 -g1",
-    "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -g1",
-)
+# log; asserts are on. The file says where.
+_SANITIZERS = Path(__file__).with_name("sanitize.cmake")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ def find_toolchain(cuda: bool, sanitize: bool = False) -> Toolchain:
     """What this machine builds with; BuildError naming the packages to install if it cannot."""
     tools = _find_tools()
     flags = [*_COMMON_FLAGS, *_compiler_flags(tools["cc"], tools["c++"])]
-    flags += _SANITIZE_FLAGS if sanitize else ()
+    flags += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_SANITIZERS}"] if sanitize else []
     compiler = _first_line([tools["c++"], "--version"])
     if cuda:
         nvcc = _find_nvcc()

@@ -50,6 +50,12 @@ def test_nothing_that_downloads_or_is_not_needed_is_switched_on() -> None:
     assert not any("CUDA" in flag for flag in flags)
 
 
+def test_sanitizers_are_a_flag_of_their_own_that_names_a_file() -> None:
+    plain, more = find_toolchain(cuda=False).flags, find_toolchain(cuda=False, sanitize=True).flags
+    (flag,) = set(more) - set(plain)
+    assert Path(flag.partition("=")[2]).is_file()
+
+
 def test_a_compiler_is_asked_not_guessed() -> None:
     compiler = shutil.which("g++") or "c++"
     assert compiler_accepts(compiler, ("-O2",))
