@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -283,6 +286,19 @@ def test_the_index_forgets_dead_blocks_for_good() -> None:
         assert index.relevance(Question.of("word7"), BlockTable(blocks)).argmax() == 7
     assert len(index) == 100
     assert len(index._postings) < 2000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_looking_up_starts_no_threads_that_wait_for_each_other() -> None:
+    script = (
+        "import os, evoke_proxy.core.retrieve, numpy as np\n"
+        "np.ones((2000, 2000), np.float32) @ np.ones((2000, 2000), np.float32)\n"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "1"
 
 
 def test_ten_thousand_blocks_take_milliseconds() -> None:
