@@ -35,6 +35,7 @@ MIN_APPLIES, MIN_COMPILES = 5, 2
 OWN_TESTS = {
     "0001": (),
     "0002": ("contract/test_exact.py", "contract/test_stream.py", "contract/test_random.py"),
+    "0003": ("contract/test_logical.py", "contract/test_modes.py"),
     "0005": ("contract/test_compact.py",),
 }
 _SMOKE = ("contract/test_exact.py",)

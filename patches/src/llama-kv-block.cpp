@@ -311,13 +311,17 @@ uint32_t llama_kv_block_n_rows(const llama_context * ctx, llama_seq_id seq) {
     return kv ? (uint32_t) kv->get_cells(seq).seq_pos_get(seq).size() : 0;
 }
 
-llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, llama_seq_id seq) {
+static llama_kv_ranges kv_block_ranges(const llama_context * ctx, llama_seq_id seq, bool shared_only) {
     llama_kv_ranges res;
     const auto * kv = kv_block_cache(ctx);
     if (!kv) {
         return res;
     }
-    for (const auto & [pos, cell] : kv->get_cells(seq).seq_pos_get(seq)) {
+    const auto & cells = kv->get_cells(seq);
+    for (const auto & [pos, cell] : cells.seq_pos_get(seq)) {
+        if (shared_only && cells.seq_count(cell) < 2) {
+            continue;
+        }
         if (!res.empty() && res.back().second >= pos) {
             res.back().second = pos + 1;
         } else {
@@ -325,6 +329,14 @@ llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, llama_seq_id 
         }
     }
     return res;
+}
+
+llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, llama_seq_id seq) {
+    return kv_block_ranges(ctx, seq, false);
+}
+
+llama_kv_ranges llama_kv_block_shared_ranges(const llama_context * ctx, llama_seq_id seq) {
+    return kv_block_ranges(ctx, seq, true);
 }
 
 bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {

@@ -70,6 +70,9 @@ LLAMA_API bool llama_kv_block_can_shift(const llama_context * ctx);
 // before the next decode or save. returns the number of rows that moved
 LLAMA_API uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq);
 
+// the positions of the sequence whose rows belong to other sequences too
+LLAMA_API llama_kv_ranges llama_kv_block_shared_ranges(const llama_context * ctx, llama_seq_id seq);
+
 // copy the rows of [p0, p1), all of which must be resident, to `data`, which must hold
 // (p1 - p0) * llama_kv_block_row_size() bytes and stays the caller's; false (out unchanged) otherwise
 LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out);

@@ -326,11 +326,13 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     slot.prompt->tokens.insert(list);
     bump(slot.id);
     state[slot.id].reserved = true;
+    state[slot.id].used.clear();
     int32_t n_same = 0;
     for (const auto & [p0, block] : blocks) {
         n_same += llama_kv_block_load(ctx, slot.id, block->kv, true);
         const_cast<saved *>(block)->used = ++clock;
         server_ranges_add(state[slot.id].loaded, p0, block->kv.p1);
+        touch(slot.id, p0, block->kv.p1);
     }
     note_peak(slot.id);
     return json {
@@ -523,6 +525,7 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
             n_loaded += p1 - p0;
             block->used = ++clock;
             server_ranges_add(state[plan.slot.id].loaded, p0, p1);
+            touch(plan.slot.id, p0, p1);
             continue;
         }
         if (!matches(*block, plan.tokens, plan.hashes, force)) {
@@ -605,6 +608,7 @@ json server_blocks::run_compact(const json & body, const server_blocks_slot & sl
     slot.prompt->clear();
     slot.prompt->tokens.insert(kept);
     bump(slot.id);
+    state[slot.id].used.clear();
     state[slot.id].reserved = true;
     return json {
         {"epoch",    state[slot.id].epoch},

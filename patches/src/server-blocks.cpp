@@ -70,6 +70,7 @@ void server_blocks::adjust(common_params & params) {
 void server_blocks::init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported) {
     this->ctx = ctx;
     this->n_slots = 0;
+    modes = {};
     const auto & flags = server_blocks_flags::of(params);
     if (flags.ram_mib <= 0) {
         why_not = nullptr;
@@ -116,7 +117,9 @@ json server_blocks::props() const {
             {"n_cells",   llama_kv_block_n_cells(ctx, 0)},
             {"row_bytes", llama_kv_block_row_size(ctx)},
             {"n_slots",   n_slots},
+            {"n_ctx_logical", modes.n_ctx},
         }},
+        {"kv_eviction", modes_json()},
     };
 }
 
@@ -154,6 +157,9 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
     }
     // somebody who does not know about holes: the slot is theirs now, and only a gapless prefix is reused
     bump(id);
+    if (modes.on() && task.n_tokens() > modes.n_rows) {
+        return clip(id, std::min(n_past, task.n_tokens() - 1)); // decoded again, it would have holes as well
+    }
     const auto resident = llama_kv_block_resident(ctx, id);
     const llama_pos gapless = !resident.empty() && resident[0].first == 0 ? resident[0].second : 0;
     return std::min(n_past, gapless);
@@ -190,38 +196,29 @@ void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) 
     s.peak   = std::max(s.peak - n_cut, n_present);
     s.n_past = n_past;
     server_ranges_remove(s.loaded, n_past, end);
+    s.used.resize(std::min(s.used.size(), (size_t) n_past));
     stats.n_prompt_cached = n_present;
-}
-
-int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want) {
-    if (!enabled() || state[id].stream.budget == 0 || n_want <= 0) {
-        return n_want;
-    }
-    auto & s = state[id];
-    const int32_t n_chunk = std::min(n_want, s.stream.block);
-    if (s.stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id) < n_chunk) {
-        auto_evict(id, prompt, n_chunk);
-    }
-    const int32_t n_free = s.stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id);
-    if (n_free <= 0) {
-        s.breach++;
-        return 1;
-    }
-    return std::min(n_want, n_free);
 }
 
 void server_blocks::on_decoded() {
     for (int id = 0; id < n_slots; ++id) {
         note_peak(id);
+        const llama_pos end = llama_memory_seq_pos_max(llama_get_memory(ctx), id) + 1;
+        if (end > (llama_pos) state[id].used.size()) {
+            touch(id, (llama_pos) state[id].used.size(), end);
+        }
     }
 }
 
 void server_blocks::on_first_token(int id, const server_task & task, const server_slot_stats & stats) {
-    if (!enabled() || state[id].marker < 0) {
+    if (!enabled()) {
         return;
     }
     auto & s = state[id];
     s.first_token = true;
+    if (!told(id)) {
+        return;
+    }
     const auto    resident  = llama_kv_block_resident(ctx, id);
     const int32_t n_present = server_ranges_count(resident, 0, s.n_past);
     int32_t n_recovered = 0;
@@ -243,10 +240,10 @@ void server_blocks::on_final(int id, server_slot_stats & stats) {
         return;
     }
     auto & s = state[id];
-    if (s.marker >= 0) {
+    if (told(id)) {
         json books = s.books.is_object() ? s.books : json::object();
         books["epoch"]           = s.epoch;
-        books["marker"]          = s.marker == 1 ? "ok" : "stale";
+        books["marker"]          = s.marker == 1 ? "ok" : s.marker == 0 ? "stale" : "none";
         books["n_resident"]      = llama_kv_block_n_rows(ctx, id);
         books["n_resident_peak"] = s.peak;
         books["budget"]          = s.stream.budget;
@@ -265,6 +262,7 @@ void server_blocks::on_final(int id, server_slot_stats & stats) {
 void server_blocks::on_clear(int id) {
     if (enabled()) {
         bump(id);
+        state[id].used.clear();
     }
 }
 
@@ -283,85 +281,6 @@ void server_blocks::bump(int id) {
 
 void server_blocks::note_peak(int id) {
     state[id].peak = std::max(state[id].peak, (int32_t) llama_kv_block_n_rows(ctx, id));
-}
-
-//
-// eviction by the engine
-//
-
-uint32_t server_blocks::evict_rows(int id, llama_pos p0, llama_pos p1) {
-    server_ranges_remove(state[id].loaded, p0, p1);
-    return llama_kv_block_evict(ctx, id, p0, p1);
-}
-
-// a checkpoint is of the recurrent state only; going back to it goes on from the row before it
-llama_kv_ranges server_blocks::held(const server_prompt & prompt) const {
-    llama_kv_ranges res;
-    for (const auto & checkpoint : prompt.checkpoints) {
-        if (kind.recurrent && checkpoint.n_tokens > 0) {
-            server_ranges_add(res, checkpoint.n_tokens - 1, checkpoint.n_tokens);
-        }
-    }
-    return res;
-}
-
-// resident, and neither sink, nor protected, nor recent, nor held; the last row is never in it
-llama_kv_ranges server_blocks::evictable(int id, const server_prompt & prompt) const {
-    const auto & stream = state[id].stream;
-    auto res = llama_kv_block_resident(ctx, id);
-    if (res.empty()) {
-        return res;
-    }
-    const llama_pos top = res.back().second;
-    server_ranges_remove(res, 0, stream.sink);
-    server_ranges_remove(res, top - std::max(1, stream.recent), top);
-    for (const auto & r : stream.protect) {
-        server_ranges_remove(res, r.first, r.second);
-    }
-    for (const auto & r : held(prompt)) {
-        server_ranges_remove(res, r.first, r.second);
-    }
-    return res;
-}
-
-// whole blocks go, saved first, until n_free_want rows fit under the budget or nothing is left to evict
-void server_blocks::auto_evict(int id, const server_prompt & prompt, int32_t n_free_want) {
-    const auto & stream = state[id].stream;
-    const llama_tokens tokens = prompt.tokens.get_text_tokens();
-    const auto         hashes = prefix_hashes(tokens);
-    const auto enough = [&]() {
-        return stream.budget - (int32_t) llama_kv_block_n_rows(ctx, id) >= n_free_want;
-    };
-    for (const auto & e : stream.order) {
-        if (enough()) {
-            return;
-        }
-        if (server_ranges_count(evictable(id, prompt), e.p0, e.p1) == e.p1 - e.p0) {
-            auto_evict_range(id, tokens, hashes, e.name, e.p0, e.p1);
-        }
-    }
-    while (!enough()) {
-        const auto left = evictable(id, prompt);
-        if (left.empty()) {
-            return;
-        }
-        // aligned, so that what was generated is cut at the same places by everybody
-        const llama_pos p0 = left[0].first;
-        const llama_pos p1 = std::min(left[0].second, (p0/stream.block + 1)*stream.block);
-        const std::string name = "auto/" + std::to_string(id) + "/" + std::to_string(state[id].epoch) + "/" + std::to_string(p0) + "-" + std::to_string(p1);
-        auto_evict_range(id, tokens, hashes, name, p0, p1);
-    }
-}
-
-uint32_t server_blocks::auto_evict_range(int id, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, const std::string & name,
-                                         llama_pos p0, llama_pos p1) {
-    auto & s = state[id];
-    const bool kept = put(s.stream.tenant, name, id, tokens, hashes, p0, p1);
-    if (!s.first_token) {
-        s.hidden += std::max(0, p1 - std::max<llama_pos>(p0, s.n_past));
-    }
-    s.auto_evicted.push_back(json::array({ p0, p1, kept ? json(name) : json() }));
-    return evict_rows(id, p0, p1);
 }
 
 //

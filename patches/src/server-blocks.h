@@ -8,6 +8,7 @@
 
 #include "llama-kv-block.h"
 #include "server-blocks-arena.h"
+#include "server-blocks-modes.h"
 #include "server-task.h"
 
 #include <cstdint>
@@ -64,9 +65,10 @@ struct server_blocks_stream {
     int32_t sink   = 0; // first tokens, never evicted
     int32_t recent = 0; // last tokens, never evicted
     int32_t block  = 64;
+    int32_t align  = 0; // where a block begins
     std::string        tenant;
     llama_kv_ranges    protect;
-    std::vector<entry> order; // evicted first to last; then the oldest first
+    std::vector<entry> order; // evicted first to last; then as --kv-eviction says, or the oldest first
 };
 
 class server_blocks {
@@ -79,7 +81,14 @@ public:
     // the options that blocks cannot live with are turned off before the context is made
     static void adjust(common_params & params);
 
+    // reads --ctx-logical and --kv-eviction, for slots that would have n_ctx tokens; false, with the reason in
+    // the log, where they cannot work
+    bool set_modes(const common_params & params, int32_t n_ctx);
+
     bool enabled() const { return n_slots > 0; }
+
+    // tokens of a slot where they may be more than its cells, else 0
+    int32_t n_ctx_logical() const { return modes.on() ? modes.n_ctx : 0; }
 
     json props() const;
 
@@ -110,7 +119,7 @@ public:
     // tokens after n_past are gone; corrects the count of reused tokens
     void on_start(int id, int32_t n_past, server_slot_stats & stats);
 
-    // how many of n_want tokens may be decoded now, at least 1; evicts when the budget says so
+    // how many of n_want tokens may be decoded now, at least 1; evicts when the budget or the cells say so
     int32_t room(int id, const server_prompt & prompt, int32_t n_want);
 
     void on_decoded();
@@ -156,6 +165,8 @@ private:
         int32_t hidden = 0;
         int32_t breach = 0;
         bool    first_token = false;
+        const server_prompt * prompt = nullptr; // since tokens were first added to it
+        std::vector<uint64_t> used; // by position: when it was last decoded or loaded
         llama_kv_ranges loaded;
         json    auto_evicted = json::array();
         json    books; // filled at the first output token
@@ -170,8 +181,10 @@ private:
     size_t          ram_budget = 0;
     size_t          ram_used   = 0;
     uint64_t        clock      = 0;
+    bool            unified    = false; // slots share their cells
     int64_t         next_epoch = 0;
 
+    server_blocks_modes      modes;
     server_blocks_arena      arena; // ram_budget bytes
     std::vector<slot_state>  state;
     std::map<key_t, saved>   store;
@@ -199,13 +212,25 @@ private:
     // server-blocks.cpp
     void     bump(int id);
     void     note_peak(int id);
+    bool     told(int id) const { return state[id].marker >= 0 || modes.on(); } // its reply has the books
+
+    // server-blocks-modes.cpp
+    json     modes_json() const;
+    int32_t  n_rows(int id) const;
+    int32_t  limit(int id) const;
+    int32_t  cells_left(int id) const;
     uint32_t evict_rows(int id, llama_pos p0, llama_pos p1);
-    void     auto_evict(int id, const server_prompt & prompt, int32_t n_free_want);
-    uint32_t auto_evict_range(int id, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, const std::string & name,
-                              llama_pos p0, llama_pos p1);
-    llama_kv_ranges evictable(int id, const server_prompt & prompt) const;
+    bool     evict_next(int id);
+    bool     evict_somewhere(int id);
+    void     touch(int id, llama_pos p0, llama_pos p1);
+    double   score(int id, llama_pos p0, llama_pos p1) const;
+    bool     next_out(int id, const server_blocks_stream & rules, server_blocks_stream::entry & out) const;
+    server_blocks_stream rules(int id) const;
+    llama_pos       recent_edge(int id, const server_blocks_stream & rules) const;
+    llama_kv_ranges evictable(int id, const server_blocks_stream & rules) const;
     llama_kv_ranges held(const server_prompt & prompt) const; // rows that checkpoints stand on
 
+    // server-blocks.cpp
     saved *  find(const std::string & tenant, const std::string & name);
     bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,
                   const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep = {});

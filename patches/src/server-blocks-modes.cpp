@@ -1,0 +1,303 @@
+// eviction by the engine: how many rows a slot may have, and which of them leave
+
+#include "server-blocks-modes.h"
+#include "server-blocks-flags.h"
+#include "server-blocks.h"
+
+#include "common.h"
+#include "log.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <stdexcept>
+
+//
+// options
+//
+
+int32_t server_blocks_modes::recent_of(int32_t n) const {
+    return recent > 0 ? recent : std::max(32, n/4);
+}
+
+int32_t server_blocks_modes::limit(bool generating) const {
+    return generating && evictable > 0 ? std::min(n_rows, first + evictable + recent_of(n_rows)) : n_rows;
+}
+
+int32_t server_blocks_modes::chunk(int32_t n_ubatch) const {
+    return std::max(block, std::min(n_ubatch, (n_rows - first - recent_of(n_rows))/4));
+}
+
+// positions the model was trained for, times what RoPE scaling stretches them by
+static int64_t server_blocks_trained(const common_params & params, const llama_model * model) {
+    const int64_t n = llama_model_n_ctx_train(model); // upstream has put YaRN's factor into it
+    const bool linear = params.rope_scaling_type == LLAMA_ROPE_SCALING_TYPE_LINEAR;
+    return linear && params.rope_freq_scale > 0.0f ? (int64_t) (n/params.rope_freq_scale + 0.5f) : n;
+}
+
+server_blocks_modes server_blocks_modes::read(const common_params & params, const llama_model * model, int32_t n_ctx, int32_t n_rows) {
+    const auto & flags = server_blocks_flags::of(params);
+    server_blocks_modes res;
+    res.n_ctx  = n_ctx;
+    res.n_rows = n_rows;
+    if (!flags.evicts()) {
+        return res;
+    }
+    const int64_t trained = server_blocks_trained(params, model);
+    if (flags.ctx_logical > trained) {
+        throw std::invalid_argument(string_format("--ctx-logical %d is more than the %" PRId64 " tokens the model was trained for; "
+            "more needs RoPE scaling (--rope-scaling, --rope-scale)", flags.ctx_logical, trained));
+    }
+    if (params.embedding) {
+        throw std::invalid_argument("embeddings are of a whole text: there is nothing that --ctx-logical and --kv-eviction could evict");
+    }
+    const bool attention = flags.eviction == SERVER_BLOCKS_MODE_ATTENTION;
+    if (attention) {
+        throw std::invalid_argument("--kv-eviction 3 needs attention capture, which this server does not have");
+    }
+    res.mode      = flags.eviction > 0 ? (server_blocks_mode) flags.eviction : SERVER_BLOCKS_MODE_STREAMING;
+    res.n_ctx     = flags.ctx_logical > 0 ? flags.ctx_logical : (int32_t) trained;
+    res.first     = std::max(flags.protected_tokens, flags.sink_tokens >= 0 ? flags.sink_tokens : attention ? 32 : 4);
+    res.recent    = std::max(0, flags.recent_tokens >= 0 ? flags.recent_tokens : attention ? 128 : 0);
+    res.evictable = std::max(0, flags.evictable_tokens >= 0 ? flags.evictable_tokens : attention ? 512 : 0);
+    res.block     = flags.block_size;
+    const int32_t needed = res.first + res.recent_of(n_rows) + res.block;
+    if (needed > n_rows) {
+        throw std::invalid_argument(string_format("%d cells of a slot cannot hold the first %d and last %d tokens and one block of %d",
+            n_rows, res.first, res.recent_of(n_rows), res.block));
+    }
+    if (res.evictable > 0 && res.evictable < res.block) {
+        throw std::invalid_argument(string_format("--kv-evictable-tokens %d cannot hold one block of %d", res.evictable, res.block));
+    }
+    return res;
+}
+
+bool server_blocks::set_modes(const common_params & params, int32_t n_ctx) {
+    const auto & flags = server_blocks_flags::of(params);
+    try {
+        if (flags.evicts() && !enabled()) {
+            throw std::invalid_argument(why_not ? why_not : "what --ctx-logical and --kv-eviction evict is saved first: they need --evoke-ram");
+        }
+        const int32_t n_cells = enabled() ? (int32_t) llama_kv_block_n_cells(ctx, 0) : 0;
+        const int32_t n_rows  = params.kv_unified_per_slot > 0 ? std::min(n_cells, params.kv_unified_per_slot) : n_cells;
+        unified = params.kv_unified;
+        modes   = server_blocks_modes::read(params, llama_get_model(ctx), n_ctx, n_rows);
+    } catch (const std::invalid_argument & e) {
+        LOG_ERR("evoke: %s\n", e.what());
+        return false;
+    }
+    if (modes.on()) {
+        LOG_INF("evoke: a slot has a context of %d tokens in %d cells; first %d and last %d stay, blocks of %d leave\n",
+            modes.n_ctx, modes.n_rows, modes.first, modes.recent_of(modes.n_rows), modes.block);
+    }
+    return true;
+}
+
+json server_blocks::modes_json() const {
+    static const char * names[] = { "off", "streaming", "scored", "attention" };
+    return json {
+        {"mode",      names[modes.mode]},
+        {"first",     modes.first},
+        {"evictable", modes.evictable},
+        {"recent",    modes.recent},
+        {"block",     modes.block},
+    };
+}
+
+//
+// how many rows
+//
+
+int32_t server_blocks::n_rows(int id) const {
+    return (int32_t) llama_kv_block_n_rows(ctx, id);
+}
+
+int32_t server_blocks::limit(int id) const {
+    const auto & s = state[id];
+    if (s.stream.budget > 0) {
+        return modes.on() ? std::min(s.stream.budget, modes.n_rows) : s.stream.budget;
+    }
+    return modes.limit(s.first_token);
+}
+
+// cells that nobody has, and that no token of the batch being filled is going to take
+int32_t server_blocks::cells_left(int id) const {
+    int32_t n = llama_kv_block_n_free(ctx, id);
+    for (int other = 0; other < n_slots; ++other) {
+        const auto * prompt = state[other].prompt;
+        if (prompt && (unified || other == id)) {
+            n -= std::max(0, prompt->n_tokens() - (llama_memory_seq_pos_max(llama_get_memory(ctx), other) + 1));
+        }
+    }
+    return n;
+}
+
+int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want) {
+    if (!enabled() || n_want <= 0) {
+        return n_want;
+    }
+    auto & s = state[id];
+    s.prompt = &prompt;
+    if (s.stream.budget == 0 && !modes.on()) {
+        return n_want;
+    }
+    const int32_t n_chunk = std::min(n_want, s.stream.budget > 0 ? s.stream.block : modes.chunk(llama_n_ubatch(ctx)));
+    while (limit(id) - n_rows(id) < n_chunk && evict_next(id)) {
+    }
+    while (modes.on() && cells_left(id) < n_chunk && evict_somewhere(id)) {
+    }
+    int32_t n = limit(id) - n_rows(id);
+    if (modes.on()) {
+        n = std::min(n, cells_left(id));
+    }
+    if (n <= 0) {
+        s.breach++;
+        return 1;
+    }
+    return std::min(n_want, n);
+}
+
+//
+// which rows
+//
+
+uint32_t server_blocks::evict_rows(int id, llama_pos p0, llama_pos p1) {
+    server_ranges_remove(state[id].loaded, p0, p1);
+    return llama_kv_block_evict(ctx, id, p0, p1);
+}
+
+// a checkpoint is of the recurrent state only; going back to it goes on from the row before it
+llama_kv_ranges server_blocks::held(const server_prompt & prompt) const {
+    llama_kv_ranges res;
+    for (const auto & checkpoint : prompt.checkpoints) {
+        if (kind.recurrent && checkpoint.n_tokens > 0) {
+            server_ranges_add(res, checkpoint.n_tokens - 1, checkpoint.n_tokens);
+        }
+    }
+    return res;
+}
+
+// the slot's budget, or what the options say where it has none
+server_blocks_stream server_blocks::rules(int id) const {
+    const auto & s = state[id];
+    if (s.stream.budget > 0) {
+        return s.stream;
+    }
+    server_blocks_stream res;
+    res.sink   = modes.first;
+    res.recent = modes.recent_of(n_rows(id));
+    res.block  = modes.block;
+    res.align  = modes.first;
+    return res;
+}
+
+// resident, of this slot alone, and neither sink, nor protected, nor recent, nor held; the last row is never in it
+llama_kv_ranges server_blocks::evictable(int id, const server_blocks_stream & rules) const {
+    auto res = llama_kv_block_resident(ctx, id);
+    if (res.empty()) {
+        return res;
+    }
+    const llama_pos edge = recent_edge(id, rules);
+    server_ranges_remove(res, edge, res.back().second);
+    server_ranges_remove(res, 0, rules.sink);
+    for (const auto & r : rules.protect) {
+        server_ranges_remove(res, r.first, r.second);
+    }
+    for (const auto & r : held(*state[id].prompt)) {
+        server_ranges_remove(res, r.first, r.second);
+    }
+    if (unified && n_slots > 1) {
+        for (const auto & r : llama_kv_block_shared_ranges(ctx, id)) {
+            server_ranges_remove(res, r.first, r.second);
+        }
+    }
+    return res;
+}
+
+// where the last rows begin that stay
+llama_pos server_blocks::recent_edge(int id, const server_blocks_stream & rules) const {
+    return llama_memory_seq_pos_max(llama_get_memory(ctx), id) + 1 - std::max(1, rules.recent);
+}
+
+// what leaves next: the order that was given, then whole blocks by mode, then what is left of one
+bool server_blocks::next_out(int id, const server_blocks_stream & rules, server_blocks_stream::entry & out) const {
+    const auto ranges = evictable(id, rules);
+    for (const auto & e : rules.order) {
+        if (server_ranges_count(ranges, e.p0, e.p1) == e.p1 - e.p0) {
+            out = e;
+            return true;
+        }
+    }
+    const llama_pos edge = recent_edge(id, rules);
+    bool   found = false;
+    double least = 0.0;
+    for (const auto & r : ranges) {
+        for (llama_pos p0 = r.first, p1; p0 < r.second; p0 = p1) {
+            // aligned, so that what was generated is cut at the same places by everybody
+            p1 = std::min(r.second, p0 + rules.block - (p0 - rules.align)%rules.block);
+            const bool growing = p1 == edge && (p1 - rules.align)%rules.block != 0;
+            const double worth = growing ? std::numeric_limits<double>::max() : score(id, p0, p1);
+            if (!found || worth < least) {
+                found = true;
+                least = worth;
+                out   = { "", p0, p1 };
+            }
+        }
+    }
+    return found;
+}
+
+// how much a block is worth keeping; of equal ones the older goes first
+double server_blocks::score(int id, llama_pos p0, llama_pos p1) const {
+    if (modes.mode != SERVER_BLOCKS_MODE_SCORED) {
+        return p0;
+    }
+    const auto & used = state[id].used;
+    uint64_t last = 0;
+    for (llama_pos p = p0; p < std::min(p1, (llama_pos) used.size()); ++p) {
+        last = std::max(last, used[p]);
+    }
+    return (double) last;
+}
+
+// one block of the slot, saved first
+bool server_blocks::evict_next(int id) {
+    const auto rule = rules(id);
+    server_blocks_stream::entry out;
+    if (!state[id].prompt || !next_out(id, rule, out)) {
+        return false;
+    }
+    const llama_tokens tokens = state[id].prompt->tokens.get_text_tokens();
+    const auto         hashes = prefix_hashes(tokens);
+    if (out.name.empty()) {
+        // by content: the same text evicted again has the same name
+        out.name = string_format("auto/%016" PRIx64 "/%d-%d", hashes[out.p1], out.p0, out.p1);
+    }
+    auto & s = state[id];
+    const bool kept = put(s.stream.tenant, out.name, id, tokens, hashes, out.p0, out.p1);
+    if (!s.first_token) {
+        s.hidden += std::max(0, out.p1 - std::max<llama_pos>(out.p0, s.n_past));
+    }
+    s.auto_evicted.push_back(json::array({ out.p0, out.p1, kept ? json(out.name) : json() }));
+    return evict_rows(id, out.p0, out.p1) > 0;
+}
+
+// a block of the slot that has most rows, where slots share the cells
+bool server_blocks::evict_somewhere(int id) {
+    std::vector<int> ids = { id };
+    for (int other = 0; unified && other < n_slots; ++other) {
+        if (other != id) {
+            ids.push_back(other);
+        }
+    }
+    std::stable_sort(ids.begin(), ids.end(), [&](int a, int b) { return n_rows(a) > n_rows(b); });
+    return std::any_of(ids.begin(), ids.end(), [&](int other) { return evict_next(other); });
+}
+
+// rows of these positions were decoded or loaded now
+void server_blocks::touch(int id, llama_pos p0, llama_pos p1) {
+    if (modes.mode == SERVER_BLOCKS_MODE_SCORED) {
+        auto & used = state[id].used;
+        used.resize(std::max(used.size(), (size_t) p1));
+        std::fill(used.begin() + p0, used.begin() + p1, ++clock);
+    }
+}

@@ -1,0 +1,166 @@
+"""A context longer than the cells: what does not fit is saved and evicted while it is decoded."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from llama import Json, Llama, binary, running
+
+from bench.random_models import SHAPES, ensure
+
+CELLS, LOGICAL, SESSION, BUDGET = 8192, 100_000, 66_500, 6000
+TURNS = [SESSION * (turn + 1) // 7 for turn in range(7)]
+
+
+@pytest.fixture(scope="module")
+def long() -> Iterator[Llama]:
+    """Random weights, two layers: a token costs next to nothing, whatever came before it."""
+    options = ("-c", str(CELLS), "-np", "1", "--evoke-ram", "128", "--ctx-logical", str(LOGICAL))
+    with running(True, *options, model=ensure(SHAPES["long-2"])) as server:
+        yield server
+
+
+def text(n_tokens: int) -> list[int]:
+    return [10 + (7 * i + i // 1900) % 1900 for i in range(n_tokens)]
+
+
+def spoken(server: Llama, **more: object) -> Iterator[Json]:
+    """A session that goes on from its own answers, turn by turn, to its whole length."""
+    said: list[int] = []
+    for end in TURNS:
+        said = said + text(SESSION)[len(said) : end]
+        answer = server.complete(said, n_predict=16, **more)
+        said = said + answer["tokens"]
+        yield answer
+
+
+def counted(answer: Json) -> Json:
+    """The books of a turn, which must add up."""
+    books: Json = answer["timings"]["evoke"]
+    kinds = ("resident_before", "recovered", "decoded", "omitted")
+    assert sum(books[kind] for kind in kinds) == books["n_prompt"]
+    assert books["budget_breaches"] == 0
+    assert all(name for _, _, name in books["auto_evicted"])
+    return books
+
+
+def test_66k_tokens_in_8k_cells(long: Llama) -> None:
+    """A client that knows nothing of all this; nothing is decoded twice."""
+    long.erase()
+    turns = [counted(answer) for answer in spoken(long, marked=False)]
+    assert turns[-1]["n_prompt"] > 66_000
+    for turn in turns:
+        assert turn["marker"] == "none"
+        assert CELLS // 2 < turn["n_resident_peak"] <= CELLS
+    assert sum(turn["decoded"] for turn in turns) < SESSION + 16 * len(TURNS)
+    state = long.slot()
+    assert state["n_ctx_logical"] == LOGICAL
+    assert state["n_cells"] == CELLS
+    assert state["resident"][0] == [0, 4]
+    # Of what is there a quarter is the latest, in one piece.
+    first, end = state["resident"][-1]
+    assert end - first >= state["n_resident"] // 4
+
+
+def test_66k_tokens_under_a_budget(long: Llama) -> None:
+    long.erase()
+    long.act("stream", budget=BUDGET, sink=4, recent=64, block=64)
+    turns = [counted(answer) for answer in spoken(long)]
+    assert turns[-1]["n_prompt"] > 66_000
+    for turn in turns:
+        assert turn["marker"] == "ok"
+        assert turn["n_resident_peak"] <= BUDGET
+    assert sum(turn["decoded"] for turn in turns) < SESSION + 16 * len(TURNS)
+
+
+def test_it_cannot_be_done_by_a_server_without_our_patches() -> None:
+    model = ensure(SHAPES["long-2"])
+    with running(False, "-c", str(CELLS), "-np", "1", model=model) as server:
+        assert server.complete(text(TURNS[0] - 2000), marked=False)["timings"]["prompt_n"] > 0
+        body = {"prompt": text(SESSION), "n_predict": 16}
+        status, answer = server.ask("POST", "/completion", body)
+    assert status == 400
+    assert answer["error"]["type"] == "exceed_context_size_error"
+
+
+def test_a_prompt_that_fits_is_never_read_with_holes(long: Llama) -> None:
+    """Whoever asks a question that the cells can hold whole gets it whole."""
+    long.erase()
+    said = text(CELLS - 200)
+    answer = long.complete(said, n_predict=1000, marked=False)
+    assert counted(answer)["auto_evicted"]
+    again = counted(long.complete(said, n_predict=1, marked=False))
+    assert (again["omitted"], again["resident_before"]) == (0, 4)
+    more = counted(long.complete(said + answer["tokens"], n_predict=1, marked=False))
+    assert more["n_prompt"] > CELLS
+    assert more["decoded"] <= 1000
+
+
+def test_beyond_the_logical_context_it_is_upstreams_own_error(long: Llama) -> None:
+    status, answer = long.ask("POST", "/completion", {"prompt": text(LOGICAL + 1)})
+    assert status == 400
+    assert answer["error"]["type"] == "exceed_context_size_error"
+    assert f"exceeds the available context size ({LOGICAL} tokens)" in answer["error"]["message"]
+
+
+def test_the_server_says_what_it_evicts(long: Llama) -> None:
+    props = long.get("/props")
+    assert props["evoke"]["limits"]["n_ctx_logical"] == LOGICAL
+    assert props["default_generation_settings"]["n_ctx"] == LOGICAL
+    given = {"mode": "streaming", "first": 4, "evictable": 0, "recent": 0, "block": 64}
+    assert props["evoke"]["kv_eviction"] == given
+
+
+def test_without_the_option_the_context_is_the_cells(one: Llama) -> None:
+    assert one.get("/props")["evoke"]["limits"]["n_ctx_logical"] == 4096
+    assert one.get("/props")["evoke"]["kv_eviction"]["mode"] == "off"
+    status, answer = one.ask("POST", "/completion", {"prompt": text(5000)})
+    assert (status, answer["error"]["type"]) == (400, "exceed_context_size_error")
+
+
+RAM = ("--evoke-ram", "16")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--ctx-logical", "9000", *RAM), "more than the 8192 tokens the model was trained for"),
+        (("--ctx-logical", "8000"), "they need --evoke-ram"),
+        (("--kv-eviction", "1"), "they need --evoke-ram"),
+        (("--kv-eviction", "4", *RAM), '"--kv-eviction": must be between 0 and 3'),
+        (("--kv-sink-tokens", "257", *RAM), '"--kv-sink-tokens": must be between 0 and 256'),
+        (("--kv-protected-tokens", "-1", *RAM), '"--kv-protected-tokens": must be between 0'),
+        (("--kv-recent-tokens", "0", *RAM), '"--kv-recent-tokens": must be between 1'),
+        (("--kv-block-size", "0", *RAM), '"--kv-block-size": must be between 1 and 4096'),
+        (
+            ("--kv-eviction", "1", "--kv-protected-tokens", "900", *RAM),
+            "1024 cells of a slot cannot hold the first 900 and last 256 tokens",
+        ),
+        (
+            ("--kv-eviction", "1", "--kv-evictable-tokens", "32", *RAM),
+            "cannot hold one block of 64",
+        ),
+        (("--kv-eviction", "1", "--embedding", *RAM), "embeddings are of a whole text"),
+        (
+            ("--kv-eviction", "1", *RAM, "-m", str(ensure(SHAPES["tiny-mamba"]))),
+            "recurrent memory: there are no rows",
+        ),
+    ],
+)
+def test_a_start_that_makes_no_sense_ends_with_its_reason(
+    options: tuple[str, ...], reason: str
+) -> None:
+    model = str(ensure(SHAPES["tiny-dense"]))
+    command = [str(binary(patched=True)), "-m", model, "-c", "1024", "--port", "0", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode not in (0, -6)
+    assert reason in done.stderr + done.stdout
+
+
+def test_rope_scaling_makes_more_of_it() -> None:
+    scaled = ("--rope-scaling", "linear", "--rope-scale", "2", "--ctx-logical", "16000")
+    options = ("-c", "1024", "-np", "1", *RAM, *scaled)
+    with running(True, *options, model=ensure(SHAPES["tiny-dense"])) as server:
+        assert server.slot()["n_ctx_logical"] == 16000
