@@ -6,7 +6,7 @@ TESTS  ?= tests
 
 ARGS   ?=
 
-BENCHES := support latency overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session
+BENCHES := support latency overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -57,6 +57,7 @@ help:
 	@echo "make bench-support   which memories can do what: writes patches/SUPPORT.md"
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
+	@echo "make bench-restart   the first token after a restart: cold, by the usual recipe, by ours"
 	@echo "make bench           all benches, hours"
 	@echo "make fuzz            random operations and nonsense, 20000, under sanitizers"
 	@echo "make patches-check   which releases of llama.cpp take the patches: patches/APPLIES.md"

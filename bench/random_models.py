@@ -60,6 +60,8 @@ SHAPES = {
         Shape("qwen2.5-7b-kv", 28, 512, 4, 4, 128, 1408, 32768),
         # 24 layers, for overheads a decode step can show.
         Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
+        # Eight layers, every other one recurrent, for what a hybrid costs to bring back.
+        Shape("hybrid-8", 8, 256, 4, 2, 64, 704, 65536, arch="qwen35"),
         # Two layers and a long context, for token accounting.
         Shape("long-2", 2, 128, 2, 1, 64, 256, 131072),
         # Four layers, for what a memory can do.

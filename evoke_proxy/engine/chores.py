@@ -35,10 +35,11 @@ class Chores:
         """Begin it; `what` names it in the log."""
         task = self._tasks.create_task(_logged(work, what))
         self._under_way += 1
-        task.add_done_callback(self._done)
+        task.add_done_callback(lambda _: self._done(work))
         return task
 
-    def _done(self, _: asyncio.Task[None]) -> None:
+    def _done(self, work: Coroutine[Any, Any, None]) -> None:
+        work.close()  # one that was cancelled before it began complains otherwise
         self._under_way -= 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,46 @@ def test_what_a_real_template_keeps_is_measured_at_start(
         facts = running.engine.keeper._facts
         found = [facts.stability(tools) for tools in (False, True)]
     assert [(each.boundary, each.ahead) for each in found] == [plain, with_tools]
+
+
+@pytest.mark.parametrize("options", [("-np", "4", "-kvu"), ("-np", "4", "-no-kvu", "-c", "16384")])
+def test_many_at_once_cost_the_server_hardly_more_than_without_us(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Six chats on four slots, three turns each, next to the same sent directly."""
+    totals = {}
+    for arm in ("direct", "ours"):
+        house = House(tmp_path / arm, "", options)
+        house.folder.mkdir()
+        with house.server() as port, house.proxy(port) as running:
+            chats = [long_chat(200, start) for start in (0, 7, 13, 29, 31, 37)]
+            with ThreadPoolExecutor(len(chats)) as pool:
+                to = port if arm == "direct" else running.port
+                list(pool.map(lambda chat, to=to: _three_turns(chat, to), chats))
+            settled(running)
+            totals[arm] = decoded(port)
+            assert not running.engine.metrics.degraded.collect()[0].samples
+    assert totals["ours"] <= 1.3 * totals["direct"]
+
+
+def _three_turns(chat: Chat, port: int) -> None:
+    for turn in range(3):
+        cached, new = chat.ask(port, f"Turn {turn}.")
+        assert cached + new > 600
+        chat.hear()
+
+
+def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
+    house = House(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "1"))
+    chat = long_chat(400)
+    with house.both() as running:
+        chat.ask(running.port, "Begin.")
+        settled(running)
+        chat.hear()
+        deadline = time.monotonic() + 20
+        while not json.loads(ask(running.port, "GET", "/props").body)["is_sleeping"]:
+            assert time.monotonic() < deadline, "it does not fall asleep"
+            time.sleep(0.1)
+        cached, new = chat.ask(running.port, NEW)
+        assert cached > 1000 and new <= SLACK
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -18,15 +19,20 @@ _UNKNOWN = Stability(boundary=False, ahead=False)
 
 
 class Facts:
-    """`fingerprint` is empty until `learn`; `reduced` says why nothing is saved or restored."""
+    """`fingerprint` is empty until `learn`; `reduced` says why nothing is saved or restored.
+
+    `clears` says that an idle slot is emptied whenever another one begins, or may be.
+    """
 
     def __init__(self, config: SnapshotsConfig, calls: StockCalls, vault: Vault) -> None:
         self._calls = calls
         self._vault = vault
         self._config = config
         self._plain = self._tools = _UNKNOWN
+        self._one = asyncio.Lock()
         self.fingerprint = ""
         self.reduced = ""
+        self.clears = True
         self.costs = Costs(config.stall_share)
         self.memory = Memory()
 
@@ -40,12 +46,16 @@ class Facts:
 
     async def learn(self, client: Client) -> None:
         """Ask what is not known yet; raises UpstreamError."""
-        if self.fingerprint:
-            return
+        async with self._one:
+            if not self.fingerprint:
+                await self._learn(client)
+
+    async def _learn(self, client: Client) -> None:
         fingerprint = await self._calls.fingerprint(client)
         self._plain = await probed(self._calls, False, client) or _UNKNOWN
         self._tools = await probed(self._calls, True, client) or self._plain
         self.reduced = await self._access(client)
+        self.clears = await self._clears(client)
         self.costs, self.memory = Costs(self._config.stall_share), Memory()
         self.fingerprint = fingerprint
         _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
@@ -72,6 +82,18 @@ class Facts:
         summary = self._vault.summary()
         kept = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
         return "; ".join([f"snapshots in {self._vault.files.directory}: {kept}", *given_up])
+
+    async def _clears(self, client: Client) -> bool:
+        """Tried with two words in two empty slots; where there are none, it may be."""
+        looks = await self._calls.looks(client)
+        empty = [look.id for look in looks or () if not look.busy and not look.n_tokens]
+        if looks is None or len(looks) == 1 or len(empty) < 2:
+            return looks is None or len(looks) > 1
+        words = await self._calls.tokens("one two", True, client)
+        for slot in empty[:2]:
+            await self._calls.prefill(words, slot, client)
+        looks = await self._calls.looks(client) or ()
+        return not any(look.n_tokens for look in looks if look.id == empty[0])
 
     async def _access(self, client: Client) -> str:
         """Whether a file that the server writes turns up in the directory; why not, if not."""

@@ -20,7 +20,6 @@ from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.gaps import Gaps
 from evoke_proxy.engine.stock.look_ahead import LookAhead
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
@@ -50,13 +49,12 @@ class Keeper:
         self._conversations = conversations
         self._calls = StockCalls(upstream)
         self.vault = Vault(config.snapshots, metrics)
-        self._gaps = Gaps()
         self._facts = Facts(config.snapshots, self._calls, self.vault)
         self._chores = Chores()
         self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
         settings = (config.snapshots, self._calls, self._facts, self._states)
-        self._places = Places(*settings, slots, self._gaps, metrics)
-        self._look_ahead = LookAhead(*settings, self._places, slots, self._gaps, metrics)
+        self._places = Places(*settings, slots, metrics)
+        self._look_ahead = LookAhead(*settings, self._places, slots, metrics)
         self._ahead: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Keeper:
@@ -103,8 +101,6 @@ class Keeper:
         body is as it was then.
         """
         self.stop()
-        if len(self._slots.pool) > 1:
-            await self._gaps.wait()
         reason = "id_slot" if way.id_slot is not None else unkept(request)
         if reason:
             way.decision = f"guest:{reason}"
@@ -124,7 +120,7 @@ class Keeper:
             return
         way.seat = seat
         await self._places.prepare(way, seat, known.id, client)
-        if seat.slot is not None and len(self._slots.pool) > 1:
+        if seat.slot is not None:
             place = {"id_slot": orjson.dumps(seat.slot)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
 

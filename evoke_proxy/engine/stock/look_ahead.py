@@ -15,7 +15,6 @@ from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import STEP
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.gaps import Gaps
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
@@ -38,7 +37,6 @@ class LookAhead:
         states: States,
         places: Places,
         slots: SlotQueue,
-        gaps: Gaps,
         metrics: Metrics,
     ) -> None:
         self._config = config
@@ -47,7 +45,6 @@ class LookAhead:
         self._states = states
         self._places = places
         self._slots = slots
-        self._gaps = gaps
         self._metrics = metrics
         self._one = asyncio.Lock()
 
@@ -90,7 +87,6 @@ class LookAhead:
     async def _decode(self, id: str, held: Held, tokens: Tokens, client: Client) -> None:
         shared = common_prefix(held.tokens, tokens)
         ends = [*range(shared + _STEP, len(tokens), _STEP), len(tokens)]
-        await self._gaps.wait()
         for end in ends:
             known = min(shared, end)
             going = Held(held.slot, tokens[:known], False, time.monotonic(), held.look, cut=True)

@@ -19,7 +19,6 @@ from evoke_proxy.core.snapshots import Match
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.stock.calls import Client, Prefilled, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.gaps import Gaps
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.vault import Label
@@ -39,7 +38,6 @@ class Places:
         facts: Facts,
         states: States,
         slots: SlotQueue,
-        gaps: Gaps,
         metrics: Metrics,
     ) -> None:
         self._config = config
@@ -47,7 +45,6 @@ class Places:
         self._facts = facts
         self._states = states
         self._slots = slots
-        self._gaps = gaps
         self._metrics = metrics
         self.held: dict[str, Held] = {}
         self._branches: dict[str, str] = {}
@@ -65,9 +62,7 @@ class Places:
         seat.before = await self._look(client)
         seat.branch = self._branches.get(id, id)
         held = self.held.pop(id, None)
-        state = held
-        if held is None or held.slot != way.lease.slot or not held.still(seat.before):
-            state = None
+        state = self._live(held, way.lease.slot, seat.before)
         memory = self._facts.memory
         memory.looked(held, seat.before)
         if held is not None:
@@ -77,14 +72,32 @@ class Places:
         if state is None and held is not None and held.at > memory.ram_since:
             seat.in_ram, seat.hoped = held, common_prefix(held.tokens, seat.prompt)
             way.decision = "ram"
-        seat.slot = state.slot if state is not None else None
         restored = await self._restore(way, seat, reuse, client)
         if restored is not None:
-            state, way.decision = restored, "restored"
-            seat.in_ram, seat.slot = None, restored.slot
+            state, way.decision, seat.in_ram = restored, "restored", None
             assert seat.match is not None
             seat.branch = self._branches[id] = seat.match.snapshot.branch
+        seat.slot = self._pinned(seat, way.lease.slot)
         await self._save(way, seat, state, reuse, client)
+
+    def _live(self, held: Held | None, slot: int, looks: Sequence[SlotLook] | None) -> Held | None:
+        """What a conversation has left, if it is still there and can be reached from its lease."""
+        if held is None or not held.still(looks):
+            return None
+        return held if held.slot == slot or self._facts.clears else None
+
+    def _pinned(self, seat: Seat, slot: int) -> int | None:
+        """The slot to name; None where llama-server finds a better one itself.
+
+        One slot needs no name. Where idle ones are emptied the one we know of may be empty when the
+        request arrives, and one that is named is not filled from RAM. Elsewhere a request that
+        names none could be given one that is prepared for another.
+        """
+        if len(self._slots.pool) == 1 or self._facts.clears:
+            return None
+        now = next((look for look in seat.before or () if look.id == slot), None)
+        empty = now is not None and not now.n_tokens
+        return None if seat.in_ram is not None and empty else slot
 
     async def _look(self, client: Client) -> Sequence[SlotLook] | None:
         looks = await self._calls.looks(client)
@@ -111,11 +124,19 @@ class Places:
         way.stage = "restore"
         if not await self._facts.fresh(client):
             return None
-        slot = way.lease.slot
-        if not await self._states.restore(match, slot, client):
+        slot = self._free(way.lease.slot, seat.before)
+        if slot is None or not await self._states.restore(match, slot, client):
             return None
         seat.match = match
         return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic())
+
+    def _free(self, slot: int, looks: Sequence[SlotLook] | None) -> int | None:
+        """A slot to restore into: the one that was granted, if llama-server has nobody in it, else
+        an empty one."""
+        idle = [look for look in looks or () if not look.busy]
+        if looks is None or any(look.id == slot for look in idle):
+            return slot
+        return min(idle, key=lambda look: look.n_tokens).id if idle and self._facts.clears else None
 
     def _worth_it(self, match: Match, reuse: int) -> bool:
         gain = match.shared - reuse
@@ -132,8 +153,8 @@ class Places:
         why_not = self._states.worth_saving(seat.tenant, seat.boundary)
         if not why_not and self._states.save_in_s() > 0:
             why_not = "rate"
-        if not why_not and not (len(self._slots.pool) == 1 or self._slots.pool.alone()):
-            why_not = "busy"
+        if not why_not and self._facts.clears:
+            why_not = "cleared"  # before its request could begin, should another one begin
         if why_not:
             if why_not != "there":
                 self._metrics.saves.labels(result=f"skipped_{why_not}").inc()
@@ -149,15 +170,11 @@ class Places:
         self._learn(seat, state, done, reuse)
         if done.slot != way.leases[0].slot:
             await self._move(way, done.slot)
-        seat.slot = done.slot
+        seat.slot = done.slot if len(self._slots.pool) > 1 else None
         way.stage = "save"
-        self._gaps.open()
-        try:
-            if await self._facts.fresh(client):
-                label = self.label(seat, kind_of(seat.request), seat.boundary)
-                await self._states.save(done.slot, seat.boundary, label, client)
-        finally:
-            self._gaps.close_soon()
+        if await self._facts.fresh(client):
+            label = self.label(seat, kind_of(seat.request), seat.boundary)
+            await self._states.save(done.slot, seat.boundary, label, client)
 
     def label(self, seat: Seat, kind: str, tokens: Tokens) -> Label:
         """What a snapshot of these tokens is of."""
@@ -201,22 +218,26 @@ class Places:
         looks = await self._calls.looks(client)
         if way.conversation is None or looks is None:
             return
-        slot = self._found(seat, looks)
-        if slot is None or not timings:
+        if not timings:
             return
-        left = Held(slot.id, seat.prompt, False, time.monotonic(), slot)
+        n_tokens = cached + decoded + int(timings.get("predicted_n") or 0)
+        slot, now = self._found(seat, looks, n_tokens), time.monotonic()
+        # Where nobody knows in which slot it was, llama-server may have it in RAM all the same.
+        left = Held(slot.id if slot is not None else -1, seat.prompt, False, now, slot)
         self.held[way.conversation.id] = left
-        if way.lease is not None and slot.id != way.lease.slot:
+        if way.lease is not None and slot is not None and slot.id != way.lease.slot:
             self._slots.pool.moved(way.conversation.id, slot.id)
 
-    def _found(self, seat: Seat, looks: Sequence[SlotLook]) -> SlotLook | None:
+    def _found(self, seat: Seat, looks: Sequence[SlotLook], n_tokens: int) -> SlotLook | None:
+        """The slot that an answer was in, after which so many tokens are in it, give or take."""
         if seat.slot is not None:
             return next((look for look in looks if look.id == seat.slot), None)
         if len(looks) == 1:
             return looks[0]
         before = {look.id: look.task for look in seat.before or ()}
-        new = [look for look in looks if before.get(look.id) != look.task]
-        return new[0] if len(new) == 1 else None
+        new = [look for look in looks if before.get(look.id) != look.task and not look.busy]
+        mine = [look for look in new if abs(look.n_tokens - n_tokens) <= 2]
+        return mine[0] if len(mine) == 1 else None
 
     async def until_idle(self, seat: Seat, client: Client, enough: Callable[[], bool]) -> None:
         """Wait until llama-server has noticed that its client is gone."""

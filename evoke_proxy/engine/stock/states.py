@@ -129,6 +129,7 @@ class States:
         self._facts.costs.saved(copied.n_tokens, copied.n_bytes, copied.seconds, now)
         self._metrics.save_seconds.observe(copied.seconds)
         if copied.n_tokens != len(tokens):
+            self._facts.clears |= not copied.n_tokens
             self._unsaved(part, "emptied", f"it held {copied.n_tokens} tokens, not {len(tokens)}")
             return False
         self._spawn(self._seal(part, copied, tokens, label), "sealing a snapshot")

@@ -1,0 +1,75 @@
+"""The recipe that others use in front of a stock llama-server, to be measured beside ours.
+
+Before a chat request the slot is restored from the file of its conversation, unless that one was
+the last; after the reply it is saved over that file. Nothing is checked, as nobody does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def peer(upstream: int, folder: Path) -> Iterator[int]:
+    """The recipe on a port of its own; it forgets which conversation was last, not the files."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(upstream, folder))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler(upstream: int, folder: Path) -> type[BaseHTTPRequestHandler]:
+    one, last = threading.Lock(), [""]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            with one:
+                key = _key(json.loads(body))
+                if key != last[0] and (folder / key).exists():
+                    _slot(upstream, "restore", key)
+                last[0] = key
+                self._relay(body)
+                _slot(upstream, "save", key)
+
+        def _relay(self, body: bytes) -> None:
+            link = http.client.HTTPConnection("127.0.0.1", upstream)
+            link.request("POST", self.path, body, {"Content-Type": "application/json"})
+            answer = link.getresponse()
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.getheader("Content-Type", ""))
+            self.end_headers()
+            while piece := answer.read1(65536):
+                self.wfile.write(piece)
+            self.wfile.flush()
+            link.close()
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    return Handler
+
+
+def _key(body: dict[str, Any]) -> str:
+    first = next(item["content"] for item in body["messages"] if item["role"] == "user")
+    return hashlib.sha256(first.encode()).hexdigest()[:16] + ".bin"
+
+
+def _slot(upstream: int, action: str, name: str) -> None:
+    link = http.client.HTTPConnection("127.0.0.1", upstream)
+    asked = json.dumps({"filename": name}).encode()
+    link.request("POST", f"/slots/0?action={action}", asked, {"Content-Type": "application/json"})
+    link.getresponse().read()
+    link.close()
