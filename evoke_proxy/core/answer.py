@@ -11,7 +11,7 @@ _MAX_BYTES = 4 * 1024 * 1024
 
 
 class AnswerReader:
-    """Feed it a reply of /v1/chat/completions, whole or streamed; `message` when it is over."""
+    """Feed it a reply of chat completions or messages, whole or streamed; `message` at the end."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -57,12 +57,28 @@ def _part(text: bytes) -> Mapping[str, Any] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    choices = value.get("choices") if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    if "choices" not in value:
+        return _of_blocks(value)
+    choices = value["choices"]
     first = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(first, dict) or first.get("index", 0) != 0:
         return None
     part = first.get("message", first.get("delta"))
     return part if isinstance(part, dict) else None
+
+
+def _of_blocks(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """An answer of /v1/messages, or an event of its stream, as a part of a chat's answer."""
+    content = value.get("content")
+    of_event = [value.get("content_block"), value.get("delta")]
+    given = content if isinstance(content, list) else of_event
+    blocks = [block for block in given if isinstance(block, dict)]
+    said = "".join(_text(block, "text") for block in blocks)
+    thought = "".join(_text(block, "thinking") for block in blocks)
+    called = any(block.get("type") == "tool_use" for block in blocks)
+    return {"content": said, "reasoning_content": thought, "tool_calls": called}
 
 
 def _text(part: Mapping[str, Any], key: str) -> str:

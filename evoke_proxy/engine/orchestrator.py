@@ -293,7 +293,7 @@ class Engine:
         """A server has appeared: whatever was in the one before is gone."""
         self._slots.restart(server.n_slots)
         self.conversations.lost(server.adopts)
-        self.keeper.restarted()
+        self.keeper.restarted(server)
 
 
 def _now() -> float:

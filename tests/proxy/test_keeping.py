@@ -253,3 +253,37 @@ def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
         cached, new = chat.ask(running.port, NEW)
         assert cached > 1000 and new <= SLACK
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+
+
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+USED = {"type": "tool_use", "id": "t1", "name": "look", "input": {"place": "caf\u00e9", "n": 1.5}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "x"}]}
+BILLED = "x-anthropic-billing-header: v=1; cch=a5145;You are a coding agent."
+
+
+def _message(port: int, messages: list[object], **fields: object) -> dict[str, object]:
+    body = {"messages": messages, "max_tokens": 24, "tools": [TOOL], "system": BILLED} | fields
+    answer = ask(port, "POST", "/v1/messages", json.dumps(body).encode())
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
+    """Their bodies carry no slot: what is restored is found by llama-server itself."""
+    house = House(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
+    chat: list[object] = [
+        {"role": "user", "content": "one two three four " * 300},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USED]},
+        {"role": "user", "content": [RESULT, {"type": "text", "text": "So?"}]},
+    ]
+    with house.both() as running:
+        said = _message(running.port, chat)
+        settled(running)
+        assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
+    chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": NEW}]
+    with house.both() as running:
+        before = decoded(running.port)
+        usage = _message(running.port, chat)["usage"]
+        assert decoded(running.port) - before <= 24 + SLACK
+        assert usage["cache_read_input_tokens"] > 1000  # type: ignore[index]
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1

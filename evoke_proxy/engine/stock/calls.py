@@ -70,6 +70,14 @@ class StockCalls:
         answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
         return str(answer.get("prompt"))
 
+    async def count(self, body: bytes, client: Client) -> int:
+        """How many tokens llama-server sees in a /v1/messages request; -1 when it does not say."""
+        answer = await self._upstream.call(
+            "POST", "/v1/messages/count_tokens", body, client, "render"
+        )
+        counted = answer.get("input_tokens")
+        return counted if isinstance(counted, int) else -1
+
     async def tokens(self, text: str, special: bool, client: Client) -> Tokens:
         """The tokens of a text; `special` puts what the vocabulary begins every text with first."""
         asked = {"content": text, "add_special": special, "parse_special": True}
@@ -137,6 +145,11 @@ class StockCalls:
             return Copied(int(answer[n_tokens]), int(answer[n_bytes]), seconds)
         except (KeyError, TypeError, ValueError) as error:
             raise UpstreamProtocolError(f"{action} of a slot answered otherwise") from error
+
+    async def saves_itself(self, client: Client) -> bool:
+        """Whether a newer server names a disk cache among its properties."""
+        props = await self._upstream.call("GET", "/props", client=client)
+        return any("cache_disk" in key or "disk_cache" in key for key in props)
 
     async def fingerprint(self, client: Client) -> str:
         """What a state saved now belongs to."""

@@ -54,7 +54,7 @@ class Facts:
         fingerprint = await self._calls.fingerprint(client)
         self._plain = await probed(self._calls, False, client) or _UNKNOWN
         self._tools = await probed(self._calls, True, client) or self._plain
-        self.reduced = await self._access(client)
+        self.reduced = await self._reduced(client)
         self.clears = await self._clears(client)
         self.costs, self.memory = Costs(self._config.stall_share), Memory()
         self.fingerprint = fingerprint
@@ -95,8 +95,10 @@ class Facts:
         looks = await self._calls.looks(client) or ()
         return not any(look.n_tokens for look in looks if look.id == empty[0])
 
-    async def _access(self, client: Client) -> str:
-        """Whether a file that the server writes turns up in the directory; why not, if not."""
+    async def _reduced(self, client: Client) -> str:
+        """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here."""
+        if await self._calls.saves_itself(client):
+            return "llama-server has a disk cache of its own, which is left to it"
         looks = await self._calls.looks(client)
         idle = [look for look in looks or () if not look.busy]
         if not idle:

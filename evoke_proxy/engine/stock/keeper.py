@@ -11,12 +11,15 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.ahead import unkept
+from evoke_proxy.core.anthropic import as_chat
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.reading import parse_object
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
@@ -79,10 +82,15 @@ class Keeper:
         for task in self._ahead:
             task.cancel()
 
-    def restarted(self) -> None:
-        """A server has appeared: whatever the one before held is gone."""
+    def restarted(self, server: ServerInfo) -> None:
+        """A server has appeared: whatever the one before held is gone.
+
+        It is asked what it is, while nobody waits for that; one that sleeps is left to sleep.
+        """
         self._facts.forget()
         self._places.emptied()
+        if self.on and not server.sleeping and not server.patched:
+            self._chores.run(self._facts.learn(None), "learning what llama-server is")
 
     async def check(self) -> str:
         """What is done for conversations, for a person; asks an awake server what it is."""
@@ -109,6 +117,11 @@ class Keeper:
         way.stage = "learn"
         await self._facts.learn(client)
         seat = await self._render(way, request, client, tenant)
+        if seat is None:
+            way.decision = "guest:miscounted"
+            self._metrics.saves.labels(result="skipped_miscounted").inc()
+            await self._seating.queue(way, request, tenant)
+            return
         way.stage = "session"
         rendered = Rendered(seat.prompt, len(seat.boundary), ())
         known = self._conversations.of_request(request, rendered, way.hint, tenant)
@@ -120,19 +133,25 @@ class Keeper:
             return
         way.seat = seat
         await self._places.prepare(way, seat, known.id, client)
-        if seat.slot is not None:
+        if seat.slot is not None and request.dialect == "chat":  # in no other it can be said
             place = {"id_slot": orjson.dumps(seat.slot)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
 
     async def _render(
         self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
-    ) -> Seat:
+    ) -> Seat | None:
+        """None when llama-server counts other tokens than we do, so that we know nothing of it."""
         way.stage = "render"
+        body, is_chat = way.body, request.dialect == "chat"
+        if not is_chat:
+            body = orjson.dumps(as_chat(parse_object(body)))
         if self._facts.stability(request.has_tools).boundary:
-            prompt, n_stable = await self._calls.boundary(way.body, client)
+            prompt, n_stable = await self._calls.boundary(body, client)
         else:
-            prompt, n_stable = await self._calls.render(way.body, client), 0
-        return Seat(request, tenant, way.body, prompt, prompt[:n_stable])
+            prompt, n_stable = await self._calls.render(body, client), 0
+        if not is_chat and await self._calls.count(way.body, client) != len(prompt):
+            return None
+        return Seat(request, tenant, body, prompt, prompt[:n_stable])
 
     async def settle(self, way: Forwarding, client: Client, enough: Callable[[], bool]) -> None:
         """The answer is over, or its client gone: wait for the slot, remember what is in it.

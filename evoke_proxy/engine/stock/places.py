@@ -208,20 +208,21 @@ class Places:
 
     async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
         """The answer is over: remember what it has left in its slot."""
-        timings = way.observer.timings or {}
-        cached, decoded = int(timings.get("cache_n") or 0), int(timings.get("prompt_n") or 0)
+        timings, usage = way.observer.timings or {}, way.observer.usage or {}
+        cached = int(timings.get("cache_n") or usage.get("cache_read_input_tokens") or 0)
+        decoded = int(timings.get("prompt_n") or usage.get("input_tokens") or 0)
+        made = int(timings.get("predicted_n") or usage.get("output_tokens") or 0)
         self._facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
         if seat.match is not None:
             self._states.proved(seat.match, cached)
-        if timings:
+        if decoded:
             self.ram_said(seat, cached)
         looks = await self._calls.looks(client)
         if way.conversation is None or looks is None:
             return
-        if not timings:
+        if not decoded:
             return
-        n_tokens = cached + decoded + int(timings.get("predicted_n") or 0)
-        slot, now = self._found(seat, looks, n_tokens), time.monotonic()
+        slot, now = self._found(seat, looks, cached + decoded + made), time.monotonic()
         # Where nobody knows in which slot it was, llama-server may have it in RAM all the same.
         left = Held(slot.id if slot is not None else -1, seat.prompt, False, now, slot)
         self.held[way.conversation.id] = left

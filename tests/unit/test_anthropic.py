@@ -1,0 +1,103 @@
+"""A messages body as the chat that llama-server makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.answer import AnswerReader
+from evoke_proxy.core.anthropic import as_chat
+
+
+def _said(**body: Any) -> list[Any]:
+    messages: list[Any] = as_chat(body)["messages"]
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("x-anthropic-billing-header: a=1; cch=a5145;You are", "cch=fffff;You are"),
+        ("x-anthropic-billing-header: a=1; cch=a51;You are", "cch=a51;You are"),
+        ("x-anthropic-billing-header: a=1;You are", "a=1;You are"),
+        ("You are cch=a5145;", "You are cch=a5145;"),
+    ],
+)
+def test_the_stamp_of_a_billing_line_is_taken_out_as_the_server_does(line: str, shown: str) -> None:
+    for system in (line, [{"type": "text", "text": line}]):
+        (message,) = _said(system=system, messages=[])
+        assert message["role"] == "system" and message["content"].endswith(shown)
+        assert len(message["content"]) == len(line)
+
+
+def test_blocks_become_one_message_and_results_one_each() -> None:
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1, "b": "\u00e9"}}
+    thought, text = {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "so"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": "4"},
+        {"type": "tool_result", "tool_use_id": "t2", "content": [text, text]},
+        {"type": "tool_result", "tool_use_id": "t3"},
+    ]
+    assistant, *rest = _said(
+        messages=[
+            {"role": "assistant", "content": [thought, text, call]},
+            {"role": "user", "content": [*results, text]},
+            {"role": "user", "content": "plain"},
+            {"role": "assistant"},
+        ]
+    )
+    function = {"name": "f", "arguments": '{"a":1,"b":"\u00e9"}'}
+    assert assistant == {
+        "role": "assistant",
+        "content": [text],
+        "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        "reasoning_content": "hm",
+    }
+    assert [item["role"] for item in rest] == ["user", "tool", "tool", "tool", "user"]
+    assert [item["content"] for item in rest[1:4]] == ["4", "soso", ""]
+
+
+def test_tools_and_what_is_passed_on() -> None:
+    body = {
+        "messages": [],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 5},
+        "chat_template_kwargs": {"x": 1},
+        "metadata": {},
+    }
+    chat = as_chat(body)
+    assert chat["tools"][0]["function"]["parameters"] == {"type": "object"}
+    assert chat["tool_choice"] == "required" and chat["thinking_budget_tokens"] == 5
+    assert chat["chat_template_kwargs"] == {"x": 1} and "metadata" not in chat
+
+
+@pytest.mark.parametrize("body", [{}, {"messages": 3}, {"messages": [1, {}]}, {"system": 3}])
+def test_nonsense_makes_no_exception(body: dict[str, Any]) -> None:
+    assert isinstance(as_chat(body)["messages"], list)
+
+
+def _events(*events: dict[str, Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+
+
+def test_its_answers_are_read_whole_or_from_a_stream() -> None:
+    blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Yes"}]
+    whole, streamed = AnswerReader(), AnswerReader()
+    whole.feed(json.dumps({"type": "message", "content": blocks}).encode())
+    streamed.feed(
+        _events(
+            {"type": "message_start", "message": {"content": []}},
+            {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
+            {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "hm"}},
+            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Yes"}},
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
+        )
+    )
+    wanted = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+    assert whole.message(True) == streamed.message(True) == wanted
+    called = AnswerReader()
+    called.feed(_events({"content_block": {"type": "tool_use", "name": "f"}}))
+    assert called.message(False) is None
