@@ -62,6 +62,8 @@ SHAPES = {
         Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
         # Eight layers, every other one recurrent, for what a hybrid costs to bring back.
         Shape("hybrid-8", 8, 256, 4, 2, 64, 704, 65536, arch="qwen35"),
+        # Qwen2.5-0.5B with a small vocabulary: what a layer costs beside its attention is as there.
+        Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 32768),
         # Two layers and a long context, for token accounting.
         Shape("long-2", 2, 128, 2, 1, 64, 256, 131072),
         # Four layers, for what a memory can do.
@@ -69,6 +71,8 @@ SHAPES = {
         _tiny("tiny-bos", "llama", bos=True),
         _tiny("tiny-moe", "llama", moe=True),
         _tiny("tiny-gemma", "gemma3", window=64),
+        _tiny("tiny-gemma2", "gemma2", window=64),
+        _tiny("tiny-gpt-oss", "gpt-oss", moe=True, window=64),
         _tiny("tiny-jamba", "jamba"),
         _tiny("tiny-lfm2", "lfm2"),
         _tiny("tiny-lfm2-window", "lfm2", window=64),

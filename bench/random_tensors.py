@@ -22,6 +22,7 @@ _CONV = 4  # tokens a convolution sees
 _STATE = 16  # of a Mamba layer, for each channel
 _RANK = 8  # of a Mamba layer's step
 _EXPERTS, _EXPERTS_USED = 4, 2
+_SOFT_CAP = 0.5  # so low that random weights reach it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_sliding_window(shape.window)
     if shape.arch == "gemma3":
         writer.add_sliding_window_pattern([i % 2 == 0 for i in range(shape.layers)])
+    if shape.arch == "gemma2":
+        writer.add_attn_logit_softcapping(_SOFT_CAP)
+    if shape.arch == "gpt-oss":
+        writer.add_expert_feed_forward_length(shape.ff)
     if shape.arch in MROPE:
         quarter = shape.head_size // 8
         writer.add_rope_dimension_sections([quarter, quarter, 2 * quarter, 0])
@@ -78,6 +83,8 @@ def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
     yield Tensor("token_embd.weight", (n_vocab, shape.width))
     name = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
     yield Tensor(f"{name}.weight", (shape.width,))
+    if shape.arch == "gpt-oss":
+        yield Tensor("output.weight", (n_vocab, shape.width))
     mixers = {"lfm2": _short_conv, "qwen35": _delta_net}
     for i in range(shape.layers):
         mixer = mixers.get(shape.arch, _mamba) if is_recurrent(shape, i) else _attention
@@ -97,14 +104,17 @@ def _attention(shape: Shape) -> Iterator[Tensor]:
     if shape.arch in ("gemma3", "lfm2", "qwen35"):
         yield Tensor("attn_q_norm.weight", (shape.head_size,))
         yield Tensor("attn_k_norm.weight", (shape.head_size,))
+    if shape.arch == "gpt-oss":
+        yield Tensor("attn_sinks.weight", (shape.heads,))
+        yield Tensor("attn_output.bias", (shape.width,))
 
 
 def _feed_forward(shape: Shape) -> Iterator[Tensor]:
-    if shape.arch in ("gemma3", "qwen35"):
+    if shape.arch in ("gemma2", "gemma3", "gpt-oss", "qwen35"):
         yield Tensor("post_attention_norm.weight", (shape.width,))
-    if shape.arch != "qwen35":
+    if shape.arch not in ("gpt-oss", "qwen35"):
         yield Tensor("ffn_norm.weight", (shape.width,))
-    if shape.arch == "gemma3":
+    if shape.arch in ("gemma2", "gemma3"):
         yield Tensor("post_ffw_norm.weight", (shape.width,))
     if shape.moe:
         yield Tensor("ffn_gate_inp.weight", (_EXPERTS, shape.width), exact=True)
@@ -112,6 +122,11 @@ def _feed_forward(shape: Shape) -> Iterator[Tensor]:
     yield Tensor(f"ffn_gate{suffix}.weight", (*many, shape.ff, shape.width))
     yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
     yield Tensor(f"ffn_down{suffix}.weight", (*many, shape.width, shape.ff))
+    if shape.arch == "gpt-oss":
+        yield Tensor("ffn_gate_inp.bias", (_EXPERTS,))
+        yield Tensor("ffn_gate_exps.bias", (_EXPERTS, shape.ff), exact=True)
+        yield Tensor("ffn_up_exps.bias", (_EXPERTS, shape.ff), exact=True)
+        yield Tensor("ffn_down_exps.bias", (_EXPERTS, shape.width), exact=True)
 
 
 def _mamba(shape: Shape) -> Iterator[Tensor]:

@@ -145,6 +145,14 @@ struct llama_kv_block_access {
         return nullptr;
     }
 
+    static std::vector<int32_t> layers(const llama_kv_cache & kv) {
+        std::vector<int32_t> res;
+        for (const auto & layer : kv.layers) {
+            res.push_back((int32_t) layer.il);
+        }
+        return res;
+    }
+
     static uint64_t layout(const llama_kv_cache & kv) {
         uint64_t h = kv_block_mix(kv.layers.size(), kv.v_trans);
         h = kv_block_mix(h, kv.attn_rot_k);
@@ -278,6 +286,15 @@ struct llama_kv_block_access {
 const char * llama_kv_block_unsupported(const llama_context * ctx) {
     const auto * kv = kv_block_cache(ctx);
     return kv ? llama_kv_block_access::unsupported(*kv) : kv_block_no_cache(ctx);
+}
+
+llama_kv_cache * llama_kv_block_find(const llama_context * ctx) {
+    return kv_block_cache(ctx);
+}
+
+std::vector<int32_t> llama_kv_block_layers(const llama_context * ctx) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? llama_kv_block_access::layers(*kv) : std::vector<int32_t>();
 }
 
 llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx) {

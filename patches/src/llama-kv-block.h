@@ -43,6 +43,13 @@ struct llama_kv_block_memory {
 
 LLAMA_API llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx);
 
+// the cache that block calls work on, or nullptr; for our own files inside libllama
+class llama_kv_cache;
+llama_kv_cache * llama_kv_block_find(const llama_context * ctx);
+
+// the layers of the model whose rows are in it
+LLAMA_API std::vector<int32_t> llama_kv_block_layers(const llama_context * ctx);
+
 // nullptr if the rows of this context can be saved and loaded, else a short reason for a person
 LLAMA_API const char * llama_kv_block_unsupported(const llama_context * ctx);
 

@@ -1,22 +1,12 @@
 // the block calls: what arrives by HTTP, checked whole before anything changes
 
-#include "server-blocks.h"
-
-#include "common.h"
+#include "server-blocks-json.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <stdexcept>
 
 namespace {
-
-[[noreturn]] void fail(int code, const std::string & type, const std::string & message, const json & extra = json::object()) {
-    throw server_blocks_error { code, type, message, extra };
-}
-
-[[noreturn]] void fail_request(const std::string & message) {
-    fail(400, "invalid_request_error", message);
-}
 
 std::string get_name(const json & value) {
     if (!value.is_string()) {
@@ -42,20 +32,6 @@ std::vector<std::string> get_names(const json & op) {
         res.push_back(get_name(value));
     }
     return res;
-}
-
-int32_t get_int(const json & op, const char * key, int32_t lo, int32_t hi, const int32_t * def = nullptr) {
-    if (!op.contains(key) && def) {
-        return *def;
-    }
-    if (!op.contains(key) || !op.at(key).is_number_integer()) {
-        fail_request(string_format("\"%s\" must be an integer", key));
-    }
-    const int64_t value = op.at(key).get<int64_t>();
-    if (value < lo || value > hi) {
-        fail_request(string_format("\"%s\" must be between %d and %d", key, lo, hi));
-    }
-    return (int32_t) value;
 }
 
 json ranges_json(const llama_kv_ranges & ranges) {
@@ -116,6 +92,7 @@ struct server_blocks::plan_state {
 bool server_blocks::is_action(const std::string & action) {
     static const std::set<std::string> actions = {
         "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "block-compact", "stream",
+        "attn-capture", "attention",
     };
     return actions.count(action) > 0;
 }
@@ -131,6 +108,9 @@ json server_blocks::run(const server_blocks_call & call, const std::vector<serve
             return run_info(call, slots);
         }
         const auto & slot = find_slot(call, slots);
+        if (call.action == "attention") {
+            return run_attention(call.body, slot);
+        }
         if (call.action == "block-drop") {
             res = run_drop(call.body);
         } else if (call.action == "block-adopt") {
@@ -143,7 +123,7 @@ json server_blocks::run(const server_blocks_call & call, const std::vector<serve
             res = run_plan(call.body, slot);
         } else {
             json op = call.body;
-            op["op"] = call.action == "stream" ? call.action : call.action.substr(6);
+            op["op"] = call.action.rfind("block-", 0) == 0 ? call.action.substr(6) : call.action;
             json plan = call.body;
             plan["ops"] = json::array({ op });
             res = run_plan(plan, slot);
@@ -416,13 +396,14 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
     if (kind == "load")   { return op_load  (op, plan); }
     if (kind == "stream") { return op_stream(op, plan); }
     if (kind == "reuse")  { return op_reuse (op, plan); }
+    if (kind == "attn-capture") { return op_capture(op, plan.slot, plan.dry); }
     if (kind == "drop") {
         get_names(op);
         json body = op;
         body["tenant"] = plan.tenant;
         return plan.dry ? json() : run_drop(body);
     }
-    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse");
+    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, attn-capture");
 }
 
 json server_blocks::op_save(const json & op, plan_state & plan) {
@@ -441,7 +422,7 @@ json server_blocks::op_save(const json & op, plan_state & plan) {
         plan.names[name] = { p0, p1 };
         plan.keep.insert(key);
         if (!store.count(key) && plan.fresh.insert(key).second) {
-            plan.bytes += cost(p1 - p0);
+            plan.bytes += cost(p1 - p0, plan.slot.id);
         }
         return {};
     }

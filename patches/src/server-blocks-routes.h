@@ -44,8 +44,14 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_post(const se
 
 std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const server_http_req & req) {
     server_blocks_call call;
-    call.action = "info";
+    const bool attention = string_ends_with(req.path, "/attention");
+    call.action = attention ? "attention" : "info";
     call.body   = json { {"tenant", req.get_param("tenant")} };
+    for (const char * key : { "ranges", "per_head" }) {
+        if (attention && !req.get_param(key).empty()) {
+            call.body[key] = req.get_param(key);
+        }
+    }
     return handle_blocks(req, std::move(call));
 }
 

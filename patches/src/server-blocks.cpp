@@ -108,6 +108,9 @@ json server_blocks::props() const {
     if (llama_kv_block_can_shift(ctx)) {
         features.push_back("compact");
     }
+    if (!llama_attn_capture_unsupported(ctx)) {
+        features.push_back("attention");
+    }
     return json {
         {"version",  1},
         {"features", features},
@@ -118,6 +121,7 @@ json server_blocks::props() const {
             {"row_bytes", llama_kv_block_row_size(ctx)},
             {"n_slots",   n_slots},
             {"n_ctx_logical", modes.n_ctx},
+            {"attention", attention_props()},
         }},
         {"kv_eviction", modes_json()},
     };
@@ -197,6 +201,8 @@ void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) 
     s.n_past = n_past;
     server_ranges_remove(s.loaded, n_past, end);
     s.used.resize(std::min(s.used.size(), (size_t) n_past));
+    llama_attn_capture_forget(ctx, id, n_past);
+    llama_attn_capture_prompt(ctx, id, true);
     stats.n_prompt_cached = n_present;
 }
 
@@ -214,6 +220,7 @@ void server_blocks::on_first_token(int id, const server_task & task, const serve
     if (!enabled()) {
         return;
     }
+    llama_attn_capture_prompt(ctx, id, false);
     auto & s = state[id];
     s.first_token = true;
     if (!told(id)) {
@@ -273,6 +280,7 @@ void server_blocks::bump(int id) {
     s.reserved = false;
     s.stream   = {};
     s.reuse    = std::numeric_limits<int32_t>::max();
+    llama_attn_capture_set(ctx, id, {});
     s.loaded.clear();
     s.auto_evicted = json::array();
     s.hidden = 0;
@@ -304,8 +312,8 @@ std::vector<uint64_t> server_blocks::prefix_hashes(const llama_tokens & tokens) 
 }
 
 // host memory one block of n tokens takes: rows, tokens, positions, places, cells, bookkeeping
-size_t server_blocks::cost(size_t n_tokens) const {
-    return n_tokens*(llama_kv_block_row_size(ctx) + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t)) + 512;
+size_t server_blocks::cost(size_t n_tokens, int id) const {
+    return key_bounds_size(id) + n_tokens*(llama_kv_block_row_size(ctx) + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t)) + 512;
 }
 
 server_blocks::saved * server_blocks::find(const std::string & tenant, const std::string & name) {
@@ -397,7 +405,7 @@ bool server_blocks::put(const std::string & tenant, const std::string & name, in
     const key_t key { tenant, hashes[p1], p0, p1 };
     auto it = store.find(key);
     if (it == store.end()) {
-        const size_t bytes = cost(p1 - p0);
+        const size_t bytes = cost(p1 - p0, id);
         uint8_t * data = make_space(bytes, keep) ? take((p1 - p0)*llama_kv_block_row_size(ctx), keep) : nullptr;
         saved block;
         if (!data || !llama_kv_block_save(ctx, id, p0, p1, data, block.kv)) {
@@ -408,6 +416,7 @@ bool server_blocks::put(const std::string & tenant, const std::string & name, in
         }
         block.tokens.assign(tokens.begin() + p0, tokens.begin() + p1);
         block.prefix_hash = hashes[p0];
+        block.bounds = key_bounds(id, p0, p1);
         block.bytes = bytes;
         ram_used += bytes;
         it = store.emplace(key, std::move(block)).first;

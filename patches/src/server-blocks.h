@@ -6,6 +6,7 @@
 // Everything here runs on the main loop, between two decodes, except what is marked otherwise.
 // Off unless --evoke-ram is given: then every hook returns what upstream would have used.
 
+#include "llama-attn-capture.h"
 #include "llama-kv-block.h"
 #include "server-blocks-arena.h"
 #include "server-blocks-modes.h"
@@ -69,6 +70,12 @@ struct server_blocks_stream {
     std::string        tenant;
     llama_kv_ranges    protect;
     std::vector<entry> order; // evicted first to last; then as --kv-eviction says, or the oldest first
+};
+
+// the least and the greatest value of each channel of a block's keys, of some layers (llama_attn_capture_bounds)
+struct server_blocks_bounds {
+    std::vector<int32_t> layers;
+    std::vector<float>   values;
 };
 
 class server_blocks {
@@ -147,6 +154,7 @@ private:
         llama_tokens          tokens;
         uint64_t              prefix_hash = 0; // of the tokens before p0
         std::set<std::string> labels;
+        server_blocks_bounds  bounds;
         uint64_t              used = 0;
         size_t                bytes = 0;
     };
@@ -209,6 +217,15 @@ private:
     json op_reuse  (const json & op, plan_state & plan);
     json slot_json (const server_blocks_slot & slot) const;
 
+    // server-blocks-attention.cpp
+    json attention_props() const;
+    json op_capture   (const json & op, const server_blocks_slot & slot, bool dry);
+    json run_attention(const json & body, const server_blocks_slot & slot) const;
+    json queries_json (const server_blocks_slot & slot) const;
+    json bounds_json  (const json & body, const server_blocks_slot & slot) const;
+    server_blocks_bounds key_bounds(int id, llama_pos p0, llama_pos p1) const;
+    size_t key_bounds_size(int id) const; // bytes of one block's
+
     // server-blocks.cpp
     void     bump(int id);
     void     note_peak(int id);
@@ -241,7 +258,7 @@ private:
     size_t   drop(const std::string & tenant, const std::string & name);
     void     erase(std::map<key_t, saved>::iterator it);
     bool     matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const;
-    size_t   cost(size_t n_tokens) const;
+    size_t   cost(size_t n_tokens, int id) const;
 
     static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens); // [k] = of the first k tokens
 };

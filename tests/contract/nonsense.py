@@ -11,7 +11,7 @@ from llama import Llama, story
 
 ACTIONS = [
     "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan",
-    "block-compact", "stream",
+    "block-compact", "stream", "attn-capture", "attention",
 ]  # fmt: skip
 FIELDS = {
     "name": ["a", "b", "", "é" * 100, "n" * 300, "a\u0000b", "../../etc", "\ud800", "\u202e"],
@@ -33,6 +33,15 @@ FIELDS = {
     "save": ["a", 1],
     "evict": [True, False, "no"],
     "expect": [{}, {"n_tokens": 3}, {"tokens_hash": 7}, 9],
+    "layers": [[], [0], [0, 3], [3, 3], [4], [-1], ["0"], [2**70], [0.5], 0, "0"],
+    "mode": ["ewma", "sum", "snapkv", "", "mean", 1],
+    "decay": [0, 0.5, 0.999, 1, -1, "x"],
+    "window": [1, 32, 64, 65, 0],
+    "queries": [0, 8, 64, 65, -1],
+    "per_head": [True, False, "1", 1],
+    "with_queries": [True, False, 3],
+    "ranges": [[], [[0, 64]], [[64, 0]], [[0]], "0-64", "0-", "-1-5", [[0, 2**40]], [[0, 1]] * 999],
+    "bounds": [[], [[0, 64], [64, 128]], [[0, 10**6]], [[-1, 5]], "64-128", 7],
     "tenant": ["", "t", 5, "\u0000"],
     "all": [True, False],
 }
@@ -40,7 +49,7 @@ ODD: list[Any] = [None, True, -1, 1.5, 1e308, 2**70, "x", [], {}, [[]], {"a": 1}
 NEEDED = {
     "block-save": ["name", "p0", "p1"], "block-evict": ["p0", "p1"], "block-load": ["names"],
     "block-adopt": ["tokens", "names"], "block-drop": ["names"], "block-plan": ["ops"],
-    "block-compact": [], "stream": ["budget"],
+    "block-compact": [], "stream": ["budget"], "attn-capture": ["layers"], "attention": [],
 }  # fmt: skip
 SLOTS = ["0", "0", "0", "0", "1", "-1", "9", "99999999999", "x", "0x1", "%00", "1e0", "+1", "0/0"]
 TENANTS = ["", "t", "%00", "%ff%fe", "%F0%9F%98%80", "a&tenant=b", "x" * 5000]
@@ -68,7 +77,7 @@ def body(chance: random.Random, action: str, epoch: int) -> dict[str, Any]:
         usual = chance.random() < 0.9
         found[field] = chance.choice(FIELDS[field] if usual else ODD)
     if chance.random() < 0.3:
-        kinds = ["save", "evict", "load", "drop", "stream", "reuse", "fly"]
+        kinds = ["save", "evict", "load", "drop", "stream", "reuse", "attn-capture", "fly"]
         found["ops"] = [
             {"op": chance.choice(kinds)}
             | {f: chance.choice(FIELDS[f]) for f in chance.sample(sorted(FIELDS), 4)}
@@ -131,6 +140,9 @@ def _one(server: Llama, chance: random.Random) -> tuple[str, int]:
     luck = chance.random()
     if luck < 0.05:
         path = f"/slots/{chance.choice(SLOTS)}/blocks?tenant={chance.choice(TENANTS)}"
+        if luck < 0.02:
+            ranges = chance.choice(["", "0-64", "5-1", "0-1,", "x", "9" * 30 + "-1", "%00"])
+            path = f"/slots/{chance.choice(SLOTS)}/attention?per_head=1&ranges={ranges}"
         status, answer = server.raw("GET", path)
         checked(status, answer, path)
         return "blocks", status

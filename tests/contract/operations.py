@@ -13,7 +13,7 @@ PARTS = ("resident_before", "recovered", "decoded", "omitted")
 WEIGHTS = {
     "chat": 30, "evict": 30, "load": 15, "recover": 10, "stranger": 10, "diverge": 8, "erase": 3,
     "hold": 6, "swap": 8, "adopt": 4, "reuse": 3, "drop": 3, "restore": 2, "compact": 3,
-    "insert": 3,
+    "insert": 3, "attend": 4,
 }  # fmt: skip
 
 
@@ -147,6 +147,19 @@ class Model:
         n_tokens = self.chance.randint(0, len(self.held[slot]))
         self.server.act("block-plan", slot, ops=[{"op": "reuse", "n_tokens": n_tokens}])
         self.chat(slot)
+
+    def attend(self, slot: int) -> None:
+        """Attention is captured from now on; each row that is counted sums to 1."""
+        possible = self.server.get("/props")["evoke"]["limits"]["attention"]["layers"]
+        layers = self.chance.sample(possible, self.chance.randint(1, len(possible)))
+        window, per_head = self.chance.randint(1, 64), self.chance.random() < 0.3
+        self.server.act("attn-capture", slot, layers=[])
+        settings = {"mode": "sum", "window": window, "per_head": per_head, "queries": window // 4}
+        self.server.act("attn-capture", slot, layers=layers, **settings)
+        self.chat(slot)
+        answer = self.server.get(f"/slots/{slot}/attention")
+        assert answer["n_obs"] > 0
+        assert abs(answer["total"] - answer["n_obs"]) < 1e-4 * answer["n_obs"], answer
 
     def drop(self, slot: int) -> None:
         names = [name for name in sorted(self.saved) if self.chance.random() < 0.2]

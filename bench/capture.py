@@ -1,0 +1,115 @@
+"""What capturing attention costs a generated token: 0, 1, 4 and 16 of 24 layers.
+
+One server for each shape and setting of flash attention. Round after round a few tokens are
+generated with every number of layers in turn, the turns changing places. Times are the server's
+own, for each generated token. The overhead is the median over the rounds of a round's time with
+capturing over its time without. Layers are spread evenly. The bars hold for the shape of a real
+model at 1,536 tokens; `deep-24` has so narrow layers that most of its work is attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.llama import Llama, running
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.server_build import ensure_server
+
+LAYERS = (0, 1, 4, 16)
+# Percent of a generated token's time at the short context.
+BARS = {1: 2.0, 4: 4.0, 16: 10.0}
+CASES = ("qwen2.5-0.5b:1536", "deep-24:1536", "deep-24:16384")
+HELD = CASES[0]
+_COLUMNS = ("case", "fa", "layers", "ms_per_token", "overhead_percent", "quartiles")
+
+
+def measure(
+    server: Llama, n_layers: int, context: int, rounds: int, n: int
+) -> list[dict[str, Any]]:
+    """One row a number of layers."""
+    prompt = [10 + (7 * j) % 1900 for j in range(context - n)]
+    server.erase()
+    server.complete(prompt)
+    times: dict[int, list[float]] = {count: [] for count in LAYERS}
+    for i in range(rounds + 1):
+        for count in (*LAYERS[i % len(LAYERS) :], *LAYERS[: i % len(LAYERS)]):
+            chosen = [n_layers * k // count for k in range(count)]
+            server.act("attn-capture", layers=chosen)
+            answer = server.complete(prompt, n_predict=n, ignore_eos=True)
+            if i > 0:  # the first round only warms up
+                times[count].append(answer["timings"]["predicted_per_token_ms"])
+    return [
+        {
+            "layers": count,
+            "ms_per_token": statistics.median(held),
+            "overhead_percent": 100 * (statistics.median(_ratios(held, times[0])) - 1),
+            "quartiles": _quartiles(_ratios(held, times[0])),
+            "repeats": held,
+        }
+        for count, held in times.items()
+    ]
+
+
+def _ratios(held: Sequence[float], without: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(held, without, strict=True)]
+
+
+def _quartiles(ratios: Sequence[float]) -> str:
+    first, _, last = statistics.quantiles(ratios, n=4)
+    return f"{100 * (first - 1):.1f} .. {100 * (last - 1):.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON; 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.capture",
+        description=__doc__,
+        epilog="example:\n  python -m bench.capture --rounds 40 --cases deep-24:1536",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cases", nargs="+", default=list(CASES), help="SHAPE:CONTEXT ...")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=10, help="generated in each turn (10)")
+    parser.add_argument("--fa", choices=("on", "off"), nargs="+", default=["on", "off"])
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    server = args.server or ensure_server(patched=True)
+    rows: list[dict[str, Any]] = []
+    for case in args.cases:
+        for flash in args.fa:
+            held = _case(server, case, flash, args.rounds, args.tokens)
+            rows += [{"case": case, "fa": flash} | row for row in held]
+            print(record.table(rows[-len(LAYERS) :], _COLUMNS), flush=True)
+    print(record.table(rows, _COLUMNS))
+    missed = [_named(row) for row in rows if _misses(row)]
+    summary: dict[str, Any] = {_named(row): row["overhead_percent"] for row in rows}
+    print(f"written: {record.write('capture', rows, summary | {'missed': missed}, args.out)}")
+    return 1 if missed else 0
+
+
+def _case(server: Path, case: str, flash: str, rounds: int, n: int) -> list[dict[str, Any]]:
+    name, context = case.split(":")
+    shape = SHAPES[name]
+    options = ("-c", str(int(context) + 256), "-np", "1", "--evoke-ram", "64", "-fa", flash)
+    with running(server, ensure(shape), *options, "-t", "1") as llama:
+        return measure(llama, shape.layers, int(context), rounds, n)
+
+
+def _named(row: dict[str, Any]) -> str:
+    return f"{row['case']}_fa_{row['fa']}_layers_{row['layers']}_percent"
+
+
+def _misses(row: dict[str, Any]) -> bool:
+    bar = BARS.get(row["layers"]) if row["case"] == HELD else None
+    return bar is not None and row["overhead_percent"] > bar
+
+
+if __name__ == "__main__":
+    sys.exit(main())

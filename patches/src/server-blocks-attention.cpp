@@ -1,0 +1,282 @@
+// the calls about attention: what is captured of a slot, and what it says about ranges of positions
+
+#include "server-blocks-json.h"
+
+#include "base64.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+// host memory that what is captured of one slot may take
+constexpr size_t MAX_CAPTURE_BYTES = size_t(512)*1024*1024;
+
+const char * mode_names[] = { "ewma", "sum", "snapkv" };
+
+llama_attn_mode get_mode(const json & op) {
+    const std::string name = op.contains("mode") && op.at("mode").is_string() ? op.at("mode").get<std::string>() : "";
+    for (int i = 0; i < 3; ++i) {
+        if (name == mode_names[i] || (i == 0 && !op.contains("mode"))) {
+            return (llama_attn_mode) i;
+        }
+    }
+    fail_request("\"mode\" must be ewma, sum or snapkv");
+}
+
+bool get_flag(const json & op, const char * key) {
+    if (!op.contains(key)) {
+        return false;
+    }
+    const json & value = op.at(key);
+    if (value.is_string()) { // of a query string
+        return value.get<std::string>() == "1" || value.get<std::string>() == "true";
+    }
+    if (!value.is_boolean()) {
+        fail_request(string_format("\"%s\" must be true or false", key));
+    }
+    return value.get<bool>();
+}
+
+std::vector<int32_t> get_layers(const json & op, const std::vector<int32_t> & possible) {
+    if (!op.contains("layers") || !op.at("layers").is_array()) {
+        fail_request("\"layers\" must be an array of layer numbers; [] turns capturing off");
+    }
+    std::vector<int32_t> res;
+    for (const auto & value : op.at("layers")) {
+        const int64_t layer = value.is_number_integer() ? value.get<int64_t>() : -1;
+        if (std::find(possible.begin(), possible.end(), layer) == possible.end()) {
+            fail_request("\"layers\": " + value.dump() + " is not a layer that can be captured; /props has those that can");
+        }
+        res.push_back((int32_t) layer);
+    }
+    std::sort(res.begin(), res.end());
+    res.erase(std::unique(res.begin(), res.end()), res.end());
+    if ((int32_t) res.size() > LLAMA_ATTN_MAX_LAYERS) {
+        fail_request(string_format("at most %d layers can be captured", LLAMA_ATTN_MAX_LAYERS));
+    }
+    return res;
+}
+
+llama_attn_params get_params(const json & op, const std::vector<int32_t> & possible) {
+    llama_attn_params res;
+    res.layers   = get_layers(op, possible);
+    res.mode     = get_mode(op);
+    res.window   = get_int(op, "window",  1, LLAMA_ATTN_MAX_WINDOW, &res.window);
+    res.queries  = get_int(op, "queries", 0, LLAMA_ATTN_MAX_WINDOW, &res.queries);
+    res.per_head = get_flag(op, "per_head");
+    if (op.contains("decay")) {
+        const double decay = op.at("decay").is_number() ? op.at("decay").get<double>() : -1.0;
+        if (!(decay >= 0.0 && decay < 1.0)) {
+            fail_request("\"decay\" must be a number from 0 to below 1");
+        }
+        res.decay = (float) decay;
+    }
+    return res;
+}
+
+json params_json(const llama_attn_params & params) {
+    return json {
+        {"layers", params.layers}, {"mode", mode_names[params.mode]}, {"decay", params.decay}, {"window", params.window},
+        {"queries", params.queries}, {"per_head", params.per_head},
+    };
+}
+
+// "0-64,64-128" or [[0, 64], [64, 128]]; everything where there is none
+std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const char * key, llama_pos n_tokens) {
+    std::vector<std::pair<llama_pos, llama_pos>> res;
+    const auto add = [&](int64_t p0, int64_t p1) {
+        if (p0 < 0 || p1 < p0 || p1 > std::numeric_limits<llama_pos>::max()) {
+            fail_request(string_format("\"%s\" must be from-to with 0 <= from <= to", key));
+        }
+        res.push_back({ (llama_pos) p0, (llama_pos) p1 });
+    };
+    if (!body.contains(key)) {
+        add(0, n_tokens);
+        return res;
+    }
+    if (body.at(key).is_string()) {
+        for (const auto & text : string_split<std::string>(body.at(key).get<std::string>(), ',')) {
+            int n = 0;
+            long long p0 = -1, p1 = -1;
+            if (text.size() > 24 || sscanf(text.c_str(), "%lld-%lld%n", &p0, &p1, &n) != 2 || n != (int) text.size()) {
+                fail_request(string_format("\"%s\" must look like 0-64,64-128", key));
+            }
+            add(p0, p1);
+        }
+        return res;
+    }
+    if (!body.at(key).is_array()) {
+        fail_request(string_format("\"%s\" must be an array of [from, to]", key));
+    }
+    for (const auto & r : body.at(key)) {
+        if (!r.is_array() || r.size() != 2 || !r.at(0).is_number_integer() || !r.at(1).is_number_integer()) {
+            fail_request(string_format("\"%s\" must be an array of [from, to]", key));
+        }
+        add(r.at(0).get<int64_t>(), r.at(1).get<int64_t>());
+    }
+    return res;
+}
+
+// little-endian f32, padded base64
+std::string encoded(const std::vector<float> & values) {
+    std::vector<uint8_t> bytes;
+    bytes.reserve(4*values.size());
+    for (const float value : values) {
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof(bits));
+        for (int shift = 0; shift < 32; shift += 8) {
+            bytes.push_back((uint8_t) (bits >> shift));
+        }
+    }
+    std::string res(base64::required_encode_size(bytes.size()), '=');
+    base64::encode(bytes.begin(), bytes.end(), res.begin());
+    return res;
+}
+
+} // namespace
+
+json server_blocks::attention_props() const {
+    return json {
+        {"layers",     llama_attn_capture_layers(ctx)},
+        {"max_layers", LLAMA_ATTN_MAX_LAYERS},
+        {"max_window", LLAMA_ATTN_MAX_WINDOW},
+    };
+}
+
+json server_blocks::op_capture(const json & op, const server_blocks_slot & slot, bool dry) {
+    if (const char * why = llama_attn_capture_unsupported(ctx)) {
+        fail(501, "not_supported_error", string_format("attention cannot be captured: %s", why));
+    }
+    const auto params = get_params(op, llama_attn_capture_layers(ctx));
+    const size_t bytes = llama_attn_capture_bytes(ctx, params, slot.n_ctx);
+    if (bytes > MAX_CAPTURE_BYTES) {
+        fail_request(string_format("this would take %zu MiB of host memory, %zu are allowed: fewer layers, no per_head, or a smaller window",
+            bytes >> 20, MAX_CAPTURE_BYTES >> 20));
+    }
+    if (dry) {
+        std::set<int32_t> all(params.layers.begin(), params.layers.end());
+        for (int id = 0; id < n_slots; ++id) {
+            if (const auto * other = llama_attn_capture_get(ctx, id); other && id != slot.id) {
+                all.insert(other->layers.begin(), other->layers.end());
+            }
+        }
+        if ((int32_t) all.size() > LLAMA_ATTN_MAX_LAYERS) {
+            fail_request(string_format("at most %d layers can be captured in all slots together", LLAMA_ATTN_MAX_LAYERS));
+        }
+        return {};
+    }
+    llama_attn_capture_set(ctx, slot.id, params);
+    return params_json(params);
+}
+
+json server_blocks::run_attention(const json & body, const server_blocks_slot & slot) const {
+    if (const char * why = llama_attn_capture_unsupported(ctx)) {
+        fail(501, "not_supported_error", string_format("attention cannot be captured: %s", why));
+    }
+    const llama_pos n_tokens = slot.prompt->n_tokens();
+    const auto ranges   = get_ranges(body, "ranges", n_tokens);
+    const auto * params = llama_attn_capture_get(ctx, slot.id);
+    const bool per_head = get_flag(body, "per_head");
+    if (per_head && params && !params->per_head) {
+        fail_request("\"per_head\" was not asked for when capturing began");
+    }
+    const auto masses = [&](int32_t channel, json & to) {
+        json mass = json::array();
+        json life = json::array();
+        for (const auto & r : ranges) {
+            const auto m = llama_attn_capture_mass(ctx, slot.id, r.first, r.second, channel);
+            mass.push_back(m.mass);
+            life.push_back(m.life);
+        }
+        to["total"] = llama_attn_capture_mass(ctx, slot.id, 0, n_tokens, channel).mass;
+        to["mass"]  = std::move(mass);
+        if (channel < 0) {
+            to["life"] = std::move(life);
+        }
+    };
+    json res = params_json(params ? *params : llama_attn_params());
+    res["id"]    = slot.id;
+    res["epoch"] = state[slot.id].epoch;
+    res["n_obs"] = llama_attn_capture_mass(ctx, slot.id, 0, 0).n_obs;
+    masses(-1, res);
+    if (per_head && params) {
+        json heads = json::array();
+        int32_t channel = 0;
+        for (const int32_t layer : params->layers) {
+            for (int32_t head = 0; head < llama_attn_capture_n_head(ctx, layer); ++head) {
+                json one { {"layer", layer}, {"head", head} };
+                masses(channel++, one);
+                heads.push_back(std::move(one));
+            }
+        }
+        res["heads"] = std::move(heads);
+    }
+    if (get_flag(body, "with_queries")) {
+        res["query_rows"] = queries_json(slot);
+    }
+    if (body.contains("bounds")) {
+        res["key_bounds"] = bounds_json(body, slot);
+    }
+    return res;
+}
+
+json server_blocks::queries_json(const server_blocks_slot & slot) const {
+    json res { {"pos", json::array()}, {"n_head", 0}, {"n_embd", 0}, {"data", ""} };
+    const auto * queries = llama_attn_capture_queries(ctx, slot.id);
+    if (queries && !queries->pos.empty()) {
+        std::vector<float> all;
+        for (const auto & rows : queries->layers) {
+            all.insert(all.end(), rows.begin(), rows.end());
+        }
+        res = json { {"pos", queries->pos}, {"n_head", queries->n_head}, {"n_embd", queries->n_embd}, {"data", encoded(all)} };
+    }
+    return res;
+}
+
+// of resident ranges from their rows, of others as they were kept when the range was saved
+json server_blocks::bounds_json(const json & body, const server_blocks_slot & slot) const {
+    const auto * params = llama_attn_capture_get(ctx, slot.id);
+    const auto   layers = params ? params->layers : std::vector<int32_t>();
+    const auto   ranges = get_ranges(body, "bounds", slot.prompt->n_tokens());
+    const auto   hashes = prefix_hashes(slot.prompt->tokens.get_text_tokens());
+    const std::string tenant = json_value(body, "tenant", std::string());
+    json known = json::array();
+    json n_key = json::array();
+    for (const int32_t layer : layers) {
+        n_key.push_back(llama_attn_capture_n_key(ctx, layer));
+    }
+    std::vector<float> all;
+    for (const auto & r : ranges) {
+        auto values = llama_attn_capture_bounds(ctx, slot.id, r.first, r.second, layers);
+        if (values.empty() && r.second < (llama_pos) hashes.size()) {
+            const auto it = store.find({ tenant, hashes[r.second], r.first, r.second });
+            if (it != store.end() && it->second.bounds.layers == layers) {
+                values = it->second.bounds.values;
+            }
+        }
+        known.push_back(!values.empty());
+        all.insert(all.end(), values.begin(), values.end());
+    }
+    return json { {"layers", layers}, {"n_key", n_key}, {"known", known}, {"data", encoded(all)} };
+}
+
+// kept with a copy while query rows are captured in its slot: what is not resident can still be scored
+server_blocks_bounds server_blocks::key_bounds(int id, llama_pos p0, llama_pos p1) const {
+    const auto * params = llama_attn_capture_get(ctx, id);
+    if (!params || params->queries == 0) {
+        return {};
+    }
+    return { params->layers, llama_attn_capture_bounds(ctx, id, p0, p1, params->layers) };
+}
+
+size_t server_blocks::key_bounds_size(int id) const {
+    const auto * params = llama_attn_capture_get(ctx, id);
+    size_t n = 0;
+    if (params && params->queries > 0) {
+        for (const int32_t layer : params->layers) {
+            n += sizeof(int32_t) + 2*sizeof(float)*llama_attn_capture_n_key(ctx, layer);
+        }
+    }
+    return n;
+}
