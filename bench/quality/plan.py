@@ -119,7 +119,8 @@ def variants(embedder: str) -> list[tuple[Mapping[str, Any], Arm]]:
     """Policies with one thing changed each, and the proxy settings that change it."""
     at = ABLATED_AT
     found: list[tuple[Mapping[str, Any], Arm]] = [
-        ({}, Arm("evoke", at, "no_recovery", fields={"evoke_recovery": "discard"}))
+        ({}, Arm("evoke", at, "no_recovery", fields={"evoke_recovery": "discard"})),
+        ({"policy.weight_attention": 0.3}, Arm("evoke", at, "attention")),
     ]
     if embedder:
         setting = {"embedder.directory": embedder}

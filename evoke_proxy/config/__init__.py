@@ -31,6 +31,7 @@ __all__ = [
 
 POLICIES = (
     *("evoke", "infllm", "discard", "recency", "streaming", "truncate", "no_eviction"),
+    *("h2o", "snapkv", "tova", "scored", "arkvale"),
     "oracle",
 )
 # What only a bench may ask for: it knows the answers.
@@ -88,8 +89,9 @@ class PolicyConfig:
     residency_turns: int = 1
     weight_recency: float = 0.6
     weight_focus: float = 0.4
-    weight_attention: float = 0.3
+    weight_attention: float = 0.0
     weight_relevance: float = 2.0
+    attention_layers: int = 4
     infllm_blocks: int = 8
     bench_fields: bool = False
 

@@ -20,7 +20,8 @@ class PolicyView:
     `adopt_to` above 0 says that the slot holds something else and that the saved blocks cover
     [0, adopt_to) without a gap. `stale` are labels of useless copies. `recovered` are blocks that
     came back in this turn or lately, None: none. `held` rows stay, in blocks of their own.
-    `attention` is what each block was last looked at, 0 to 1, None while nobody has captured it.
+    `attention` is how much each block was last looked at, 0 to 1, 0.5 the mean; `looked` the turn
+    it last had that or was made. None while nobody has captured it.
     """
 
     blocks: BlockTable
@@ -38,6 +39,7 @@ class PolicyView:
     task: Task = field(default_factory=Task)
     recovered: Mask | None = None
     attention: Numbers | None = None
+    looked: Numbers | None = None
 
     @property
     def tail(self) -> int:

@@ -15,7 +15,8 @@ class ServerInfo:
 
     `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
     says it to a person; both are empty when it is `patched`. `adopts`: saved blocks can be put into
-    an emptied slot, so that a session comes back to one without being decoded again.
+    an emptied slot, so that a session comes back to one without being decoded again. `capturable`
+    are the layers whose attention it can capture.
     """
 
     lacking: str
@@ -24,6 +25,7 @@ class ServerInfo:
     sleeping: bool = False
     build: str = ""
     adopts: bool = False
+    capturable: tuple[int, ...] = ()
 
     @property
     def patched(self) -> bool:
@@ -41,6 +43,7 @@ class ServerInfo:
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),
+            capturable=_capturable(props.get("evoke")),
         )
 
 
@@ -61,3 +64,10 @@ def _lacking(evoke: object) -> tuple[str, str]:
 def _features(evoke: object) -> Sequence[object]:
     features = evoke.get("features") if isinstance(evoke, dict) else None
     return features if isinstance(features, list) else ()
+
+
+def _capturable(evoke: object) -> tuple[int, ...]:
+    limits = evoke.get("limits") if isinstance(evoke, dict) else None
+    attention = limits.get("attention") if isinstance(limits, dict) else None
+    layers = attention.get("layers") if isinstance(attention, dict) else None
+    return tuple(int(layer) for layer in layers) if isinstance(layers, list) else ()

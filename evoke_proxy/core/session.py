@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.attention import Attended
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role, Span, clipped
 from evoke_proxy.core.books import Books, agree, forecast
@@ -62,6 +63,7 @@ class Session:
         self._decoded: Tokens = self.layout.tokens
         self._index = Index()
         self._task = Task()
+        self.attention = Attended()
         self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, tuple[bool, float]] = {}
         self._planned: tuple[PolicyView, Plan] | None = None
@@ -110,7 +112,7 @@ class Session:
             request=request,
             rendered=rendered,
             slot=view,
-            view=self._policy_view(layout, view, request, adopt_to, task),
+            view=self.attention.shown(self._policy_view(layout, view, request, adopt_to, task)),
             config=config,
             divergence=layout.divergence,
             question=question,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evoke_proxy.adapters.upstream import Upstream
@@ -18,8 +18,10 @@ async def run_plan(
     tenant: str,
     client: Mapping[str, str],
     tokens: Tokens | None = None,
+    more: Sequence[dict[str, Any]] = (),
 ) -> int:
-    """Have llama-server run a plan; the epoch of the slot after it. Adopting needs `tokens`.
+    """Have llama-server run a plan; the epoch of the slot after it. Adopting needs `tokens`; `more`
+    are ops besides those of the plan.
 
     Raises PlanRefused, and other EvokeErrors for what llama-server does.
     """
@@ -28,7 +30,7 @@ async def run_plan(
         prefix, names = tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
         adopt = {"tokens": prefix, "names": names, "epoch": epoch} | owner
         epoch = _epoch(await upstream.run(view.id, "block-adopt", adopt, client))
-    ops = plan.ops()
+    ops = [*plan.ops(), *more]
     if ops:
         call = {"epoch": epoch, "ops": ops} | owner
         epoch = _epoch(await upstream.run(view.id, "block-plan", call, client))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.attention import Capture
 from evoke_proxy.core.blocks import Role
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.identity import Hint, find
@@ -39,6 +40,7 @@ class Conversation:
     policy: str = ""
     epoch: int | None = None
     n_resident: int = 0
+    capture: Capture | None = None
     in_use: int = 0
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
 

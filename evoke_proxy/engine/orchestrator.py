@@ -61,7 +61,7 @@ class Engine:
         self._vectors = BlockVectors(self.embedding, config.policy)
         self._planner = Planner(
             *(config.policy, self.upstream, self.metrics, self._seating, self.conversations),
-            self._vectors,
+            *(self._vectors, lambda: self.server),
         )
         self.keeper = Keeper(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations)

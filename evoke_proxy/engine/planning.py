@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
@@ -18,9 +19,11 @@ from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
+from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import Turn, effective
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
+from evoke_proxy.engine.attending import Attending
 from evoke_proxy.engine.calls import run_plan, slot_in
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
@@ -42,6 +45,7 @@ class Planner:
         seating: Seating,
         conversations: Conversations,
         vectors: BlockVectors,
+        server: Callable[[], ServerInfo],
     ) -> None:
         self._policy = policy
         self._upstream = upstream
@@ -49,6 +53,7 @@ class Planner:
         self._seating = seating
         self._conversations = conversations
         self._vectors = vectors
+        self._attending = Attending(upstream, server)
 
     async def prepare(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
@@ -148,12 +153,14 @@ class Planner:
             view = await self._without_foreign_holes(view, way.conversation, client)
         self._vectors.collect(way.conversation)
         turn = session.begin(rendered, view, request, way.vectors)
+        turn = await self._attending.seen(turn, way.conversation, client)
         plan, recalled = session.plan(turn), None
         if recovers_text(turn.config):
             turn, plan, recalled = await self._with_text(way, turn, plan, client)
         way.stage = "plan"
         tokens = turn.rendered.tokens
-        epoch = await self._run(plan, turn.slot, way.conversation, client, tokens)
+        more = self._attending.ops(turn.config, way.conversation)
+        epoch = await self._run(plan, turn.slot, way.conversation, client, tokens, more)
         session.applied(turn, plan)
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
@@ -206,6 +213,7 @@ class Planner:
         way.decision = turn.config.name + ("" if plan.moves_nothing else ":moved")
         way.conversation.epoch = epoch
         way.conversation.budget, way.conversation.policy = turn.config.budget, turn.config.name
+        way.conversation.capture = self._attending.wanted(turn.config)
         way.announce(turn, plan, quoted)
         self._metrics.evicted.inc(len(plan.evicts))
         self._metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
@@ -220,8 +228,9 @@ class Planner:
         known: Conversation,
         client: Mapping[str, str],
         tokens: Tokens | None = None,
+        more: Sequence[dict[str, Any]] = (),
     ) -> int:
-        return await run_plan(self._upstream, plan, view, known.tenant, client, tokens)
+        return await run_plan(self._upstream, plan, view, known.tenant, client, tokens, more)
 
     async def _learn(
         self, way: Forwarding, refused: PlanRefused, client: Mapping[str, str]

@@ -58,8 +58,11 @@ def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
     strange_at = known_end + loose + draw(st.integers(0, 3))
     strange = draw(st.integers(0, 200))
     rows += [Span(strange_at, strange_at + strange)]
+    looked = draw(st.none() | st.just(np.linspace(0.9, 0.1, len(blocks))))
     return PolicyView(
         *seen(blocks, states),
+        attention=looked,
+        looked=None if looked is None else (10 * looked).round(),
         n_tokens=at + loose + draw(st.integers(1, 4)),
         n_past=0 if adopts else known_end + loose,
         resident=merged(rows),

@@ -40,3 +40,16 @@ def test_the_rest_has_defaults() -> None:
     info = ServerInfo.parse({"total_slots": None})
     assert (info.n_slots, info.sleeping, info.build) == (1, False, "")
     assert not UNKNOWN_SERVER.patched
+
+
+@pytest.mark.parametrize(
+    ("evoke", "layers"),
+    [
+        ({"limits": {"attention": {"layers": [1, 3], "max_layers": 16}}}, (1, 3)),
+        ({"limits": {"attention": {}}}, ()),
+        ({"limits": 3}, ()),
+        (None, ()),
+    ],
+)
+def test_the_layers_it_can_capture(evoke: object, layers: tuple[int, ...]) -> None:
+    assert ServerInfo.parse({"evoke": evoke}).capturable == layers

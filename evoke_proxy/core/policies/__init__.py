@@ -7,7 +7,7 @@ from dataclasses import replace
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.naming import called
 from evoke_proxy.core.plan import Drop, Plan, Stream
-from evoke_proxy.core.policies import evoke, infllm, moves, oracle, window
+from evoke_proxy.core.policies import attended, evoke, infllm, moves, oracle, window
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.errors import ConfigError
@@ -43,7 +43,7 @@ def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
 
 def recovers(config: PolicyConfig) -> bool:
     """Whether evicted blocks are saved and may come back under this policy."""
-    return config.name in _RECOVERING and config.recovery == "kv_restore"
+    return config.name in (*_RECOVERING, "arkvale") and config.recovery == "kv_restore"
 
 
 def recovers_text(config: PolicyConfig) -> bool:
@@ -60,6 +60,8 @@ def _choice(view: PolicyView, question: Question, config: PolicyConfig) -> moves
     match config.name:
         case "recency" | "streaming":
             return window.choice(view)
+        case "h2o" | "snapkv" | "tova" | "scored" | "arkvale":
+            return attended.choice(view, config, recovers(config))
         case "infllm":
             return infllm.choice(view, question, config, recovers(config))
         case "oracle":
