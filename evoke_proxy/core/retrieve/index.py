@@ -129,6 +129,8 @@ class Index:
         self._held = BlockTable()
         self._numbers: Numbers = np.zeros(0, np.int64)
         self._postings = Postings()
+        self._spaced: list[str] = []
+        self._open = array("b")
         self._names: dict[str, array[int]] = {}
 
     def _hold(self, blocks: BlockTable) -> None:
@@ -159,6 +161,8 @@ class Index:
 
     def _add(self, block: Block) -> int:
         number = self._postings.add(block.text)
+        self._spaced.append(spaced(block.text))
+        self._open.append(not closed(block.text))
         for name in {name.lower() for name in block.identity}:
             self._names.setdefault(name, array("l")).append(number)
         return number
@@ -218,7 +222,7 @@ class Index:
         best = [i for i in ranked(said, looking.closely).tolist() if i < looking.own]
         # What is worth less than the best without its phrases needs none to stay behind it.
         best = [i for i in best if said[i] >= LEAST * said[best[0]]]
-        texts = [spaced(self._held[i].text) for i in best]
+        texts = [self._spaced[number] for number in self._numbers[best].tolist()]
         counts = [sum(phrase in text for phrase in wanted) for text in texts]
         shares = np.zeros(len(said))
         shares[best] = counts
@@ -263,16 +267,19 @@ class Index:
         self, scores: Scores, best: Sequence[int], words: Collection[str]
     ) -> Scores:
         """What was cut in two comes back whole: the neighbour of a block that has the rest."""
-        shared, touching = scores.copy(), set(self._held.adjacent().tolist())
+        shared, touching = scores.copy(), self._held.adjacent()
+        open_ended = np.array(self._open, np.bool_)[self._numbers[touching]]
+        cut = set(touching[open_ended].tolist())
         for i in best:
-            if i not in touching and i - 1 not in touching:
+            before, behind = i - 1 in cut, i in cut
+            if not before and not behind:
                 continue
             text = self._held[i].text
             worth = _NEIGHBOUR if any(map(text.lower().count, words)) else _UNSEEN_NEIGHBOUR
             begins, ends = cut_off(text, words)
-            if begins and i - 1 in touching and not closed(self._held[i - 1].text):
+            if begins and before:
                 shared[i - 1] = max(shared[i - 1], worth * scores[i])
-            if ends and i in touching and not closed(text):
+            if ends and behind:
                 shared[i + 1] = max(shared[i + 1], worth * scores[i])
         return shared
 
