@@ -109,6 +109,9 @@ class Metrics:
         self.look_aheads = self._counter(
             "evoke_look_aheads", "Prompts decoded before they were asked, or not.", "result"
         )
+        self.drifts = self._counter(
+            "evoke_prefix_divergence", "Requests that do not go on from the last one.", "cause"
+        )
         self.snapshots = self._gauge("evoke_snapshots", "Snapshots on disk.")
         self.snapshot_bytes = self._gauge("evoke_snapshot_bytes", "What they take.")
 

@@ -19,6 +19,16 @@ from evoke_proxy.core.side import is_side
 from evoke_proxy.core.slots import SlotPool
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it was sent, with the tokens that the next was to begin with; `opening` is what
+    its user said first, empty when not much more was said."""
+
+    body: bytes
+    boundary: Tokens
+    opening: bytes
+
+
 @dataclass(slots=True)
 class Conversation:
     """A session and what outlives its turns.
@@ -27,7 +37,8 @@ class Conversation:
     any truncation (see `identity.Known`); `hint` is what the client calls it; `epoch` is that of
     its slot when its last request was marked, None when it was not. A `passing` one is a side
     request: forgotten after its only turn, and nothing goes on from it. `awaited` are by label
-    the embedder's keys of the texts of blocks that are being embedded.
+    the embedder's keys of the texts of blocks that are being embedded. `asked` is its latest
+    request on an unpatched server, `drift` where and why one departed from the one before it.
     """
 
     session: Session
@@ -43,6 +54,8 @@ class Conversation:
     capture: Capture | None = None
     in_use: int = 0
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    asked: Asked | None = None
+    drift: dict[str, Any] | None = None
 
     @property
     def id(self) -> str:
@@ -77,6 +90,7 @@ class Conversation:
             "saved_blocks": len(self.labels),
             "budget": self.budget,
             "policy": self.policy,
+            "drift": self.drift,
         }
 
 
@@ -134,6 +148,19 @@ class Conversations:
         n_tokens = len(rendered.tokens)
         passing = not ours and is_side(request, n_tokens, bool(beside), family)
         return self.start(rendered, hint, tenant, passing)
+
+    def asked_before(self, known: Conversation, asked: Asked) -> Asked | None:
+        """The request that one of this conversation was to go on from.
+
+        Of a new conversation, the last of that name, or with that opening: when the front of a
+        prompt changes, nothing but these tells.
+        """
+        if known.asked is not None:
+            return known.asked
+        others = [k for k in self._known.values() if k.asked and k.tenant == known.tenant]
+        named = [k.asked for k in others if known.name and k.name == known.name]
+        alike = [k.asked for k in others if k.asked and k.asked.opening == asked.opening != b""]
+        return next(reversed(named or alike), None)
 
     def beside(self, tenant: str) -> list[Conversation]:
         """The conversations of a tenant that its side requests could disturb."""

@@ -287,3 +287,17 @@ def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
         assert decoded(running.port) - before <= 24 + SLACK
         assert usage["cache_read_input_tokens"] > 1000  # type: ignore[index]
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+
+
+def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path: Path) -> None:
+    chat = long_chat(300)
+    chat.messages.insert(0, {"role": "system", "content": "You help.\nToday is Monday, 12:00."})
+    with House(tmp_path).both(look_ahead=False) as running:
+        chat.ask(running.port, "Begin.")
+        settled(running)
+        chat.hear()
+        chat.messages[0]["content"] = "You help.\nToday is Monday, 12:34."
+        chat.ask(running.port, NEW)
+        assert quiet_metric(running, "evoke_prefix_divergence_total", cause="date_line") == 1
+        latest = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"][0]
+        assert latest["drift"] == {"cause": "date_line", "message": 0, "characters": [30, 32]}

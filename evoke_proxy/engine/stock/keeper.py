@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import orjson
@@ -13,11 +14,12 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.ahead import unkept
 from evoke_proxy.core.anthropic import as_chat
 from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.drift import Drift, drift, opening
+from evoke_proxy.core.rendered import Rendered, common_prefix
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Conversations
+from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.reading import parse_object
 from evoke_proxy.engine.seating import Seating
@@ -30,6 +32,8 @@ from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.vault import Vault
 from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
+
+_log = logging.getLogger(__name__)
 
 
 class Keeper:
@@ -132,10 +136,24 @@ class Keeper:
             way.decision = "guest:side"
             return
         way.seat = seat
+        self._note_drift(known, seat)
         await self._places.prepare(way, seat, known.id, client)
         if seat.slot is not None and request.dialect == "chat":  # in no other it can be said
             place = {"id_slot": orjson.dumps(seat.slot)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
+
+    def _note_drift(self, known: Conversation, seat: Seat) -> None:
+        """Say why a request does not go on from the one before it, if it does not."""
+        body = parse_object(seat.body)
+        asked = Asked(seat.body, seat.boundary, opening(body))
+        before = self._conversations.asked_before(known, asked)
+        known.asked = asked
+        if before is None or common_prefix(before.boundary, seat.prompt) >= len(before.boundary):
+            return
+        found = drift(parse_object(before.body), body) or Drift("template")
+        known.drift = found.summary()
+        self._metrics.drifts.labels(cause=found.cause).inc()
+        _log.info("session %s departs from what it was: %s", known.id, known.drift)
 
     async def _render(
         self, way: Forwarding, request: ChatRequest, client: Client, tenant: str

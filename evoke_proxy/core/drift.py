@@ -1,0 +1,141 @@
+"""Where a request departs from the one before it, and the likely cause: what the cache lost it for.
+
+Compares what the client sent, message by message; never holds or returns any text of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+CAUSES = (
+    *("billing_line", "date_line", "system_changed", "tool_order", "tools_changed"),
+    *("thinking_dropped", "edited_history", "branched", "compacted", "template"),
+)
+_BILLING = re.compile(r"billing-header:|\bcch=")
+# Digits in a line that names a day, a time, or the state of a working tree.
+_DATED = re.compile(
+    r"\b(?:date|time|today|now|cwd|working directory|git status|branch)\b"
+    r"|\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b"
+    r"|\b(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*day\b",
+    re.IGNORECASE,
+)
+_THOUGHT = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The first message that is another than before, None where only the template can have done it;
+    from which character to which of its new text; and why, one of CAUSES."""
+
+    cause: str
+    message: int | None = None
+    start: int = 0
+    end: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """For the log and the admin API."""
+        return {
+            "cause": self.cause,
+            "message": self.message,
+            "characters": [self.start, self.end],
+        }
+
+
+def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
+    """Why a chat body does not go on from an earlier one of its conversation; None when it does.
+
+    What the rendering does is not known here: a body that goes on and still diverged in tokens was
+    rewritten by the template.
+    """
+    tools = _tools_changed(before.get("tools"), now.get("tools"))
+    if tools:
+        return Drift(tools)
+    old, new = _messages(before), _messages(now)
+    at = next((i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), None)
+    if at is None:
+        return None if len(new) >= len(old) else Drift("branched", len(new))
+    start, end = _differing(_text(old[at]), _text(new[at]))
+    return Drift(_cause(old, new, at, start, end), at, start, end)
+
+
+def opening(body: Mapping[str, Any]) -> bytes:
+    """What the user said first; empty while a conversation is so young that it could be any."""
+    messages = _messages(body)
+    said = (item for item in messages if _role(item) == "user")
+    first = next(said, None)
+    young = first is None or next(said, None) is None
+    return b"" if young else json.dumps(first, sort_keys=True).encode()
+
+
+def _cause(old: Sequence[Any], new: Sequence[Any], at: int, start: int, end: int) -> str:
+    was, now = old[at], new[at]
+    if at == 0 or _role(now) in ("system", "developer"):
+        line = _line(_text(now), start, end)
+        if _BILLING.search(line):
+            return "billing_line"
+        return "date_line" if _DATED.search(line) else _at_front(old, new, now)
+    if _role(was) == _role(now) == "assistant" and _thoughtless(was) == _thoughtless(now):
+        return "thinking_dropped"
+    if len(new) < len(old) - 1:
+        return "compacted"
+    return "branched" if at >= len(old) - 2 else "edited_history"
+
+
+def _at_front(old: Sequence[Any], new: Sequence[Any], now: Any) -> str:
+    if _role(now) in ("system", "developer"):
+        return "system_changed"
+    return "compacted" if len(new) < len(old) - 1 else "edited_history"
+
+
+def _tools_changed(old: Any, new: Any) -> str:
+    if old == new:
+        return ""
+    same = isinstance(old, list) and isinstance(new, list) and _sorted(old) == _sorted(new)
+    return "tool_order" if same else "tools_changed"
+
+
+def _sorted(items: Sequence[Any]) -> list[str]:
+    return sorted(json.dumps(item, sort_keys=True) for item in items)
+
+
+def _messages(body: Mapping[str, Any]) -> Sequence[Any]:
+    given = body.get("messages")
+    return given if isinstance(given, list) else ()
+
+
+def _role(message: Any) -> str:
+    return str(message.get("role")) if isinstance(message, Mapping) else ""
+
+
+def _thoughtless(message: Any) -> dict[str, Any]:
+    return {key: message[key] for key in message if key not in _THOUGHT}
+
+
+def _text(message: Any) -> str:
+    """Everything of a message as one text, its content first."""
+    if not isinstance(message, Mapping):
+        return json.dumps(message)
+    content = message.get("content")
+    said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    more = {key: message[key] for key in message if key not in ("role", "content")}
+    return said + (json.dumps(more, sort_keys=True) if more else "")
+
+
+def _differing(old: str, new: str) -> tuple[int, int]:
+    """From where to where a text is another than before."""
+    start = len(commonprefix([old, new]))
+    most = min(len(old), len(new)) - start
+    same_end = len(commonprefix([old[::-1][:most], new[::-1][:most]]))
+    return start, len(new) - same_end
+
+
+def _line(text: str, start: int, end: int) -> str:
+    """The lines that a place is in."""
+    first = text.rfind("\n", 0, start) + 1
+    last = text.find("\n", max(end, start))
+    return text[first : last if last >= 0 else len(text)]

@@ -1,0 +1,114 @@
+"""Which message of a request is another than before, which characters of it, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.drift import CAUSES, Drift, drift, opening
+
+TALK = [
+    {"role": "system", "content": "You help.\nToday is Monday, 12:00.\nBe brief."},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "1", "reasoning_content": "hm"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "three"},
+]
+TOOLS = [{"function": {"name": "a"}}, {"function": {"name": "b"}}]
+
+
+def changed(at: int, **fields: Any) -> list[dict[str, Any]]:
+    """The talk, a turn later, with one of its messages changed."""
+    later = [dict(item) for item in TALK]
+    later[at] |= fields
+    return [*later, {"role": "assistant", "content": "3"}, {"role": "user", "content": "four"}]
+
+
+def between(new: list[dict[str, Any]], **more: Any) -> Drift | None:
+    return drift({"messages": TALK, "tools": TOOLS}, {"messages": new, "tools": TOOLS} | more)
+
+
+def test_what_goes_on_does_not_drift() -> None:
+    assert between(TALK) is None
+    assert between(changed(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("at", "fields", "cause"),
+    [
+        (0, {"content": "You help.\nToday is Monday, 12:01.\nBe brief."}, "date_line"),
+        (0, {"content": "You help.\nToday is Monday, 12:00.\nBe long."}, "system_changed"),
+        (1, {"content": "uno"}, "edited_history"),
+        (2, {"reasoning_content": ""}, "thinking_dropped"),
+        (2, {"content": "I"}, "edited_history"),
+        (5, {"content": "drei"}, "branched"),
+    ],
+)
+def test_a_changed_message_is_named_with_its_likely_cause(
+    at: int, fields: dict[str, Any], cause: str
+) -> None:
+    found = between(changed(at, **fields))
+    assert found is not None and (found.cause, found.message) == (cause, at)
+
+
+def test_the_characters_are_those_that_differ() -> None:
+    found = between(changed(0, content="You help.\nToday is Monday, 12:01.\nBe brief."))
+    assert found is not None
+    text = "You help.\nToday is Monday, 12:01.\nBe brief."
+    assert text[found.start : found.end] == "1"
+    assert found.summary() == {
+        "cause": "date_line", "message": 0, "characters": [found.start, found.end]
+    }  # fmt: skip
+
+
+def test_a_billing_line_is_one_whatever_else_is_in_it() -> None:
+    before, now = (
+        [{"role": "system", "content": f"x-anthropic-billing-header: cch={stamp};You are"}]
+        for stamp in ("a5145", "b6256")
+    )
+    found = drift({"messages": before}, {"messages": now})
+    assert found is not None and found.cause == "billing_line"
+
+
+def test_what_is_left_out_is_a_branch_or_a_compaction() -> None:
+    shorter = between(TALK[:2])
+    assert shorter is not None and shorter == Drift("branched", 2)
+    summed = [TALK[0], {"role": "user", "content": "So far: one, two."}, TALK[5]]
+    found = between(summed)
+    assert found is not None and (found.cause, found.message) == ("compacted", 1)
+
+
+def test_tools_in_another_order_are_not_other_tools() -> None:
+    assert between(changed(0), tools=TOOLS[::-1]) == Drift("tool_order")
+    assert between(changed(0), tools=TOOLS[:1]) == Drift("tools_changed")
+    assert between(changed(0), tools=None) == Drift("tools_changed")
+
+
+def test_an_opening_tells_only_what_has_gone_on_for_a_while() -> None:
+    assert opening({"messages": TALK}) == opening({"messages": changed(0, content="x")}) != b""
+    assert opening({"messages": TALK[:2]}) == opening({}) == b""
+
+
+messages = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}
+        ),
+        st.none(),
+        st.text(),
+    ),
+    max_size=5,
+)
+
+
+@given(messages, messages)
+def test_any_two_bodies_have_a_known_cause_or_none(old: list[Any], new: list[Any]) -> None:
+    found = drift({"messages": old}, {"messages": new})
+    assert (found is None) == (new[: len(old)] == old)
+    if found is not None:
+        assert found.cause in CAUSES
+        assert 0 <= found.start <= found.end
