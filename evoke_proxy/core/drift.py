@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from posixpath import commonprefix
 from typing import Any
 
 CAUSES = (
