@@ -16,7 +16,8 @@ class ServerInfo:
     `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
     says it to a person; both are empty when it is `patched`. `adopts`: saved blocks can be put into
     an emptied slot, so that a session comes back to one without being decoded again. `capturable`
-    are the layers whose attention it can capture.
+    are the layers whose attention it can capture. `n_ctx` is how many tokens
+    a slot's context may have, resident or not; None where only the server knows.
     """
 
     lacking: str
@@ -26,6 +27,7 @@ class ServerInfo:
     build: str = ""
     adopts: bool = False
     capturable: tuple[int, ...] = ()
+    n_ctx: int | None = None
 
     @property
     def patched(self) -> bool:
@@ -44,11 +46,18 @@ class ServerInfo:
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),
             capturable=_capturable(props.get("evoke")),
+            n_ctx=_n_ctx(props.get("evoke")),
         )
 
 
 # Before the first answer, and after the server went away.
 UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
+
+
+def _n_ctx(evoke: object) -> int | None:
+    limits = evoke.get("limits") if isinstance(evoke, dict) else None
+    n_ctx = limits.get("n_ctx_logical") if isinstance(limits, dict) else None
+    return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
 
 
 def _lacking(evoke: object) -> tuple[str, str]:

@@ -54,6 +54,7 @@ class Planner:
         self._conversations = conversations
         self._vectors = vectors
         self._attending = Attending(upstream, server)
+        self._server = server
 
     async def prepare(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
@@ -84,6 +85,11 @@ class Planner:
             await self._seating.make_room(known, slot_in(rendered, left), client)
         victim = self._conversations.get(lease.victim)
         await self._seating.make_room(victim, slot_in(rendered, lease.slot), client)
+        if self._too_long(rendered, 0):
+            # llama-server says so in the words that agents look for; nothing is moved for it.
+            way.decision = "bypass:too_long"
+            self._metrics.bypass.labels(reason="too_long").inc()
+            return
         await self._plan(way, request, rendered, client)
         self._metrics.plan_seconds.observe(
             asyncio.get_running_loop().time() - began - way.waits["queue"]
@@ -184,12 +190,15 @@ class Planner:
         view = slot_in(rendered, turn.slot.id)
         longer = session.begin(rendered, view, recalled.request, way.vectors)
         longer_plan = session.plan(longer)
-        slot = await self._upstream.slot(turn.slot.id, way.conversation.tenant, client)
-        n_ctx, answer = slot.get("n_ctx_logical"), request.max_tokens or turn.config.reserve_tokens
-        too_long = isinstance(n_ctx, int) and len(rendered.tokens) + answer > n_ctx
+        too_long = self._too_long(rendered, request.max_tokens or turn.config.reserve_tokens)
         if too_long or (longer_plan.infeasible and not plan.infeasible):
             return session.begin(turn.rendered, turn.slot, request, way.vectors), plan, None
         return longer, longer_plan, recalled
+
+    def _too_long(self, rendered: Rendered, answer: int) -> bool:
+        """Whether a prompt and an answer of so many tokens exceed the context of a slot."""
+        n_ctx = self._server().n_ctx
+        return n_ctx is not None and len(rendered.tokens) + max(answer, 1) > n_ctx
 
     async def _without_foreign_holes(
         self, view: SlotView, known: Conversation, client: Mapping[str, str]

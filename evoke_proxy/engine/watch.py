@@ -76,7 +76,9 @@ class ServerWatch:
                 " evoke-proxy build-server builds one that can"
             )
         budget = self._config.policy.budget
-        kept = f"sessions keep {budget} tokens" if budget else "no budget, nothing is evicted"
+        length = f" of up to {self.server.n_ctx}" if self.server.n_ctx else ""
+        none = "no budget, nothing is evicted"
+        kept = f"sessions keep {budget} tokens{length}" if budget else none
         back = "" if self.server.adopts else "; a session that loses its slot is decoded again"
         return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}{back}"
 

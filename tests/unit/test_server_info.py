@@ -53,3 +53,18 @@ def test_the_rest_has_defaults() -> None:
 )
 def test_the_layers_it_can_capture(evoke: object, layers: tuple[int, ...]) -> None:
     assert ServerInfo.parse({"evoke": evoke}).capturable == layers
+
+
+@pytest.mark.parametrize(
+    ("evoke", "n_ctx"),
+    [
+        ({"limits": {"n_ctx_logical": 70_000, "n_cells": 8192}}, 70_000),
+        ({"limits": {"n_ctx_logical": "70000"}}, None),
+        ({"limits": {"n_ctx_logical": 0}}, None),
+        ({"limits": {}}, None),
+        ({"limits": None}, None),
+        (None, None),
+    ],
+)
+def test_the_context_of_a_slot_is_what_the_server_says(evoke: object, n_ctx: int | None) -> None:
+    assert ServerInfo.parse({"evoke": evoke}).n_ctx == n_ctx
