@@ -6,7 +6,7 @@ TESTS  ?= tests
 
 ARGS   ?=
 
-BENCHES := support latency capture overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart
+BENCHES := support latency capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -49,6 +49,8 @@ help:
 	@echo "make build           the patched llama-server and the stock one"
 	@echo "make bench-latency   save, load, evict a block, against decoding it again"
 	@echo "make bench-capture   what capturing attention adds to a generated token"
+	@echo "make bench-decode    decode speed of the patched server against the stock one"
+	@echo "make bench-limit     how long a generation gets in few cells, how many get on at once"
 	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
 	@echo "make bench-embedding what a vector of a question or of a block costs"
 	@echo "make bench-retrieval how often the block with the answer is found, and how fast"

@@ -1,0 +1,123 @@
+"""What the patches cost a server that nobody asks for anything: decode speed against stock.
+
+Four servers with the same model and options: stock, stock once more, patched, patched with
+--evoke-ram. Each round every one of them decodes the same tokens behind the same prompt, one after
+the other, the first of a round another each time; a ratio is of two runs of one round. How far
+the second stock server is from the first says what the machine does by itself: a ratio is
+`within_noise` when its median lies between the 5th and the 95th percentile of that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench import record
+from bench.llama import Llama, running
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.server_build import ensure_server
+
+ARMS = ("stock", "stock_again", "patched", "patched_evoke_ram")
+_COLUMNS = ("arm", "tokens_per_s", "min", "max", "ratio", "ratio_low", "ratio_high")
+
+
+def speed(server: Llama, prompt: Sequence[int], tokens: int) -> float:
+    """Tokens a second, as the server counts them; the prompt is in the cache but for its last."""
+    body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "cache_prompt": True}
+    answer = server.call("POST", "/completion", body | {"ignore_eos": True})
+    return float(answer["timings"]["predicted_per_second"])
+
+
+def rounds(
+    servers: Mapping[str, Llama], prompt: Sequence[int], tokens: int, repeats: int
+) -> dict[str, list[float]]:
+    """Speeds by arm, one for each round; one more round before them is not counted."""
+    speeds: dict[str, list[float]] = {arm: [] for arm in servers}
+    names = list(servers)
+    for i in range(-1, repeats):
+        turn = i % len(names)
+        for arm in names[turn:] + names[:turn]:
+            measured = speed(servers[arm], prompt, tokens)
+            if i >= 0:
+                speeds[arm].append(measured)
+    return speeds
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of them does not exceed, between two of them if need be."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def row(arm: str, speeds: Mapping[str, Sequence[float]]) -> dict[str, object]:
+    """One arm: its speeds, and the ratios to stock round by round."""
+    ratios = [own / stock for own, stock in zip(speeds[arm], speeds["stock"], strict=True)]
+    spread = record.spread(speeds[arm])
+    return {
+        "arm": arm,
+        "tokens_per_s": spread["median"],
+        "min": spread["min"],
+        "max": spread["max"],
+        "ratio": statistics.median(ratios),
+        "ratio_low": percentile(ratios, 0.05),
+        "ratio_high": percentile(ratios, 0.95),
+        "ratios": ratios,
+    }
+
+
+def summary(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """The two ratios that matter, what the machine does by itself, and whether they hide in it."""
+    by = {str(each["arm"]): each for each in rows}
+    low, high = (float(str(by["stock_again"][key])) for key in ("ratio_low", "ratio_high"))
+    ratios = {f"{arm}_over_stock": float(str(by[arm]["ratio"])) for arm in ARMS[2:]}
+    within = all(low <= ratio <= high for ratio in ratios.values())
+    return {**ratios, "noise_low": low, "noise_high": high, "within_noise": within}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/decode.json`; 1 when a ratio is not within noise."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.decode",
+        description=__doc__,
+        epilog="example:\n  python -m bench.decode --repeats 20",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="deep-24")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--context", type=int, default=1536, help="tokens of the prompt (1536)")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens decoded each time (96)")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    model, stock = ensure(SHAPES[args.shape]), ensure_server(patched=False, progress=False)
+    patched = ensure_server(patched=True, progress=False)
+    plain = ("-c", str(args.context + args.tokens + 256), "-np", "1", "-t", "1", "-fa", "on")
+    commands = {
+        "stock": (stock, plain),
+        "stock_again": (stock, plain),
+        "patched": (patched, plain),
+        "patched_evoke_ram": (patched, (*plain, "--evoke-ram", "64")),
+    }
+    prompt = [10 + 7 * i % 1900 for i in range(args.context)]
+    with ExitStack() as stack:
+        servers = {
+            arm: stack.enter_context(running(server, model, *options))
+            for arm, (server, options) in commands.items()
+        }
+        speeds = rounds(servers, prompt, args.tokens, args.repeats)
+    rows = [row(arm, speeds) for arm in ARMS]
+    total = summary(rows)
+    print(record.table(rows, _COLUMNS))
+    print(", ".join(f"{key} {value}" for key, value in total.items()))
+    print(record.write("decode", rows, total, args.out))
+    return 0 if total["within_noise"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What the benches of decode speed and of generation length make of what they measure."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import decode, limit
+
+
+def speeds(**over: list[float]) -> dict[str, list[float]]:
+    same = [100.0, 90.0, 110.0, 100.0]
+    return {arm: over.get(arm, same) for arm in decode.ARMS}
+
+
+@pytest.mark.parametrize(
+    ("patched", "within"), [([100.0, 90.0, 110.0, 100.0], True), ([95.0, 85.5, 104.5, 95.0], False)]
+)
+def test_a_ratio_is_within_noise_when_stock_differs_as_much(
+    patched: list[float], within: bool
+) -> None:
+    noisy = speeds(stock_again=[99.0, 90.0, 111.1, 100.0], patched=patched)
+    rows = [decode.row(arm, noisy) for arm in decode.ARMS]
+    total = decode.summary(rows)
+    assert total["within_noise"] is within
+    assert total["patched_over_stock"] == pytest.approx(1.0 if within else 0.95)
+    assert total["noise_low"] == pytest.approx(0.99 + 0.15 * 0.01)
+
+
+def test_a_percentile_lies_between_two_values() -> None:
+    assert decode.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert decode.percentile([1.0, 2.0], 0.25) == 1.25
+    assert decode.percentile([7.0], 0.95) == 7.0
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 15, 16])
+def test_the_search_finds_the_most_that_get_on(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def together(_: object, count: int, each: int) -> float:
+        return float(count * each) if count <= most else 0.0
+
+    monkeypatch.setattr(limit, "together", together)
+    assert limit.most(None, 10) == (most, 10.0 * most)  # type: ignore[arg-type]
