@@ -20,7 +20,12 @@ from bench.llama import Llama, running
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import ensure_server
 
-ARMS = {"off": (), "streaming": ("--kv-eviction", "1"), "scored": ("--kv-eviction", "2")}
+ARMS = {
+    "off": (),
+    "streaming": ("--kv-eviction", "1"),
+    "scored": ("--kv-eviction", "2"),
+    "attention": ("--kv-eviction", "3"),
+}
 SLOTS = 16
 _COLUMNS = (
     "arm", "asked", "generated", "tokens_per_s", "tokens_per_s_before", "n_resident_peak",

@@ -36,7 +36,7 @@ OWN_TESTS = {
     "0001": (),
     "0002": ("contract/test_exact.py", "contract/test_stream.py", "contract/test_random.py"),
     "0003": ("contract/test_logical.py", "contract/test_modes.py"),
-    "0004": ("contract/test_attention.py",),
+    "0004": ("contract/test_attention.py", "contract/test_modes_attention.py"),
     "0005": ("contract/test_compact.py",),
 }
 _SMOKE = ("contract/test_exact.py",)

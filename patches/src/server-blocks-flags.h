@@ -22,6 +22,7 @@ struct server_blocks_flags {
     int32_t evictable_tokens = -1;
     int32_t recent_tokens    = -1;
     int32_t block_size       = 64;
+    bool    norm_sum         = false;
 
     bool evicts() const { return ctx_logical > 0 || eviction > 0; }
 
@@ -91,4 +92,14 @@ template <typename Add> void server_blocks_add_mode_flags(Add add) {
         "tokens that are evicted together (default: 64)",
         [](common_params & params, int value) { server_blocks_flags::in(params).block_size = server_blocks_flag(value, 1, 4096); }
     ).set_env("LLAMA_ARG_KV_BLOCK_SIZE").set_examples({LLAMA_EXAMPLE_SERVER}));
+    add(common_arg(
+        {"--kv-aggregation"}, "HOW",
+        "what attention is to --kv-eviction 3: sum = all that a token got, norm_sum = by the time it was there (default: sum)",
+        [](common_params & params, const std::string & value) {
+            if (value != "sum" && value != "norm_sum") {
+                throw std::invalid_argument("must be sum or norm_sum");
+            }
+            server_blocks_flags::in(params).norm_sum = value == "norm_sum";
+        }
+    ).set_env("LLAMA_ARG_KV_AGGREGATION").set_examples({LLAMA_EXAMPLE_SERVER}));
 }

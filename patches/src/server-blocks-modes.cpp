@@ -9,7 +9,13 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <limits>
+#include <map>
+#include <optional>
 #include <stdexcept>
+
+// layers whose attention --kv-eviction 3 goes by: what each costs a decoded token is in bench/results/capture.json
+static constexpr size_t SERVER_BLOCKS_MODE_LAYERS = 4;
 
 //
 // options
@@ -51,15 +57,13 @@ server_blocks_modes server_blocks_modes::read(const common_params & params, cons
         throw std::invalid_argument("embeddings are of a whole text: there is nothing that --ctx-logical and --kv-eviction could evict");
     }
     const bool attention = flags.eviction == SERVER_BLOCKS_MODE_ATTENTION;
-    if (attention) {
-        throw std::invalid_argument("--kv-eviction 3 needs attention capture, which this server does not have");
-    }
     res.mode      = flags.eviction > 0 ? (server_blocks_mode) flags.eviction : SERVER_BLOCKS_MODE_STREAMING;
     res.n_ctx     = flags.ctx_logical > 0 ? flags.ctx_logical : (int32_t) trained;
     res.first     = std::max(flags.protected_tokens, flags.sink_tokens >= 0 ? flags.sink_tokens : attention ? 32 : 4);
     res.recent    = std::max(0, flags.recent_tokens >= 0 ? flags.recent_tokens : attention ? 128 : 0);
     res.evictable = std::max(0, flags.evictable_tokens >= 0 ? flags.evictable_tokens : attention ? 512 : 0);
     res.block     = flags.block_size;
+    res.norm_sum  = flags.norm_sum;
     const int32_t needed = res.first + res.recent_of(n_rows) + res.block;
     if (needed > n_rows) {
         throw std::invalid_argument(string_format("%d cells of a slot cannot hold the first %d and last %d tokens and one block of %d",
@@ -76,6 +80,10 @@ bool server_blocks::set_modes(const common_params & params, int32_t n_ctx) {
     try {
         if (flags.evicts() && !enabled()) {
             throw std::invalid_argument(why_not ? why_not : "what --ctx-logical and --kv-eviction evict is saved first: they need --evoke-ram");
+        }
+        const char * blind = flags.eviction == SERVER_BLOCKS_MODE_ATTENTION ? llama_attn_capture_unsupported(ctx) : nullptr;
+        if (blind) {
+            throw std::invalid_argument(string_format("--kv-eviction 3 needs attention, which cannot be captured: %s", blind));
         }
         const int32_t n_cells = enabled() ? (int32_t) llama_kv_block_n_cells(ctx, 0) : 0;
         const int32_t n_rows  = params.kv_unified_per_slot > 0 ? std::min(n_cells, params.kv_unified_per_slot) : n_cells;
@@ -100,6 +108,7 @@ json server_blocks::modes_json() const {
         {"evictable", modes.evictable},
         {"recent",    modes.recent},
         {"block",     modes.block},
+        {"aggregation", modes.norm_sum ? "norm_sum" : "sum"},
     };
 }
 
@@ -140,6 +149,7 @@ int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want
     if (s.stream.budget == 0 && !modes.on()) {
         return n_want;
     }
+    attend(id);
     const int32_t n_chunk = std::min(n_want, s.stream.budget > 0 ? s.stream.block : modes.chunk(llama_n_ubatch(ctx)));
     while (limit(id) - n_rows(id) < n_chunk && evict_next(id)) {
     }
@@ -248,6 +258,9 @@ bool server_blocks::next_out(int id, const server_blocks_stream & rules, server_
 
 // how much a block is worth keeping; of equal ones the older goes first
 double server_blocks::score(int id, llama_pos p0, llama_pos p1) const {
+    if (modes.mode == SERVER_BLOCKS_MODE_ATTENTION) {
+        return mass(id, p0, p1).value_or(p0);
+    }
     if (modes.mode != SERVER_BLOCKS_MODE_SCORED) {
         return p0;
     }
@@ -257,6 +270,62 @@ double server_blocks::score(int id, llama_pos p0, llama_pos p1) const {
         last = std::max(last, used[p]);
     }
     return (double) last;
+}
+
+// attention that a row of these got, on average: since the slot's text began, or for each row that could see it;
+// nothing where nobody looks
+std::optional<double> server_blocks::mass(int id, llama_pos p0, llama_pos p1) const {
+    if (!llama_attn_capture_get(ctx, id)) {
+        return std::nullopt;
+    }
+    const auto got = llama_attn_capture_mass(ctx, id, p0, p1);
+    return got.mass/(modes.norm_sum ? std::max(1.0, got.life) : p1 - p0);
+}
+
+// the attention that eviction goes by, unless the slot has another capture already
+void server_blocks::attend(int id) {
+    if (modes.mode != SERVER_BLOCKS_MODE_ATTENTION || llama_attn_capture_get(ctx, id)) {
+        return;
+    }
+    const auto possible = llama_attn_capture_layers(ctx);
+    const size_t n = std::min<size_t>(possible.size(), SERVER_BLOCKS_MODE_LAYERS);
+    llama_attn_params params;
+    params.mode = LLAMA_ATTN_SUM;
+    for (size_t i = 0; i < n; ++i) {
+        params.layers.push_back(possible[(2*i + 1)*possible.size()/(2*n)]); // the middle of each n-th part
+    }
+    llama_attn_capture_set(ctx, id, params);
+}
+
+// where attention is captured, what got its share of it since the last look was accessed
+void server_blocks::look(int id) {
+    const auto * params = modes.mode == SERVER_BLOCKS_MODE_SCORED ? llama_attn_capture_get(ctx, id) : nullptr;
+    const int64_t n_obs = params ? llama_attn_capture_mass(ctx, id, 0, 0).n_obs : 0;
+    auto & s = state[id];
+    if (n_obs < s.n_obs) { // begun anew
+        s.n_obs = 0;
+        s.seen.clear();
+    }
+    if (!params || n_obs - s.n_obs < modes.block) {
+        return;
+    }
+    std::map<llama_pos, double> seen;
+    const double n = n_rows(id);
+    for (const auto & r : llama_kv_block_resident(ctx, id)) {
+        for (llama_pos p0 = r.first, p1; p0 < r.second; p0 = p1) {
+            p1 = std::min(r.second, (p0/modes.block + 1)*modes.block);
+            double got = llama_attn_capture_mass(ctx, id, p0, p1).mass;
+            if (params->mode == LLAMA_ATTN_SUM) { // what is new of it, by row
+                seen[p0] = got;
+                got = (got - s.seen[p0])/(n_obs - s.n_obs);
+            }
+            if (got >= (p1 - p0)/n) {
+                touch(id, p0, p1);
+            }
+        }
+    }
+    s.seen  = std::move(seen);
+    s.n_obs = n_obs;
 }
 
 // one block of the slot, saved first

@@ -25,6 +25,7 @@ struct server_blocks_modes {
     int32_t evictable = 0; // rows between first and recent ones while generating, 0 = what n_rows leaves
     int32_t recent    = 0; // last rows, never evicted, 0 = by how many there are
     int32_t block     = 64;
+    bool    norm_sum  = false; // attention by the time a row was there, not all of it
 
     bool on() const { return mode != SERVER_BLOCKS_MODE_OFF; }
 

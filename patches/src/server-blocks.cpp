@@ -213,6 +213,7 @@ void server_blocks::on_decoded() {
         if (end > (llama_pos) state[id].used.size()) {
             touch(id, (llama_pos) state[id].used.size(), end);
         }
+        look(id);
     }
 }
 

@@ -16,6 +16,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -174,7 +175,9 @@ private:
         int32_t breach = 0;
         bool    first_token = false;
         const server_prompt * prompt = nullptr; // since tokens were first added to it
-        std::vector<uint64_t> used; // by position: when it was last decoded or loaded
+        std::vector<uint64_t> used; // by position: when it was last decoded, loaded, or attended to
+        std::map<llama_pos, double> seen; // attention that each block had at the last look,
+        int64_t n_obs = 0;                // and the rows seen until then
         llama_kv_ranges loaded;
         json    auto_evicted = json::array();
         json    books; // filled at the first output token
@@ -241,6 +244,9 @@ private:
     bool     evict_somewhere(int id);
     void     touch(int id, llama_pos p0, llama_pos p1);
     double   score(int id, llama_pos p0, llama_pos p1) const;
+    std::optional<double> mass(int id, llama_pos p0, llama_pos p1) const;
+    void     attend(int id);
+    void     look(int id);
     bool     next_out(int id, const server_blocks_stream & rules, server_blocks_stream::entry & out) const;
     server_blocks_stream rules(int id) const;
     llama_pos       recent_edge(int id, const server_blocks_stream & rules) const;
