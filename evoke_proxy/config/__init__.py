@@ -133,6 +133,7 @@ class SnapshotsConfig:
     tenant_mib: int = 0
     half_life_h: float = 6.0
     stall_share: float = 0.1
+    one_at_a_time: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,7 +291,7 @@ class Engine:
 
     def _started(self, server: ServerInfo) -> None:
         """A server has appeared: whatever was in the one before is gone."""
-        self._slots.restart(server.n_slots)
+        self._slots.restart(self.keeper.n_places(server))
         self.conversations.lost(server.adopts)
         self.keeper.restarted(server)
 

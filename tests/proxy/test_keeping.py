@@ -232,6 +232,27 @@ def test_many_at_once_cost_the_server_hardly_more_than_without_us(
     assert totals["ours"] <= 1.3 * totals["direct"]
 
 
+def test_one_at_a_time_is_one_at_a_time_and_keeps_slots_all_the_same(tmp_path: Path) -> None:
+    house = House(tmp_path, "", ("-np", "4", "-kvu"))
+    busiest = 0
+    with house.server() as port, house.proxy(port, one_at_a_time=True) as running:
+        chats = [long_chat(200, start) for start in (0, 7, 13)]
+        with ThreadPoolExecutor(3) as pool:
+            turns = [pool.submit(_three_turns, chat, running.port) for chat in chats]
+            while not all(turn.done() for turn in turns):
+                slots = json.loads(ask(port, "GET", "/slots").body)
+                busiest = max(busiest, sum(slot["is_processing"] for slot in slots))
+        assert [turn.result() for turn in turns] == [None] * 3
+        settled(running)
+        before = decoded(port)
+        for chat in chats:
+            chat.ask(running.port, NEW)
+            settled(running)
+        assert decoded(port) - before <= 3 * (SLACK + 10)
+        assert not running.engine.metrics.degraded.collect()[0].samples
+    assert busiest == 1
+
+
 def _three_turns(chat: Chat, port: int) -> None:
     for turn in range(3):
         cached, new = chat.ask(port, f"Turn {turn}.")

@@ -81,6 +81,11 @@ class Keeper:
         """Whether anything is decoded ahead or written now."""
         return self._chores.busy
 
+    def n_places(self, server: ServerInfo) -> int:
+        """How many requests may run on a server at a time."""
+        alone = self.on and self._config.one_at_a_time and not server.patched
+        return 1 if alone else server.n_slots
+
     def stop(self) -> None:
         """Leave off whatever is decoded ahead: somebody wants the server."""
         for task in self._ahead:

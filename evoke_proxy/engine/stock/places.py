@@ -84,7 +84,8 @@ class Places:
         """What a conversation has left, if it is still there and can be reached from its lease."""
         if held is None or not held.still(looks):
             return None
-        return held if held.slot == slot or self._facts.clears else None
+        anywhere = self._facts.clears or len(self._slots.pool) == 1
+        return held if held.slot == slot or anywhere else None
 
     def _pinned(self, seat: Seat, slot: int) -> int | None:
         """The slot to name; None where llama-server finds a better one itself.
@@ -153,8 +154,9 @@ class Places:
         why_not = self._states.worth_saving(seat.tenant, seat.boundary)
         if not why_not and self._states.save_in_s() > 0:
             why_not = "rate"
-        if not why_not and self._facts.clears:
-            why_not = "cleared"  # before its request could begin, should another one begin
+        pool = self._slots.pool
+        if not why_not and self._facts.clears and not (len(pool) == 1 or pool.alone()):
+            why_not = "cleared"  # before it could be saved, should another request begin
         if why_not:
             if why_not != "there":
                 self._metrics.saves.labels(result=f"skipped_{why_not}").inc()
@@ -168,9 +170,10 @@ class Places:
             _log.info("no boundary: status %d", error.status)
             return
         self._learn(seat, state, done, reuse)
-        if done.slot != way.leases[0].slot:
-            await self._move(way, done.slot)
-        seat.slot = done.slot if len(self._slots.pool) > 1 else None
+        if len(pool) > 1 and not self._facts.clears:
+            if done.slot != way.leases[0].slot:
+                await self._move(way, done.slot)
+            seat.slot = done.slot
         way.stage = "save"
         if await self._facts.fresh(client):
             label = self.label(seat, kind_of(seat.request), seat.boundary)
@@ -226,8 +229,9 @@ class Places:
         # Where nobody knows in which slot it was, llama-server may have it in RAM all the same.
         left = Held(slot.id if slot is not None else -1, seat.prompt, False, now, slot)
         self.held[way.conversation.id] = left
-        if way.lease is not None and slot is not None and slot.id != way.lease.slot:
-            self._slots.pool.moved(way.conversation.id, slot.id)
+        pool = self._slots.pool
+        if len(pool) > 1 and slot is not None and pool.slot_of(way.conversation.id) != slot.id:
+            pool.moved(way.conversation.id, slot.id)
 
     def _found(self, seat: Seat, looks: Sequence[SlotLook], n_tokens: int) -> SlotLook | None:
         """The slot that an answer was in, after which so many tokens are in it, give or take."""
