@@ -128,6 +128,10 @@ RAM = ("--evoke-ram", "16")
     ("options", "reason"),
     [
         (("--ctx-logical", "9000", *RAM), "more than the 8192 tokens the model was trained for"),
+        (
+            ("--ctx-logical", "17000", "--rope-scaling", "yarn", "--rope-scale", "2", *RAM),
+            "more than the 16384 tokens",
+        ),
         (("--ctx-logical", "8000"), "they need --evoke-ram"),
         (("--kv-eviction", "1"), "they need --evoke-ram"),
         (("--kv-eviction", "4", *RAM), '"--kv-eviction": must be between 0 and 3'),
@@ -160,8 +164,9 @@ def test_a_start_that_makes_no_sense_ends_with_its_reason(
     assert reason in done.stderr + done.stdout
 
 
-def test_rope_scaling_makes_more_of_it() -> None:
-    scaled = ("--rope-scaling", "linear", "--rope-scale", "2", "--ctx-logical", "16000")
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_rope_scaling_makes_more_of_it(scaling: str) -> None:
+    scaled = ("--rope-scaling", scaling, "--rope-scale", "2", "--ctx-logical", "16000")
     options = ("-c", "1024", "-np", "1", *RAM, *scaled)
     with running(True, *options, model=ensure(SHAPES["tiny-dense"])) as server:
         assert server.slot()["n_ctx_logical"] == 16000

@@ -171,6 +171,17 @@ def test_of_slots_that_share_cells_the_larger_one_gives() -> None:
     assert slots[0]["resident"][0] == [0, FIRST]
 
 
+def test_slots_with_cells_of_their_own_fill_only_these() -> None:
+    with evicting(1, "-np", "2", "-no-kvu", "--ctx-logical", "2000") as server:
+        server.complete(text(400, seed=5), 1, n_predict=1, marked=False)
+        long = server.complete(text(900), 0, n_predict=100, marked=False)
+        slots = [server.slot(id) for id in (0, 1)]
+    assert [slot["n_ctx_logical"] for slot in slots] == [2000, 2000]
+    assert [slot["n_cells"] for slot in slots] == [CELLS // 2, CELLS // 2]
+    assert long["timings"]["evoke"]["n_resident_peak"] <= CELLS // 2
+    assert slots[1]["n_resident"] == 400
+
+
 @pytest.mark.parametrize("shape", ["tiny-gemma", "tiny-lfm2"])
 def test_other_memories_do_the_same(shape: str) -> None:
     options = (*OPTIONS, "--kv-eviction", "1", "-np", "1")
