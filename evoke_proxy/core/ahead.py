@@ -60,7 +60,7 @@ def unkept(request: ChatRequest) -> str:
     begun = bool(request.messages) and request.messages[-1].role is Role.ASSISTANT
     own = {"add_generation_prompt", "continue_final_message", "prefill_assistant"}
     reasons = (
-        ("dialect", request.dialect not in ("chat", "messages")),
+        ("dialect", request.dialect not in ("chat", "messages", "responses")),
         ("continues", begun or not own.isdisjoint(request.keys)),
         ("lora", "lora" in request.keys),
     )

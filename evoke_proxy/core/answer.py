@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # A longer answer is no use: nobody waits for its look-ahead.
@@ -11,7 +11,8 @@ _MAX_BYTES = 4 * 1024 * 1024
 
 
 class AnswerReader:
-    """Feed it a reply of chat completions or messages, whole or streamed; `message` at the end."""
+    """Feed it a reply of any dialect but raw completions, whole or streamed; `message` at the
+    end."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -71,6 +72,10 @@ def _part(text: bytes) -> Mapping[str, Any] | None:
 
 def _of_blocks(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """An answer of /v1/messages, or an event of its stream, as a part of a chat's answer."""
+    response = value.get("response", value)
+    output = response.get("output") if isinstance(response, dict) else None
+    if isinstance(output, list):  # whole, or the last event of /v1/responses
+        return _of_items([item for item in output if isinstance(item, dict)])
     content = value.get("content")
     of_event = [value.get("content_block"), value.get("delta")]
     given = content if isinstance(content, list) else of_event
@@ -79,6 +84,22 @@ def _of_blocks(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     thought = "".join(_text(block, "thinking") for block in blocks)
     called = any(block.get("type") == "tool_use" for block in blocks)
     return {"content": said, "reasoning_content": thought, "tool_calls": called}
+
+
+def _of_items(items: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """An answer of /v1/responses as a part of a chat's answer."""
+    said = {"message": "", "reasoning": ""}
+    for item in items:
+        content = item.get("content")
+        parts = [part for part in content if isinstance(part, dict)] if content else []
+        if item.get("type") in said:
+            said[item["type"]] += "".join(_text(part, "text") for part in parts)
+    called = any(item.get("type") == "function_call" for item in items)
+    return {
+        "content": said["message"],
+        "reasoning_content": said["reasoning"],
+        "tool_calls": called,
+    }
 
 
 def _text(part: Mapping[str, Any], key: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 # A restored state that does not save this many times its own cost is not worth the risk.
 _GAIN = 2.0
@@ -78,6 +80,19 @@ class Costs:
             return True
         n_bytes = n_tokens * self.bytes_per_token
         return self.prefill.seconds(gain) > _SAVE_SHARE * self.save.seconds(n_bytes)
+
+
+def cost_of(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Tokens of a turn that were cached, decoded and made, as an answer of any dialect tells."""
+    if timings:
+        cached, decoded, made = (timings.get(key) for key in ("cache_n", "prompt_n", "predicted_n"))
+    elif "input_tokens_details" in usage:  # of responses: all of the prompt, the cached ones too
+        cached = (usage["input_tokens_details"] or {}).get("cached_tokens") or 0
+        decoded, made = (usage.get("input_tokens") or 0) - cached, usage.get("output_tokens")
+    else:
+        cached, decoded = usage.get("cache_read_input_tokens"), usage.get("input_tokens")
+        made = usage.get("output_tokens")
+    return int(cached or 0), int(decoded or 0), int(made or 0)
 
 
 @dataclass(slots=True)

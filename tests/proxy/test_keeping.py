@@ -322,3 +322,35 @@ def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path
         assert quiet_metric(running, "evoke_prefix_divergence_total", cause="date_line") == 1
         latest = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"][0]
         assert latest["drift"] == {"cause": "date_line", "message": 0, "characters": [30, 32]}
+
+
+def _respond(port: int, items: list[object], **fields: object) -> dict[str, object]:
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    body = {"input": items, "max_output_tokens": 24, "tools": [tool], "instructions": "Help."}
+    answer = ask(port, "POST", "/v1/responses", json.dumps(body | fields).encode())
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+def test_responses_keep_their_cache_too(tmp_path: Path) -> None:
+    house = House(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a":1}'}
+    items: list[object] = [
+        {"role": "user", "content": "one two three four " * 300},
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "x"},
+        {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
+    ]
+    with house.both() as running:
+        said = _respond(running.port, items)
+        settled(running)
+        assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
+    items += [*said["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
+    with house.both() as running:
+        before = decoded(running.port)
+        usage = _respond(running.port, items)["usage"]
+        assert decoded(running.port) - before <= 24 + SLACK
+        assert usage["input_tokens_details"]["cached_tokens"] > 1000  # type: ignore[index]
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1

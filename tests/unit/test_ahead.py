@@ -72,7 +72,7 @@ def test_what_has_no_boundary_is_not_kept() -> None:
     assert unkept(_chat(n=2)) == "n"
     assert unkept(_chat(cache_prompt=False)) == "cache_prompt"
     assert unkept(_chat(evoke=False)) == "disabled"
-    assert unkept(parse_chat("responses", {"input": "x"})) == "dialect"
+    assert unkept(parse_chat("completions", {"prompt": "x"})) == "dialect"
 
 
 def test_a_boundary_behind_a_tool_is_a_step() -> None:

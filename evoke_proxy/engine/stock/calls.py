@@ -70,11 +70,9 @@ class StockCalls:
         answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
         return str(answer.get("prompt"))
 
-    async def count(self, body: bytes, client: Client) -> int:
-        """How many tokens llama-server sees in a /v1/messages request; -1 when it does not say."""
-        answer = await self._upstream.call(
-            "POST", "/v1/messages/count_tokens", body, client, "render"
-        )
+    async def count(self, path: str, body: bytes, client: Client) -> int:
+        """How many tokens llama-server sees in a request; -1 when it does not say."""
+        answer = await self._upstream.call("POST", path, body, client, "render")
         counted = answer.get("input_tokens")
         return counted if isinstance(counted, int) else -1
 

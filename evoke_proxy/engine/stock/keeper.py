@@ -11,8 +11,8 @@ import orjson
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
+from evoke_proxy.core import anthropic, responses
 from evoke_proxy.core.ahead import unkept
-from evoke_proxy.core.anthropic import as_chat
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.drift import Drift, drift, opening
 from evoke_proxy.core.rendered import Rendered, common_prefix
@@ -34,6 +34,9 @@ from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
+# What other dialects are as chats, and where llama-server counts the tokens of such a request.
+_AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
+_COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
 class Keeper:
@@ -143,7 +146,7 @@ class Keeper:
         way.seat = seat
         self._note_drift(known, seat)
         await self._places.prepare(way, seat, known.id, client)
-        if seat.slot is not None and request.dialect == "chat":  # in no other it can be said
+        if seat.slot is not None and request.dialect != "messages":  # there it cannot be said
             place = {"id_slot": orjson.dumps(seat.slot)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
 
@@ -165,14 +168,14 @@ class Keeper:
     ) -> Seat | None:
         """None when llama-server counts other tokens than we do, so that we know nothing of it."""
         way.stage = "render"
-        body, is_chat = way.body, request.dialect == "chat"
-        if not is_chat:
-            body = orjson.dumps(as_chat(parse_object(body)))
+        body, path = way.body, _COUNTED.get(request.dialect)
+        if path is not None:
+            body = orjson.dumps(_AS_CHAT[request.dialect](parse_object(body)))
         if self._facts.stability(request.has_tools).boundary:
             prompt, n_stable = await self._calls.boundary(body, client)
         else:
             prompt, n_stable = await self._calls.render(body, client), 0
-        if not is_chat and await self._calls.count(way.body, client) != len(prompt):
+        if path is not None and await self._calls.count(path, way.body, client) != len(prompt):
             return None
         return Seat(request, tenant, body, prompt, prompt[:n_stable])
 

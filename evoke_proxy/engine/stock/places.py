@@ -13,6 +13,7 @@ import numpy as np
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.ahead import kind_of
+from evoke_proxy.core.costs import cost_of
 from evoke_proxy.core.held import Held, SlotLook, restarted
 from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import Match
@@ -211,10 +212,8 @@ class Places:
 
     async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
         """The answer is over: remember what it has left in its slot."""
-        timings, usage = way.observer.timings or {}, way.observer.usage or {}
-        cached = int(timings.get("cache_n") or usage.get("cache_read_input_tokens") or 0)
-        decoded = int(timings.get("prompt_n") or usage.get("input_tokens") or 0)
-        made = int(timings.get("predicted_n") or usage.get("output_tokens") or 0)
+        timings = way.observer.timings or {}
+        cached, decoded, made = cost_of(timings, way.observer.usage or {})
         self._facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
         if seat.match is not None:
             self._states.proved(seat.match, cached)

@@ -1,0 +1,95 @@
+"""A responses body as the chat that llama-server makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.answer import AnswerReader
+from evoke_proxy.core.costs import cost_of
+from evoke_proxy.core.responses import as_chat
+
+
+def test_what_one_assistant_says_thinks_and_calls_is_one_message() -> None:
+    said = {"type": "output_text", "text": "so"}
+    chat = as_chat(
+        {
+            "instructions": "Help.",
+            "input": [
+                {"role": "user", "content": "one", "type": "message", "status": "done"},
+                {"type": "reasoning", "summary": [], "content": [{"text": "hm"}]},
+                {"type": "message", "role": "assistant", "content": [said]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "4"},
+                {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
+            ],
+            "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}],
+            "reasoning": {"effort": "low"},
+            "max_output_tokens": 3,
+            "temperature": 0,
+        }
+    )
+    system, first, assistant, result, second = chat["messages"]
+    assert system == {"role": "system", "content": "Help."}
+    assert first == {"role": "user", "content": [{"text": "one", "type": "text"}]}
+    assert assistant == {
+        "role": "assistant",
+        "content": [{"text": "so", "type": "text"}],
+        "reasoning_content": "hm",
+        "tool_calls": [
+            {"function": {"arguments": "{}", "name": "f"}, "id": "c", "type": "function"}
+        ],
+    }
+    assert result == {"content": "4", "role": "tool", "tool_call_id": "c"}
+    assert second["content"] == [{"text": "two", "type": "text"}]
+    assert chat["tools"] == [{"type": "function", "function": {"strict": True, "name": "f"}}]
+    assert chat["reasoning_effort"] == "low" and chat["temperature"] == 0
+    assert not {"input", "instructions", "reasoning", "max_output_tokens"} & chat.keys()
+
+
+@pytest.mark.parametrize("body", [{}, {"input": 3}, {"input": [1, {}]}, {"input": "hi"}])
+def test_nonsense_makes_no_exception(body: dict[str, Any]) -> None:
+    messages = as_chat(body)["messages"]
+    assert messages == ([{"role": "user", "content": "hi"}] if body.get("input") == "hi" else [])
+
+
+def test_its_answers_are_read_whole_or_from_the_last_event() -> None:
+    output = [
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}]},
+        {"type": "message", "content": [{"type": "output_text", "text": "Yes"}]},
+    ]
+    delta = {"type": "response.output_text.delta", "delta": "Yes"}
+    last = {"type": "response.completed", "response": {"output": output}}
+    whole, streamed = AnswerReader(), AnswerReader()
+    whole.feed(json.dumps({"object": "response", "output": output}).encode())
+    for event in (delta, last):
+        streamed.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
+    wanted = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+    assert whole.message(True) == streamed.message(True) == wanted
+    called = AnswerReader()
+    called.feed(json.dumps({"output": [{"type": "function_call", "name": "f"}]}).encode())
+    assert called.message(False) is None
+
+
+@pytest.mark.parametrize(
+    ("timings", "usage"),
+    [
+        ({"cache_n": 5, "prompt_n": 3, "predicted_n": 2}, {"prompt_tokens": 8}),
+        ({}, {"cache_read_input_tokens": 5, "input_tokens": 3, "output_tokens": 2}),
+        (
+            {},
+            {
+                "input_tokens": 8,
+                "output_tokens": 2,
+                "input_tokens_details": {"cached_tokens": 5},
+            },
+        ),
+    ],
+)
+def test_every_dialect_tells_what_a_turn_cost(
+    timings: dict[str, int], usage: dict[str, Any]
+) -> None:
+    assert cost_of(timings, usage) == (5, 3, 2)
+    assert cost_of({}, {}) == (0, 0, 0)
