@@ -46,6 +46,7 @@ def ensure_server(
     patched: bool = True,
     cuda: bool = False,
     sanitize: bool = False,
+    flags: tuple[str, ...] = (),
     source: Path | None = None,
     jobs: int | None = None,
     progress: bool = True,
@@ -55,11 +56,12 @@ def ensure_server(
     """The path of a finished llama-server, built first if the cache holds none.
 
     `source` builds another llama.cpp checkout instead of the pin. `sanitize` builds what is
-    ours and around it with sanitizers, in a tree of its own. `progress` writes to stderr;
-    nothing is ever written to stdout. Raises BuildError with a message for a person.
+    ours and around it with sanitizers, `flags` are more of cmake's: each in a tree of its own.
+    `progress` writes to stderr; nothing is ever written to stdout. Raises BuildError with a message
+    for a person.
     """
     cache = cache or cache_dir()
-    tools = find_toolchain(cuda, sanitize)
+    tools = find_toolchain(cuda, sanitize).with_flags(*flags)
     order = place_order(patched, tools, source, patches or patches_dir(), cache)
     found = finished_server(cache, order.key)
     if found is not None:
