@@ -27,8 +27,8 @@ class BlockTable(Sequence[Block]):
     """Blocks in ascending order that do not overlap; immutable, and so are its arrays.
 
     Each array has one value a block: `starts` and `ends` positions, `messages` and `turns` numbers,
-    `roles` indexes into ROLES. `copied` says which blocks have a copy in the host pool; in
-    a new table none has. Slices and sums are tables again.
+    `roles` indexes into ROLES. `copied` says which blocks have a copy in the host pool; in a new
+    table none has. Slices and sums are tables again.
     """
 
     __slots__ = (

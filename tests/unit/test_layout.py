@@ -214,6 +214,8 @@ def test_marks_are_those_of_now_and_of_the_turn() -> None:
     assert {block.priority for block in preferred.blocks} == {3.0}
     assert all(block.pinned for block in COLD.marked({}, {1: (True, 1.0)}).blocks)
     assert preferred.marked({}, {}).blocks == COLD.blocks
+    saved = copied(COLD, COLD.blocks[1], COLD.blocks[3])
+    assert states(saved.marked({1: "pin"}, {})) == states(saved) == "dsdsd"
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
