@@ -2,9 +2,11 @@
 
 Four servers with the same model and options: stock, stock once more, patched, patched with
 --evoke-ram. Each round every one of them decodes the same tokens behind the same prompt, one after
-the other, the first of a round another each time; a ratio is of two runs of one round. How far
-the second stock server is from the first says what the machine does by itself: a ratio is
-`within_noise` when its median lies between the 5th and the 95th percentile of that.
+the other, the first of a round another each time. A speed is tokens by processor time of the whole
+server, which other programs disturb less than tokens by the clock (`per_s`); a ratio is of two
+runs of one round. How far the second stock server is from the first says what the machine does by
+itself: a ratio is `within_noise` when its median lies between the 5th and the 95th percentile of
+that. Linux only.
 """
 
 from __future__ import annotations
@@ -22,21 +24,45 @@ from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import ensure_server
 
 ARMS = ("stock", "stock_again", "patched", "patched_evoke_ram")
-_COLUMNS = ("arm", "tokens_per_s", "min", "max", "ratio", "ratio_low", "ratio_high")
+_COLUMNS = ("arm", "per_cpu_s", "min", "max", "per_s", "ratio", "ratio_low", "ratio_high")
+
+Speed = tuple[float, float]  # tokens by second of processor time, tokens by second
 
 
-def speed(server: Llama, prompt: Sequence[int], tokens: int) -> float:
-    """Tokens a second, as the server counts them; the prompt is in the cache but for its last."""
+def process(port: int) -> Path:
+    """The folder in /proc of the server that listens there; LookupError when there is none."""
+    wanted = [b"--port", str(port).encode()]
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(words[i : i + 2] == wanted for i in range(len(words))):
+            return folder
+    raise LookupError(f"no process has --port {port}")
+
+
+def cpu_s(folder: Path) -> float:
+    """Processor time of all threads of a process so far, in seconds."""
+    times = (task.read_text().split()[0] for task in folder.glob("task/*/schedstat"))
+    return sum(map(int, times)) / 1e9
+
+
+def speed(server: Llama, prompt: Sequence[int], tokens: int) -> Speed:
+    """One generation; the prompt is in the cache but for its last token."""
     body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "cache_prompt": True}
+    folder = process(server.port)
+    began = cpu_s(folder)
     answer = server.call("POST", "/completion", body | {"ignore_eos": True})
-    return float(answer["timings"]["predicted_per_second"])
+    used = cpu_s(folder) - began
+    return tokens / used, float(answer["timings"]["predicted_per_second"])
 
 
 def rounds(
     servers: Mapping[str, Llama], prompt: Sequence[int], tokens: int, repeats: int
-) -> dict[str, list[float]]:
+) -> dict[str, list[Speed]]:
     """Speeds by arm, one for each round; one more round before them is not counted."""
-    speeds: dict[str, list[float]] = {arm: [] for arm in servers}
+    speeds: dict[str, list[Speed]] = {arm: [] for arm in servers}
     names = list(servers)
     for i in range(-1, repeats):
         turn = i % len(names)
@@ -56,15 +82,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
-def row(arm: str, speeds: Mapping[str, Sequence[float]]) -> dict[str, object]:
+def row(arm: str, speeds: Mapping[str, Sequence[Speed]]) -> dict[str, object]:
     """One arm: its speeds, and the ratios to stock round by round."""
-    ratios = [own / stock for own, stock in zip(speeds[arm], speeds["stock"], strict=True)]
-    spread = record.spread(speeds[arm])
+    ratios = [own[0] / stock[0] for own, stock in zip(speeds[arm], speeds["stock"], strict=True)]
+    spread = record.spread([by_cpu for by_cpu, _ in speeds[arm]])
     return {
         "arm": arm,
-        "tokens_per_s": spread["median"],
+        "per_cpu_s": spread["median"],
         "min": spread["min"],
         "max": spread["max"],
+        "per_s": statistics.median(by_clock for _, by_clock in speeds[arm]),
         "ratio": statistics.median(ratios),
         "ratio_low": percentile(ratios, 0.05),
         "ratio_high": percentile(ratios, 0.95),
@@ -86,13 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.decode",
         description=__doc__,
-        epilog="example:\n  python -m bench.decode --repeats 20",
+        epilog="example:\n  python -m bench.decode --repeats 100",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="deep-24")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--context", type=int, default=1536, help="tokens of the prompt (1536)")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens decoded each time (96)")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens decoded each time (48)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     model, stock = ensure(SHAPES[args.shape]), ensure_server(patched=False, progress=False)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from bench import decode, limit
 
 
-def speeds(**over: list[float]) -> dict[str, list[float]]:
+def speeds(**over: list[float]) -> dict[str, list[decode.Speed]]:
     same = [100.0, 90.0, 110.0, 100.0]
-    return {arm: over.get(arm, same) for arm in decode.ARMS}
+    return {arm: [(speed, 1.0) for speed in over.get(arm, same)] for arm in decode.ARMS}
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,17 @@ def test_the_search_finds_the_most_that_get_on(most: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(limit, "together", together)
     assert limit.most(None, 10) == (most, 10.0 * most)  # type: ignore[arg-type]
+
+
+def test_processor_time_grows_with_work_not_with_waiting() -> None:
+    own = Path("/proc/self")
+    began = decode.cpu_s(own)
+    time.sleep(0.1)
+    asleep = decode.cpu_s(own) - began
+    sum(range(10_000_000))
+    assert asleep < 0.05 < decode.cpu_s(own) - began
+
+
+def test_a_server_is_found_by_its_port() -> None:
+    with pytest.raises(LookupError, match="--port 1"):
+        decode.process(1)
