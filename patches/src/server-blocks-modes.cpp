@@ -337,6 +337,9 @@ bool server_blocks::evict_next(int id) {
     }
     const llama_tokens tokens = state[id].prompt->tokens.get_text_tokens();
     const auto         hashes = prefix_hashes(tokens);
+    if (out.p1 > (llama_pos) tokens.size()) {
+        return evict_rows(id, out.p0, out.p1) > 0; // of a text that was given up: its next request empties the slot
+    }
     if (out.name.empty()) {
         // by content: the same text evicted again has the same name
         out.name = string_format("auto/%016" PRIx64 "/%d-%d", hashes[out.p1], out.p0, out.p1);
