@@ -30,6 +30,9 @@ bench: build .venv/clients
 
 bench-embedding bench-quality bench-retrieval: .venv/clients
 
+# The recipe that others use is an arm of it, on the same server in the same run.
+bench-peers: bench-restart ;
+
 # What it writes: a table, and out/bench/NAME.json. ARGS='--help' says what a bench can be told.
 bench-%: venv
 	@$(BIN)/python -m bench.$* $(ARGS)

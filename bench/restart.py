@@ -34,7 +34,12 @@ from evoke_proxy.server_build import ensure_server
 
 ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours")
 SIZES = (1024, 5120, 28672)
-MODELS = {"dense": "deep-24", "hybrid": "hybrid-8"}
+MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dense": ("deep-24", ()),
+    "hybrid": ("hybrid-8", ()),
+    "windows": ("tiny-gemma", ()),
+    "windows-full": ("tiny-gemma", ("--swa-full",)),
+}
 _COLUMNS = (
     "model", "tokens", "arm", "ttft_ms", "decoded", "vs_cold", "restore_ms", "floor_ms", "mib",
 )  # fmt: skip
@@ -42,10 +47,10 @@ _REST_S = 60.0
 
 
 class Chat:
-    """Grows by an answer a turn; a word is about three tokens."""
+    """Grows by an answer a turn; a word is about 4.4 tokens."""
 
     def __init__(self, tokens: int, seed: int) -> None:
-        words = [f"w{(i * 7 + seed) % 997}" for i in range(tokens // 3)]
+        words = [f"w{(i * 7 + seed) % 997}" for i in range(tokens * 10 // 44)]
         self.messages = [{"role": "user", "content": f"{seed}: {' '.join(words)}"}]
 
     def turn(self, port: int, answer: int) -> float:
@@ -87,8 +92,10 @@ def _sample(text: str, name: str) -> float:
 class Bench:
     """One model on one server binary; everything is saved below a folder of its own."""
 
-    def __init__(self, shape: str, binary: Path, folder: Path, answer: int) -> None:
-        self._command = [str(binary), "-m", str(ensure(SHAPES[shape])), "-np", "1", "-c", "32768"]
+    def __init__(self, model: str, binary: Path, folder: Path, answer: int) -> None:
+        shape, options = MODELS[model]
+        self._command = [str(binary), "-m", str(ensure(SHAPES[shape])), "-np", "1", *options]
+        self._command += ["-c", str(min(32768, SHAPES[shape].context))]
         self._command += ["--jinja", "--chat-template-file", str(qwen_template()), "--metrics"]
         self._command += ["-t", "1", "-tb", "1", "--slot-save-path", str(folder)]
         self._folder = folder
@@ -166,12 +173,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each model, length and arm: medians of the repeats, arms taking turns."""
     binary, rows = args.server or ensure_server(patched=False), []
     for model in args.models:
-        for tokens in args.sizes:
+        fitting = [size for size in args.sizes if size + 1024 < SHAPES[MODELS[model][0]].context]
+        for tokens in fitting:
             found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
             for seed in range(args.repeats):
                 for arm in ARMS:
                     with tempfile.TemporaryDirectory() as folder:
-                        bench = Bench(MODELS[model], binary, Path(folder), args.answer)
+                        bench = Bench(model, binary, Path(folder), args.answer)
                         found[arm].append(bench.measure(arm, tokens, 1000 * seed))
             cold = statistics.median(row["ttft_ms"] for row in found["cold"])
             for arm, runs in found.items():

@@ -62,12 +62,11 @@ class Facts:
 
     async def fresh(self, client: Client) -> bool:
         """Whether it is still the server it was; called before a state is saved or restored."""
-        now = await self._calls.fingerprint(client)
-        same, self.fingerprint = now == self.fingerprint, now
-        if not same:
-            _log.warning("llama-server is not what it was: its snapshots are others from now on")
-            self.costs, self.memory = Costs(self._config.stall_share), Memory()
-        return same
+        if await self._calls.fingerprint(client) == self.fingerprint:
+            return True
+        _log.warning("llama-server is not what it was: its snapshots are others from now on")
+        self.forget()
+        return False
 
     def described(self) -> str:
         """One line for a person."""
