@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.quality.arms import CEILING
+from bench.quality.plan import HEADLINES
 from bench.quality.tables import table
+from evoke_proxy.core.blocks import Span, clipped, count
 
 Record = Mapping[str, Any]
 _SHOWN = 160
 _ROWS = 60
+_CAUSES = ("not chosen", "cut in two", "there, answered otherwise", "should not be known")
 
 
 def missed(records: Sequence[Record], policy: str) -> Iterator[tuple[Record, Mapping[str, Any]]]:
@@ -27,7 +31,8 @@ def missed(records: Sequence[Record], policy: str) -> Iterator[tuple[Record, Map
 
 def report(records: Sequence[Record], policy: str = "evoke") -> str:
     """A Markdown section: counts by cause, then every miss."""
-    found = list(missed(records, policy))
+    bars = {cell for cells in HEADLINES.values() for cell in cells}
+    found = sorted(missed(records, policy), key=lambda item: item[0]["cell"] not in bars)
     hidden = [item for item in found if not item[1]["visible"] and item[1]["known"]]
     parts = [
         f"## Questions that {policy} lost",
@@ -35,11 +40,40 @@ def report(records: Sequence[Record], policy: str = "evoke") -> str:
         " and the model answered something else.",
     ]
     if found:
-        columns = ("session", "arm", "question", "expected", "answer", "fact at", "there", "seen")
+        parts.append(_by_cause(found))
+        columns = (
+            *("session", "arm", "question", "expected", "answer", "fact at", "of it there"),
+            "seen",
+        )
         parts.append(table(columns, [_cells(*item) for item in found[:_ROWS]]))
     if len(found) > _ROWS:
         parts.append(f"{len(found) - _ROWS} more are in the journal.")
     return "\n\n".join(parts) + "\n"
+
+
+def _by_cause(found: Sequence[tuple[Record, Mapping[str, Any]]]) -> str:
+    """A line a cell and arm, a column a cause."""
+    causes = Counter((record["cell"], record["arm"], cause(probe)) for record, probe in found)
+    groups = dict.fromkeys((cell, arm) for cell, arm, _ in causes)
+    lines = [(*group, *(causes[(*group, why)] for why in _CAUSES)) for group in groups]
+    return table(("cell", "arm", *_CAUSES), lines)
+
+
+def cause(probe: Mapping[str, Any]) -> str:
+    """Why an answer was wrong: no block with the fact was chosen, one of two, or it was there."""
+    if not probe["known"]:
+        return _CAUSES[3]
+    if probe["visible"]:
+        return _CAUSES[2]
+    return _CAUSES[1] if max(there for there, _ in _there(probe)) else _CAUSES[0]
+
+
+def _there(probe: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    """For each place of the fact how many of its tokens were seen, and of how many."""
+    seen = [Span(*edges) for edges in probe["seen"]]
+    for place in probe["gold"]:
+        span = Span(*place)
+        yield count(clipped(seen, span)), len(span)
 
 
 def _cells(record: Record, probe: Mapping[str, Any]) -> list[str]:
@@ -51,6 +85,6 @@ def _cells(record: Record, probe: Mapping[str, Any]) -> list[str]:
         probe["expected"],
         probe["answer"].replace("|", "\\|").replace("\n", " "),
         ", ".join(f"{a}-{b}" for a, b in probe["gold"]) or "-",
-        "yes" if probe["visible"] else "no",
+        ", ".join(f"{there} of {length}" for there, length in _there(probe)) or "-",
         seen[:_SHOWN],
     ]

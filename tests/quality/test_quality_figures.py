@@ -35,6 +35,7 @@ def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any)
             "visible": seen == "1",
             "decoded_again": False,
             "gold": [[10, 20]],
+            "seen": [[10, 14]] if seen == "2" else [[10, 20]] if seen == "1" else [],
             "saw": ["1: other | text"],
         }
         for i, (answer, seen) in enumerate(zip(answers, visible, strict=True))
@@ -118,8 +119,16 @@ def test_the_report_has_every_cell_and_every_miss() -> None:
     assert "### facts5" in text and "### multi-fact" in text
     assert "1 in all; of 1 the fact was not in the cache" in text
     assert "1: other \\| text" in text
+    assert "| facts5 | evoke@8x | 1 | 0 | 0 | 0 |" in text
     assert "<polyline" in plots.curves(found["rows"], "multi-fact")
     assert "<rect" in plots.bars(found["rows"])
+
+
+def test_a_fact_that_was_half_there_was_cut_in_two() -> None:
+    records = [record("a", CEILING, "111"), record("a", OURS, "000", visible="012")]
+    found = [misses.cause(probe) for _, probe in misses.missed(records, "evoke")]
+    assert found == ["not chosen", "there, answered otherwise", "cut in two"]
+    assert "4 of 10" in misses.report(records)
 
 
 def test_wilson_is_the_published_interval() -> None:
