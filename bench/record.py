@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,19 @@ def machine() -> str:
     except OSError:
         pass
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def checkout() -> str:
+    """The commit that is checked out, and which tracked files are not as it has them; in words."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    changed = [line[3:] for line in git("status", "--porcelain", "-uno").splitlines()]
+    where = f"commit {commit}" if commit else "no git checkout"
+    return f"{where} with changes in {', '.join(changed)}" if changed else where
 
 
 def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None) -> Path:

@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = [
         f"`{shlex.join(['python', '-m', 'bench.quality', *(argv or sys.argv[1:])])}`",
         f"{len(records)} of {len(keys)} sessions x arms; configuration {config}; model"
-        f" {model.name}; {'tuning' if args.tuning else 'reporting'} seeds; {record.machine()}.",
+        f" {model.name}; {'tuning' if args.tuning else 'reporting'} seeds; {record.checkout()};"
+        f" {record.machine()}.",
     ]
     text = tables.report(found, about) + "\n" + misses.report(records)
     _write(args.out, text, found, records)

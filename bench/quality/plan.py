@@ -60,17 +60,17 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     "multi-fact": ("facts5", "facts12", "facts20", "codes"),
 }
 FULL = (
-    Cell("needle", "needle", 4000, 40, core=20, wide=8),
-    Cell("facts5", "facts5", 4000, 5),
-    Cell("facts12", "facts12", 4000, 10, wide=4, ablated=4),
-    Cell("facts20", "facts20", 4000, 4),
-    Cell("codes", "codes", 4000, 5),
-    Cell("updates", "updates", 4000, 6),
-    Cell("files", "files", 4000, 4),
-    Cell("rereads", "rereads", 4000, 5),
-    Cell("paraphrase", "paraphrase", 4000, 6, ablated=4),
-    Cell("unknown", "unknown", 4000, 6),
-    Cell("long", "facts12", 7500, 3),
+    Cell("needle", "needle", 4000, 40, core=10, wide=4),
+    Cell("facts5", "facts5", 4000, 3),
+    Cell("facts12", "facts12", 4000, 10, core=4, wide=2, ablated=3),
+    Cell("facts20", "facts20", 4000, 4, core=2),
+    Cell("codes", "codes", 4000, 3),
+    Cell("updates", "updates", 4000, 4),
+    Cell("files", "files", 4000, 3),
+    Cell("rereads", "rereads", 4000, 3),
+    Cell("paraphrase", "paraphrase", 4000, 4, ablated=3),
+    Cell("unknown", "unknown", 4000, 3),
+    Cell("long", "facts12", 7500, 2),
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
 BLOCKS = (32, 128, 256, 512)
