@@ -117,14 +117,18 @@ class Vault:
 
     def begin_restore(self, snapshot: Snapshot) -> None:
         """From here on it is suspect: should llama-server die of it, it is not tried again."""
-        self._put(replace(snapshot, suspect=True))
+        current = self._current(snapshot)
+        if current is not None:
+            self._put(replace(current, suspect=True))
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
         """llama-server has lived through it."""
-        now = time.time()
-        hits = hits_at(snapshot, now, self._bounds.half_life_s) + useful
-        used = now if useful else snapshot.used
-        self._put(replace(snapshot, suspect=False, used=used, hits=hits))
+        current, now = self._current(snapshot), time.time()
+        if current is None:  # deleted meanwhile
+            return
+        hits = hits_at(current, now, self._bounds.half_life_s) + useful
+        used = now if useful else current.used
+        self._put(replace(current, suspect=False, used=used, hits=hits))
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
         """Out of the index, its file kept for whoever wants to look at it."""
@@ -170,6 +174,10 @@ class Vault:
         for name in sizes:
             self.files.discard(name)
         self.trim()
+
+    def _current(self, snapshot: Snapshot) -> Snapshot | None:
+        """As the index has it now: whoever looks after it may have pinned or deleted it."""
+        return next((item for item in self.snapshots if item.id == snapshot.id), None)
 
     def _reload(self) -> None:
         assert self._store is not None

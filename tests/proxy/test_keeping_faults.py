@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,27 @@ def _process_on(port: int) -> int:
             if words[0].endswith(b"llama-server") and str(port).encode() in words:
                 return int(folder.name)
     raise AssertionError(f"no llama-server on {port}")
+
+
+def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) -> None:
+    house, chat = House(tmp_path), long_chat(400)
+    with house.both(look_ahead=False) as proxied:
+        chat.ask(proxied.port, "Begin.")
+        settled(proxied)
+        chat.hear()
+    with house.both(look_ahead=False) as proxied:
+        given = chat.messages + [{"role": "user", "content": "And then?"}]
+        body = json.dumps({"messages": given, "stream": True, "max_tokens": 200}).encode()
+        for wait_s in (0.005, 0.02, 0.05, 0.1, 0.3):
+            connection = http.client.HTTPConnection("127.0.0.1", proxied.port)
+            connection.request("POST", "/v1/chat/completions", body)
+            time.sleep(wait_s)
+            connection.close()
+        settled(proxied)
+        look = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        look.open(claim=False)
+        assert house.files() and not any(item.suspect for item in look.snapshots)
+        look.close()
+        assert proxied.metric("evoke_snapshot_restores_total", result="wasted") == 0
+        assert not list(tmp_path.glob("*.evoke-part"))
+        chat.ask(proxied.port, "And then?")

@@ -182,6 +182,25 @@ def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
         assert not (tmp_path / f"{new.id}.evoke-kv").exists()
 
 
+def test_what_is_pinned_or_deleted_during_a_restore_stays_so(tmp_path: Path) -> None:
+    with vault(tmp_path) as serving:
+        pinned, deleted = kept(serving, branch="p"), kept(serving, branch="d")
+        command = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        command.open(claim=False)
+        for snapshot in (pinned, deleted):
+            serving.begin_restore(snapshot)
+        for seen in list(command.snapshots):
+            if seen.branch == "p":
+                command.pin(seen, True)
+            else:
+                command.delete(seen, "asked")
+        command.close()
+        for snapshot in (pinned, deleted):
+            serving.end_restore(snapshot, useful=True)
+        (left,) = serving.snapshots
+        assert (left.id, left.pinned, left.suspect) == (pinned.id, True, False)
+
+
 def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
     with vault(tmp_path):
         second = Vault(SnapshotsConfig(directory=str(tmp_path)))

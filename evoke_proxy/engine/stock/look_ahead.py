@@ -19,7 +19,7 @@ from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.waiting import SlotQueue
-from evoke_proxy.errors import EvokeError
+from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
 # What is decoded in one go: a request that comes in between waits for no more than the rest of it.
@@ -57,6 +57,8 @@ class LookAhead:
         except asyncio.CancelledError:
             result = "cancelled"
             raise
+        except UpstreamRejected as error:  # its words may quote the prompt
+            _log.warning("not decoded ahead: status %d", error.status)
         except EvokeError as error:
             _log.warning("not decoded ahead: %s", error)
         finally:

@@ -127,9 +127,12 @@ class Places:
         if not await self._facts.fresh(client):
             return None
         slot = self._free(way.lease.slot, seat.before)
-        if slot is None or not await self._states.restore(match, slot, client):
+        if slot is None:
             return None
-        seat.match = match
+        seat.match = match  # at once: whoever is cancelled while it runs still has to conclude it
+        if not await self._states.restore(match, slot, client):
+            seat.match = None
+            return None
         return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic())
 
     def _free(self, slot: int, looks: Sequence[SlotLook] | None) -> int | None:
@@ -215,11 +218,11 @@ class Places:
         timings = way.observer.timings or {}
         cached, decoded, made = cost_of(timings, way.observer.usage or {})
         self._facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
+        looks = await self._calls.looks(client)
         if seat.match is not None:
-            self._states.proved(seat.match, cached)
+            self._prove(seat.match, cached, decoded)
         if decoded:
             self.ram_said(seat, cached)
-        looks = await self._calls.looks(client)
         if way.conversation is None or looks is None:
             return
         if not decoded:
@@ -231,6 +234,12 @@ class Places:
         pool = self._slots.pool
         if len(pool) > 1 and slot is not None and pool.slot_of(way.conversation.id) != slot.id:
             pool.moved(way.conversation.id, slot.id)
+
+    def _prove(self, match: Match, cached: int, decoded: int) -> None:
+        if decoded:
+            self._states.proved(match, cached)
+        else:
+            self._states.unproved(match)
 
     def _found(self, seat: Seat, looks: Sequence[SlotLook], n_tokens: int) -> SlotLook | None:
         """The slot that an answer was in, after which so many tokens are in it, give or take."""

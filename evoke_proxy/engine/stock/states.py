@@ -88,6 +88,10 @@ class States:
         if not useful:
             _log.warning("a restore of %d tokens saved %d from being decoded", match.shared, cached)
 
+    def unproved(self, match: Match) -> None:
+        """It was restored, llama-server lives, and its client left before its use could show."""
+        self._vault.end_restore(match.snapshot, useful=False)
+
     def worth_saving(self, tenant: str, tokens: Tokens) -> str:
         """Why these tokens are not worth a snapshot now; empty when they are."""
         facts = self._facts
