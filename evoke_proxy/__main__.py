@@ -149,6 +149,7 @@ def _described(config: Config) -> str:
         f"policy    {config.policy.name}\n"
         f"budget    {budget}\n"
         f"embedder  {_embedder(config)}\n"
+        f"snapshots {config.snapshots.directory or 'none'}\n"
         "the configuration is valid"
     )
 

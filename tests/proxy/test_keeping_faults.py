@@ -7,8 +7,9 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from keeping import Chat, House, decoded, long_chat, settled
 from running import RunningProxy, ask
 
 from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.demo.processes import free_port, healthy, proxy_command
 from evoke_proxy.engine.stock.calls import StockCalls
 from evoke_proxy.engine.vault import Vault
 
@@ -237,3 +239,43 @@ def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) ->
         assert proxied.metric("evoke_snapshot_restores_total", result="wasted") == 0
         assert not list(tmp_path.glob("*.evoke-part"))
         chat.ask(proxied.port, "And then?")
+
+
+def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(tmp_path: Path) -> None:
+    """Killed while a request is restored, decoded, saved and sealed, or just after it."""
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    house, chat = House(folder), long_chat(300)
+    settings = tmp_path / "evoke.yaml"
+    settings.write_text(json.dumps({"snapshots": {"directory": str(folder), "min_free_mib": 1}}))
+    with house.server() as port:
+        for number, wait_s in enumerate((0.05, 0.15, 0.4)):
+            front = free_port()
+            command = [*proxy_command(front, port), "--config", str(settings)]
+            with subprocess.Popen(command, stderr=subprocess.DEVNULL) as proxy_process:
+                _await(lambda front=front: healthy(front))
+                chat.messages.append({"role": "user", "content": f"Turn {number}."})
+                body = json.dumps({"messages": chat.messages, "max_tokens": 8}).encode()
+                connection = http.client.HTTPConnection("127.0.0.1", front)
+                connection.request("POST", "/v1/chat/completions", body)
+                time.sleep(wait_s)
+                proxy_process.kill()
+                connection.close()
+        with house.proxy(port) as proxied:
+            chat.ask(proxied.port)
+            settled(proxied)
+            look = Vault(SnapshotsConfig(directory=str(folder)))
+            look.open(claim=False)
+            known = {f"{item.id}.evoke-kv": item for item in look.snapshots}
+            assert known.keys() == {path.name for path in house.files()} != set()
+            for name, item in known.items():
+                look.files.verify(name, item.n_bytes, item.checksum)
+            look.close()
+        assert not list(folder.glob("*.evoke-part"))
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
