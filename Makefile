@@ -6,7 +6,7 @@ TESTS  ?= tests
 
 ARGS   ?=
 
-BENCHES := support latency capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart
+BENCHES := support latency copies capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -33,6 +33,10 @@ bench-embedding bench-quality bench-retrieval: .venv/clients
 # The recipe that others use is an arm of it, on the same server in the same run.
 bench-peers: bench-restart ;
 
+# Builds with CUDA: needs nvcc and an NVIDIA GPU, so `make bench` leaves it out.
+bench-latency-gpu: venv
+	@$(BIN)/python -m bench.latency_gpu $(ARGS)
+
 # What it writes: a table, and out/bench/NAME.json. ARGS='--help' says what a bench can be told.
 bench-%: venv
 	@$(BIN)/python -m bench.$* $(ARGS)
@@ -54,6 +58,8 @@ help:
 	@echo "make bench-capture   what capturing attention adds to a generated token"
 	@echo "make bench-decode    decode speed of the patched server against the stock one"
 	@echo "make bench-limit     how long a generation gets in few cells, how many get on at once"
+	@echo "make bench-copies    save and load against a memcpy of as many bytes"
+	@echo "make bench-latency-gpu  the two on an NVIDIA GPU, against the link and decoding again"
 	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
 	@echo "make bench-embedding what a vector of a question or of a block costs"
 	@echo "make bench-retrieval how often the block with the answer is found, and how fast"

@@ -1,9 +1,10 @@
 """What it costs to save, evict and load a block, against decoding the same tokens again.
 
 One server, one slot, a cache that is at least half full. For each block size the four are measured
-in turn, round after round, and medians are given. Re-prefill decodes the block's tokens as the
-tail of the same prompt and asks for one token. Times are those the server reports for the copy
-(`t_ms` of the call, without HTTP) and for the prefill (`prompt_ms`).
+in turn, round after round, and medians are given: first for rows that lie where they were decoded,
+then for rows that were scattered over the cells in runs of 8. Re-prefill decodes the block's tokens
+as the tail of the same prompt and asks for one token. Times are those the server reports for the
+copy (`t_ms` of the call, without HTTP) and for the prefill (`prompt_ms`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.copies import scatter
 from bench.llama import Llama, running
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import ensure_server
@@ -35,16 +37,15 @@ def measure(server: Llama, size: int, filled: int, repeats: int, scattered: bool
         prompt = [10 + (7 * j + i) % 1900 for j in range(filled + size)]
         server.complete(prompt[:filled])
         times["prefill"].append(server.complete(prompt)["timings"]["prompt_ms"])
-        if scattered:
-            _scatter(server, filled)
         name = f"b{size}-{i}"
         start = filled - size
+        if scattered:
+            scatter(server, start, filled)
         saved = server.act("block-save", name=name, p0=start, p1=filled)
         times["save"].append(saved["t_ms"])
         n_bytes = saved["n_bytes"]
         times["evict"].append(server.act("block-evict", p0=start, p1=filled)["t_ms"])
-        place = "contig" if scattered else "same"
-        times["load"].append(server.act("block-load", names=[name], place=place)["t_ms"])
+        times["load"].append(server.act("block-load", names=[name])["t_ms"])
         server.act("block-drop", names=[name])
         server.erase()
     middle = {key: statistics.median(values) for key, values in times.items()}
@@ -58,12 +59,6 @@ def measure(server: Llama, size: int, filled: int, repeats: int, scattered: bool
         "save_load_vs_reprefill": middle["prefill"] / (middle["save"] + middle["load"]),
         "save_over_load": middle["save"] / middle["load"],
     }
-
-
-def _scatter(server: Llama, filled: int) -> None:
-    """Leave only every other run of 8 cells free below the block, by evicting runs of old rows."""
-    ops = [{"op": "evict", "p0": p, "p1": p + 8} for p in range(16, filled // 2, 16)]
-    server.act("block-plan", ops=ops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

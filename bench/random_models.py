@@ -26,7 +26,7 @@ from .random_tensors import Tensor, add_settings, tensors
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What decides memory and cost of a model. `window`: what sliding layers see; `bos`: whether
-    the vocabulary begins every text with a token of its own."""
+    the vocabulary begins every text with a token of its own; `packed`: matrices are Q4_K."""
 
     name: str
     layers: int
@@ -41,6 +41,7 @@ class Shape:
     moe: bool = False
     window: int = 0
     bos: bool = False
+    packed: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -58,6 +59,9 @@ SHAPES = {
         # The KV of Qwen2.5-7B (28 layers, 4 KV heads of 128), a narrow residual stream: what is
         # copied is as large as there, what is computed is cheaper, so ratios are understated.
         Shape("qwen2.5-7b-kv", 28, 512, 4, 4, 128, 1408, 32768),
+        # The two as they are, at the sizes of Q4_K_M but for the small vocabulary: for a GPU.
+        Shape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 32768, packed=True),
+        Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 131072, 500_000.0, packed=True),
         # 24 layers, for overheads a decode step can show.
         Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
         # Eight layers, every other one recurrent, for what a hybrid costs to bring back.
@@ -97,7 +101,8 @@ def ensure(shape: Shape, seed: int = 0) -> Path:
 def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name(f"random {shape.name}")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    kind = gguf.LlamaFileType.MOSTLY_Q4_K_M if shape.packed else gguf.LlamaFileType.MOSTLY_F16
+    writer.add_file_type(kind)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
     writer.add_block_count(shape.layers)
@@ -112,7 +117,11 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     n_vocab = _add_vocabulary(writer, shape.bos)
     writer.add_vocab_size(n_vocab)
     for tensor in tensors(shape, n_vocab):
-        writer.add_tensor(tensor.name, _weights(tensor, random))
+        if shape.packed and len(tensor.size) == 2:
+            packed = _packed(tensor.size, random)
+            writer.add_tensor(tensor.name, packed, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+        else:
+            writer.add_tensor(tensor.name, _weights(tensor, random))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -127,6 +136,20 @@ def _weights(tensor: Tensor, random: np.random.Generator) -> np.ndarray[Any, Any
         return -np.abs(weights)
     scaled = weights / np.float32(np.sqrt(tensor.size[-1]))
     return scaled if tensor.exact else scaled.astype(np.float16)
+
+
+def _packed(size: tuple[int, ...], random: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Q4_K blocks of evenly spread weights, as wide as those of `_weights` (ggml's block_q4_K: d,
+    dmin, eight pairs of 6-bit scales, 256 weights of 4 bits; w = d * scale * q - dmin * min)."""
+    rows, columns = size
+    scale = 8  # every scale and every min, in the packing of get_scale_min_k4
+    step = 1 / (scale * np.sqrt((16**2 - 1) / 12 * columns))
+    blocks = random.integers(0, 256, (rows, columns // 256, 144), dtype=np.uint8)
+    blocks[:, :, :2] = np.array([step], np.float16).view(np.uint8)
+    blocks[:, :, 2:4] = np.array([7.5 * step], np.float16).view(np.uint8)
+    blocks[:, :, 4:12] = scale
+    blocks[:, :, 12:16] = scale << 4 | scale
+    return blocks.reshape(rows, -1)
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, bos: bool) -> int:

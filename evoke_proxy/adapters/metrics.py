@@ -54,6 +54,14 @@ class Metrics:
         self.evicted = self._counter("evoke_blocks_evicted", "Blocks taken out of the KV cache.")
         self.recovered = self._counter("evoke_blocks_recovered", "Blocks put back undecoded.")
         self.as_text = self._counter("evoke_blocks_as_text", "Blocks put back as text, decoded.")
+        self.written_behind = self._counter(
+            "evoke_blocks_written_behind", "Blocks copied while no request ran."
+        )
+        self.writebacks = self._counter(
+            "evoke_writebacks", "Rounds of that, by how they ended.", "result"
+        )
+        for result in ("done", "interrupted", "refused"):
+            self.writebacks.labels(result=result)
         self.resident = self._gauge(
             "evoke_resident_tokens", "Tokens resident in managed slots after their last reply."
         )

@@ -93,6 +93,7 @@ class PolicyConfig:
     weight_relevance: float = 2.0
     attention_layers: int = 4
     infllm_blocks: int = 8
+    writeback: bool = True
     bench_fields: bool = False
 
 

@@ -170,6 +170,12 @@ class Session:
         )
         self._doubtful = {}
 
+    def unsaved(self, view: SlotView) -> list[Save]:
+        """Copies of the resident blocks that have none. `view` must show the slot as this session's
+        last reply left it."""
+        missing = self.layout.blocks.within(view.resident) & ~self.layout.in_pool
+        return [Save(block.label, block.span) for block in self.layout.blocks.pick(missing)]
+
     def save_all(self, view: SlotView) -> Plan:
         """Copies of every resident row that has none, the generated ones too: before another
         session gets this slot. `view` must show the slot as this session's last reply left it.
@@ -177,16 +183,14 @@ class Session:
         if not self._adopts:
             return Plan.EMPTY
         blocks = self.layout.blocks
-        end = blocks[-1].span.end if len(blocks) else 0
-        unsaved = blocks.within(view.resident) & ~self.layout.in_pool
-        saves = [Save(block.label, block.span) for block in blocks.pick(unsaved)]
-        for span in self._generated(view, end):
+        saves = self.unsaved(view)
+        for span in self._generated(view, blocks[-1].span.end if len(blocks) else 0):
             label = f"{wire_name(self.id)}/{span.start}-{span.end}-t{self.turns}/gen"
             saves.append(Save(label, span))
         return Plan(saves=tuple(saves), reason="the slot is given to another session")
 
     def saved_all(self, plan: Plan) -> None:
-        """llama-server has run a plan of `save_all`."""
+        """llama-server has run a plan of `save_all`, or some of `unsaved`."""
         self._moved(plan)
 
     def _moved(self, plan: Plan) -> None:

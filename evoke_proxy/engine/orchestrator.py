@@ -20,7 +20,7 @@ from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
 from evoke_proxy.engine.booking import book
 from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
@@ -30,6 +30,7 @@ from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
+from evoke_proxy.engine.writeback import Writeback
 from evoke_proxy.errors import (
     CapacityError,
     EvokeError,
@@ -67,6 +68,7 @@ class Engine:
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations)
         )
         self._chores = Chores()
+        self._writeback = Writeback(self.upstream, self.metrics, self._slots, self._chores)
 
     async def __aenter__(self) -> Engine:
         await self.keeper.__aenter__()
@@ -264,14 +266,11 @@ class Engine:
         for gone in self.conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
             if gone.labels:
-                self._chores.run(self._drop(gone, client), "dropping blocks of a forgotten session")
+                self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
         self.keeper.parted(way, client)
+        self._writeback.after(way, client)
         self.metrics.sessions.set(len(self.conversations))
         self.metrics.resident.set(sum(known.n_resident for known in self.conversations))
-
-    async def _drop(self, gone: Conversation, client: Mapping[str, str]) -> None:
-        names = {"names": sorted(gone.labels), "tenant": gone.tenant}
-        await self.upstream.run(0, "block-drop", names, client)
 
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""

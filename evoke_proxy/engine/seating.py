@@ -131,3 +131,8 @@ class Seating:
             _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
         else:
             victim.session.saved_all(plan)
+
+    async def drop(self, gone: Conversation, client: Mapping[str, str]) -> None:
+        """Nobody goes on from a conversation any more: its copies are of no use."""
+        names = {"names": sorted(gone.labels), "tenant": gone.tenant}
+        await self._upstream.run(0, "block-drop", names, client)

@@ -78,6 +78,36 @@ void kv_block_stream_end() {
 #endif
 }
 
+// a few bytes, without a call: two copies that may overlap
+template <typename T> void kv_block_few(uint8_t * dst, const uint8_t * src, size_t size) {
+    T a, b;
+    memcpy(&a, src, sizeof(T));
+    memcpy(&b, src + size - sizeof(T), sizeof(T));
+    memcpy(dst, &a, sizeof(T));
+    memcpy(dst + size - sizeof(T), &b, sizeof(T));
+}
+
+struct kv_block_16 {
+    uint64_t v[2];
+};
+
+void kv_block_small(uint8_t * dst, const uint8_t * src, size_t size) {
+    if (size > 32) {
+        memcpy(dst, src, size);
+    } else if (size >= 16) {
+        kv_block_few<kv_block_16>(dst, src, size);
+    } else if (size >= 8) {
+        kv_block_few<uint64_t>(dst, src, size);
+    } else if (size >= 4) {
+        kv_block_few<uint32_t>(dst, src, size);
+    } else {
+        memcpy(dst, src, size);
+    }
+}
+
+// blocks larger than this are copied past the caches
+constexpr size_t KV_BLOCK_STREAMED = size_t(4) << 20;
+
 // the memory if it is exactly a T: a class that derives from T may keep rows elsewhere too
 template <typename T> T * kv_block_exactly(llama_memory_i * mem) {
     return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
@@ -175,6 +205,18 @@ struct llama_kv_block_access {
         return layer.v ? ggml_row_size(layer.v->type, kv.hparams.n_embd_v_gqa(layer.il)) : 0;
     }
 
+    // of the first layer that is not kept by the host
+    static ggml_backend_buffer_type_t host_buft(const llama_kv_cache & kv) {
+        for (const auto & layer : kv.layers) {
+            const auto buft = ggml_backend_buffer_get_type(layer.k->view_src ? layer.k->view_src->buffer : layer.k->buffer);
+            const auto dev  = ggml_backend_buft_get_device(buft);
+            if (!is_host(layer.k) && dev) {
+                return ggml_backend_dev_host_buffer_type(dev);
+            }
+        }
+        return nullptr;
+    }
+
     static size_t row_size(const llama_kv_cache & kv) {
         size_t size = 0;
         for (const auto & layer : kv.layers) {
@@ -183,11 +225,50 @@ struct llama_kv_block_access {
         return size;
     }
 
+    // how one copy of a block is made: `backend` is that of the tensor at hand, nullptr where its memory is the host's
+    struct way {
+        ggml_backend_sched_t sched;
+        bool                 to_host;
+        bool                 streamed; // past the caches
+        ggml_backend_t       backend = nullptr;
+        bool                 in_host = true;
+    };
+
+    static bool is_host(const ggml_tensor * t) {
+        return ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
+    }
+
+    bool any_host() const {
+        for (const auto & layer : kv.layers) {
+            if (is_host(layer.k) || (layer.v && is_host(layer.v))) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    // the backend whose queue the graph's work on this tensor is in: copies in it need no fence of their own
+    static void look_up(way & w, const ggml_tensor * t) {
+        const auto buft = ggml_backend_buffer_get_type(t->view_src ? t->view_src->buffer : t->buffer);
+        w.in_host = is_host(t);
+        w.backend = nullptr;
+        for (int i = 0; !w.in_host && w.sched && i < ggml_backend_sched_get_n_backends(w.sched); ++i) {
+            const auto backend = ggml_backend_sched_get_backend(w.sched, i);
+            if (ggml_backend_get_default_buffer_type(backend) == buft) {
+                w.backend = backend;
+            }
+        }
+    }
+
     // copy all rows of all layers between the cells and `data`; the layout of `data` does not depend on the cells
-    void copy(const std::vector<kv_block_run> & runs, uint32_t n_rows, uint8_t * data, bool to_host) {
+    void copy(ggml_backend_sched_t sched, std::vector<kv_block_run> runs, uint32_t n_rows, uint8_t * data, bool to_host) {
+        // in the order of the cells, so that memory is gone through in one direction
+        std::sort(runs.begin(), runs.end(), [](const kv_block_run & a, const kv_block_run & b) { return a.cell < b.cell; });
+        way w { sched, to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED };
         for (const auto & layer : kv.layers) {
             const size_t row = k_row(kv, layer);
-            copy_rows(layer.k_stream[strm], runs, row, data, to_host);
+            look_up(w, layer.k_stream[strm]);
+            copy_rows(w, layer.k_stream[strm], runs, row, data);
             data += row*n_rows;
         }
         for (const auto & layer : kv.layers) {
@@ -195,39 +276,74 @@ struct llama_kv_block_access {
                 continue;
             }
             const size_t row = v_row(kv, layer);
+            look_up(w, layer.v_stream[strm]);
             if (kv.v_trans) {
-                copy_columns(layer.v_stream[strm], runs, kv.hparams.n_embd_v_gqa(layer.il), n_rows, data, to_host);
+                copy_columns(w, layer.v_stream[strm], runs, kv.hparams.n_embd_v_gqa(layer.il), n_rows, data);
             } else {
-                copy_rows(layer.v_stream[strm], runs, row, data, to_host);
+                copy_rows(w, layer.v_stream[strm], runs, row, data);
             }
             data += row*n_rows;
         }
+        kv_block_stream_end();
     }
 
-    static void copy_rows(ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data, bool to_host) {
-        const bool in_host = ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
+    static void copy_rows(const way & w, ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data) {
         for (const auto & r : runs) {
-            if (to_host && in_host) {
-                GGML_ASSERT((r.cell + r.n)*row <= ggml_nbytes(t));
-                kv_block_stream(data + r.row*row, (const uint8_t *) t->data + r.cell*row, r.n*row);
-            } else if (to_host) {
-                ggml_backend_tensor_get(t, data + r.row*row, r.cell*row, r.n*row);
+            const size_t offset = r.cell*row, size = r.n*row;
+            uint8_t * host = data + r.row*row;
+            GGML_ASSERT(offset + size <= ggml_nbytes(t));
+            if (w.in_host) {
+                uint8_t * cell = (uint8_t *) t->data + offset;
+                uint8_t * dst  = w.to_host ? host : cell;
+                uint8_t * src  = w.to_host ? cell : host;
+                w.streamed ? kv_block_stream(dst, src, size) : (void) memcpy(dst, src, size);
+            } else if (w.backend) {
+                w.to_host ? ggml_backend_tensor_get_async(w.backend, t, host, offset, size) : ggml_backend_tensor_set_async(w.backend, t, host, offset, size);
             } else {
-                ggml_backend_tensor_set(t, data + r.row*row, r.cell*row, r.n*row);
+                w.to_host ? ggml_backend_tensor_get(t, host, offset, size) : ggml_backend_tensor_set(t, host, offset, size);
             }
         }
     }
 
     // transposed V: one element of each row every kv_size elements -> one strided copy per run
-    void copy_columns(ggml_tensor * t, const std::vector<kv_block_run> & runs, uint32_t n_embd, uint32_t n_rows, uint8_t * data, bool to_host) {
+    void copy_columns(const way & w, ggml_tensor * t, const std::vector<kv_block_run> & runs, uint32_t n_embd, uint32_t n_rows, uint8_t * data) {
         const size_t el = ggml_type_size(t->type);
         const size_t stride_t = cells().size()*el;
         const size_t stride_d = n_rows*el;
+        if (w.in_host) {
+            copy_columns_host(w.to_host, (uint8_t *) t->data, runs, n_embd, el, stride_t, stride_d, data);
+            return;
+        }
         for (const auto & r : runs) {
-            if (to_host) {
-                ggml_backend_tensor_get_2d(t, data + r.row*el, r.cell*el, r.n*el, n_embd, stride_t, stride_d);
+            const size_t offset = r.cell*el, size = r.n*el;
+            uint8_t * host = data + r.row*el;
+            if (w.backend && w.to_host) {
+                ggml_backend_tensor_get_2d_async(w.backend, t, host, offset, size, n_embd, stride_t, stride_d);
+            } else if (w.backend) {
+                ggml_backend_tensor_set_2d_async(w.backend, t, host, offset, size, n_embd, stride_t, stride_d);
+            } else if (w.to_host) {
+                ggml_backend_tensor_get_2d(t, host, offset, size, n_embd, stride_t, stride_d);
             } else {
-                ggml_backend_tensor_set_2d(t, data + r.row*el, r.cell*el, r.n*el, n_embd, stride_t, stride_d);
+                ggml_backend_tensor_set_2d(t, host, offset, size, n_embd, stride_t, stride_d);
+            }
+        }
+    }
+
+    // column after column: each is read and written in one direction, however many runs there are
+    static void copy_columns_host(bool to_host, uint8_t * columns, const std::vector<kv_block_run> & runs, uint32_t n_embd, size_t el,
+                                  size_t stride_t, size_t stride_d, uint8_t * data) {
+        for (uint32_t e = 0; e < n_embd; ++e) {
+            uint8_t * column = columns + e*stride_t;
+            uint8_t * host   = data    + e*stride_d;
+            for (const auto & r : runs) {
+                uint8_t * a = host   + r.row*el;
+                uint8_t * b = column + r.cell*el;
+#if defined(__GNUC__)
+                if (e + 1 < n_embd) { // the next column is in another page: no hardware looks ahead that far
+                    __builtin_prefetch(b + stride_t, !to_host);
+                }
+#endif
+                to_host ? kv_block_small(a, b, r.n*el) : kv_block_small(b, a, r.n*el);
             }
         }
     }
@@ -303,9 +419,30 @@ llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx) {
     return kind;
 }
 
+// how positions are turned into angles: rows of one way are of no use in another
+static uint64_t kv_block_rope(const llama_context * ctx) {
+    const auto & c = ctx->get_cparams();
+    uint64_t h = kv_block_mix(c.n_ctx_orig_yarn, c.n_ctx_seq > c.n_ctx_orig_yarn); // longrope looks at the latter
+    for (const float value : { c.rope_freq_base, c.rope_freq_scale, c.yarn_ext_factor, c.yarn_attn_factor, c.yarn_beta_fast, c.yarn_beta_slow }) {
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof(bits));
+        h = kv_block_mix(h, bits);
+    }
+    return h;
+}
+
 uint64_t llama_kv_block_layout(const llama_context * ctx) {
     const auto * kv = kv_block_cache(ctx);
-    return kv ? llama_kv_block_access::layout(*kv) : 0;
+    return kv ? kv_block_mix(llama_kv_block_access::layout(*kv), kv_block_rope(ctx)) : 0;
+}
+
+ggml_backend_buffer_type_t llama_kv_block_host_buft(const llama_context * ctx) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? llama_kv_block_access::host_buft(*kv) : nullptr;
+}
+
+void llama_kv_block_fence(llama_context * ctx) {
+    ctx->synchronize();
 }
 
 size_t llama_kv_block_row_size(const llama_context * ctx) {
@@ -402,15 +539,16 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, ll
     }
     block.p0     = p0;
     block.p1     = p1;
-    block.layout = llama_kv_block_access::layout(*kv);
+    block.layout = llama_kv_block_layout(ctx);
     block.size   = llama_kv_block_access::row_size(*kv)*block.n_rows();
     block.data   = data;
 
-    ctx->synchronize();
+    if (access.any_host()) {
+        ctx->synchronize();
+    }
     const auto runs = kv_block_runs(block.cells);
     block.n_runs = (uint32_t) runs.size();
-    access.copy(runs, block.n_rows(), block.data, true);
-    kv_block_stream_end();
+    access.copy(ctx->get_sched(), runs, block.n_rows(), block.data, true);
     out = std::move(block);
     return true;
 }
@@ -428,8 +566,10 @@ uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p
 // rows into these cells; each is `turn` positions further on than it was saved
 static void kv_block_write(llama_context * ctx, llama_kv_block_access & access, llama_seq_id seq, const llama_kv_block & block,
                            const std::vector<uint32_t> & target, llama_pos turn) {
-    ctx->synchronize();
-    access.copy(kv_block_runs(target), block.n_rows(), block.data, false);
+    if (access.any_host()) {
+        ctx->synchronize();
+    }
+    access.copy(ctx->get_sched(), kv_block_runs(target), block.n_rows(), block.data, false);
 
     auto & cells = access.cells();
     for (uint32_t i = 0; i < block.n_rows(); ++i) {
@@ -448,7 +588,7 @@ static void kv_block_write(llama_context * ctx, llama_kv_block_access & access, 
 
 int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same) {
     auto * kv = kv_block_cache(ctx);
-    if (!kv || block.layout != llama_kv_block_access::layout(*kv)) {
+    if (!kv || block.layout != llama_kv_block_layout(ctx)) {
         return -1;
     }
     kv_block_settle(ctx, *kv);
@@ -487,7 +627,7 @@ uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq) {
 
 int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, llama_pos at) {
     auto * kv = kv_block_cache(ctx);
-    if (!kv || !llama_kv_block_can_shift(ctx) || at < 0 || block.layout != llama_kv_block_access::layout(*kv)) {
+    if (!kv || !llama_kv_block_can_shift(ctx) || at < 0 || block.layout != llama_kv_block_layout(ctx)) {
         return -1;
     }
     kv_block_settle(ctx, *kv);

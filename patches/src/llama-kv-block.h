@@ -7,6 +7,7 @@
 // All calls must come from the thread that owns the context, between two decodes.
 
 #include "llama.h"
+#include "ggml-backend.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -53,8 +54,12 @@ LLAMA_API std::vector<int32_t> llama_kv_block_layers(const llama_context * ctx);
 // nullptr if the rows of this context can be saved and loaded, else a short reason for a person
 LLAMA_API const char * llama_kv_block_unsupported(const llama_context * ctx);
 
-// a value that is equal for two caches exactly when rows of one can be written into the other
+// a value that is equal for two caches of one model exactly when rows of one can be written into the other
 LLAMA_API uint64_t llama_kv_block_layout(const llama_context * ctx);
+
+// Memory of the host that the device of the cache copies to and from fastest (pinned), or nullptr: it has none, or
+// the cache is in the host's memory itself. What is allocated may be of another type: the device may refuse.
+LLAMA_API ggml_backend_buffer_type_t llama_kv_block_host_buft(const llama_context * ctx);
 
 // bytes of one row (K and V of all layers)
 LLAMA_API size_t llama_kv_block_row_size(const llama_context * ctx);
@@ -81,7 +86,8 @@ LLAMA_API uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq)
 LLAMA_API llama_kv_ranges llama_kv_block_shared_ranges(const llama_context * ctx, llama_seq_id seq);
 
 // copy the rows of [p0, p1), all of which must be resident, to `data`, which must hold
-// (p1 - p0) * llama_kv_block_row_size() bytes and stays the caller's; false (out unchanged) otherwise
+// (p1 - p0) * llama_kv_block_row_size() bytes and stays the caller's; false (out unchanged) otherwise.
+// The host must not read `data` before llama_kv_block_fence(); evicting, decoding and loading need none.
 LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out);
 
 // free the cells of [p0, p1), every other position stays where it is; returns the number of rows freed
@@ -91,8 +97,12 @@ LLAMA_API uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, l
 // cell is empty (bit-identical attention), the others to the lowest contiguous run that holds them, or
 // else to the lowest empty cells.
 // returns the number of rows that got their old cell, or -1 (nothing changed) if cells are short or the
-// layout differs. No position of the block may be resident.
+// layout differs. No position of the block may be resident. `data` must stay as it is until
+// llama_kv_block_fence().
 LLAMA_API int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same);
+
+// waits for all copies
+LLAMA_API void llama_kv_block_fence(llama_context * ctx);
 
 // the same with the rows at positions from `at` on, their keys turned before the next decode or save: rows at
 // `at` and behind it move up first. Where keys can be shifted only.

@@ -35,24 +35,37 @@ static void region_free(uint8_t * p, size_t size) {
 #endif
 }
 
-bool server_blocks_arena::reset(size_t size) {
+bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buft) {
     if (toucher.joinable()) {
         stop = true;
         toucher.join();
         stop = false;
     }
-    if (base) {
+    if (buffer) {
+        ggml_backend_buffer_free(buffer);
+    } else if (base) {
         region_free(base, total);
     }
+    buffer = nullptr;
     gaps.clear();
     used.clear();
     total = 0;
-    base  = size > 0 ? region_new(size) : nullptr;
+    if (size > 0 && host_buft) {
+        buffer = ggml_backend_buft_alloc_buffer(host_buft, size);
+        if (buffer && ggml_backend_buffer_get_type(buffer) != host_buft) { // it could not, and gave ordinary memory
+            ggml_backend_buffer_free(buffer);
+            buffer = nullptr;
+        }
+    }
+    base = buffer ? (uint8_t *) ggml_backend_buffer_get_base(buffer) : size > 0 ? region_new(size) : nullptr;
     if (!base) {
         return size == 0;
     }
     total = size;
     gaps[0] = size;
+    if (buffer) {
+        return true; // pinned pages are present
+    }
 #if defined(__linux__)
     toucher = std::thread([this]() {
         for (size_t at = 0; at < total && !stop; at += STEP) {

@@ -1,7 +1,10 @@
 #pragma once
 
 // Host memory for saved blocks: one region of fixed size, its pages made present ahead of use.
-// A save into fresh pages costs many times the copy itself: each page is faulted in first.
+// A save into fresh pages costs many times the copy itself: each page is faulted in first. Where a device
+// has memory of the host that it copies to and from faster (pinned), it is that.
+
+#include "ggml-backend.h"
 
 #include <atomic>
 #include <cstddef>
@@ -17,10 +20,12 @@ public:
     server_blocks_arena(const server_blocks_arena &) = delete;
     server_blocks_arena & operator=(const server_blocks_arena &) = delete;
 
-    // forget everything and hold `size` bytes; false if the host will not give them
-    bool reset(size_t size);
+    // forget everything and hold `size` bytes, pinned if `host_buft` gives them; false if the host will not
+    bool reset(size_t size, ggml_backend_buffer_type_t host_buft = nullptr);
 
     size_t size() const { return total; }
+
+    bool pinned() const { return buffer != nullptr; }
 
     // `size` contiguous bytes, or nullptr when no gap is large enough
     uint8_t * take(size_t size);
@@ -30,6 +35,7 @@ public:
 private:
     uint8_t * base  = nullptr;
     size_t    total = 0;
+    ggml_backend_buffer_t buffer = nullptr; // the pinned memory
 
     std::map<size_t, size_t> gaps; // offset -> bytes, never touching
     std::map<size_t, size_t> used; // offset -> bytes

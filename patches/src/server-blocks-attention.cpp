@@ -239,7 +239,7 @@ json server_blocks::bounds_json(const json & body, const server_blocks_slot & sl
     const auto * params = llama_attn_capture_get(ctx, slot.id);
     const auto   layers = params ? params->layers : std::vector<int32_t>();
     const auto   ranges = get_ranges(body, "bounds", slot.prompt->n_tokens());
-    const auto   hashes = prefix_hashes(slot.prompt->tokens.get_text_tokens());
+    const auto   hashes = prefix_hashes(slot.prompt->tokens.get_text_tokens(), state[slot.id].adapters);
     const std::string tenant = json_value(body, "tenant", std::string());
     json known = json::array();
     json n_key = json::array();

@@ -82,8 +82,8 @@ struct server_blocks::plan_state {
     std::map<std::string, std::pair<llama_pos, llama_pos>> names; // saved by the plan
     bool                       dry = true;
 
-    plan_state(const server_blocks_slot & slot, const std::string & tenant, const llama_kv_ranges & resident)
-        : slot(slot), tenant(tenant), tokens(slot.prompt->tokens.get_text_tokens()), hashes(prefix_hashes(tokens)),
+    plan_state(const server_blocks_slot & slot, uint64_t adapters, const std::string & tenant, const llama_kv_ranges & resident)
+        : slot(slot), tenant(tenant), tokens(slot.prompt->tokens.get_text_tokens()), hashes(prefix_hashes(tokens, adapters)),
           resident(resident), resident_first(resident) {}
 
     int32_t n_rows() const { return server_ranges_count(resident, 0, std::numeric_limits<llama_pos>::max()); }
@@ -91,16 +91,18 @@ struct server_blocks::plan_state {
 
 bool server_blocks::is_action(const std::string & action) {
     static const std::set<std::string> actions = {
-        "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "block-compact", "stream",
+        "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "block-compact", "block-spill", "stream",
         "attn-capture", "attention",
     };
     return actions.count(action) > 0;
 }
 
-json server_blocks::run(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) {
+json server_blocks::run(server_blocks_call & call, const std::vector<server_blocks_slot> & slots) {
     const int64_t t_start = ggml_time_us();
+    patience_ms = ggml_time_ms() + PATIENCE_MS;
     json res;
     try {
+        settle();
         if (call.action == "view") {
             return run_view(call, slots);
         }
@@ -111,7 +113,15 @@ json server_blocks::run(const server_blocks_call & call, const std::vector<serve
         if (call.action == "attention") {
             return run_attention(call.body, slot);
         }
-        if (call.action == "block-drop") {
+        if (stage(call)) {
+            return res;
+        }
+        if (call.action == "block-spill") {
+            res = run_spill(call);
+            if (call.waits) {
+                return res;
+            }
+        } else if (call.action == "block-drop") {
             res = run_drop(call.body);
         } else if (call.action == "block-adopt") {
             res = run_adopt(call.body, slot);
@@ -196,7 +206,7 @@ json server_blocks::run_view(const server_blocks_call & call, const std::vector<
 json server_blocks::run_info(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
     const auto & slot   = find_slot(call, slots);
     const auto   tokens = slot.prompt->tokens.get_text_tokens();
-    const auto   hashes = prefix_hashes(tokens);
+    const auto   hashes = prefix_hashes(tokens, state[slot.id].adapters);
     const auto   resident = llama_kv_block_resident(ctx, slot.id);
     const std::string tenant = json_value(call.body, "tenant", std::string());
 
@@ -209,7 +219,8 @@ json server_blocks::run_info(const server_blocks_call & call, const std::vector<
         const bool stale = !matches(block, tokens, hashes, false);
         for (const auto & name : block.labels) {
             blocks.push_back(json {
-                {"name", name}, {"p0", block.kv.p0}, {"p1", block.kv.p1}, {"n_tokens", n}, {"n_bytes", block.kv.size}, {"tier", "ram"},
+                {"name", name}, {"p0", block.kv.p0}, {"p1", block.kv.p1}, {"n_tokens", n}, {"n_bytes", block.kv.size},
+                {"tier", block.in_ram() ? "ram" : "disk"}, {"on_disk", block.on_disk},
                 {"resident", !stale && server_ranges_count(resident, block.kv.p0, block.kv.p1) == n},
                 {"stale",    stale},
             });
@@ -222,6 +233,8 @@ json server_blocks::run_info(const server_blocks_call & call, const std::vector<
     res["tokens_hash"]   = hex(hashes.back());
     res["stream"]        = json { {"budget", s.budget}, {"sink", s.sink}, {"recent", s.recent}, {"block", s.block}, {"protect", ranges_json(s.protect)} };
     res["ram"]           = json { {"used", ram_used}, {"budget", ram_budget} };
+    res["disk"]          = disk_json();
+    res["row_bytes"]     = row_size;
     res["blocks"]        = blocks;
     return res;
 }
@@ -251,6 +264,88 @@ json server_blocks::run_drop(const json & body) {
     return json { {"n_dropped", n} };
 }
 
+json server_blocks::run_spill(server_blocks_call & call) {
+    if (!disk.is_open()) {
+        fail(501, "not_supported_error", "there is no --evoke-disk" + (disk_why.empty() ? "" : ": " + disk_why));
+    }
+    const std::string tenant = json_value(call.body, "tenant", std::string());
+    std::set<key_t> keys;
+    for (const auto & [name, key] : labels) {
+        if (name.first == tenant && json_value(call.body, "all", false)) {
+            keys.insert(key);
+        }
+    }
+    for (const auto & name : keys.empty() && !json_value(call.body, "all", false) ? get_names(call.body) : std::vector<std::string>()) {
+        if (!find(tenant, name)) {
+            unknown(tenant, name);
+        }
+        keys.insert(labels.at({ tenant, name }));
+    }
+    if (call.visit == 0) {
+        for (const auto & key : keys) {
+            const auto it = store.find(key);
+            write(it, true);
+            if (it->second.writing) {
+                call.writes.push_back(it->second.writing);
+            }
+        }
+        call.waits = !call.writes.empty();
+        if (call.waits) {
+            return json();
+        }
+    }
+    for (const auto & write : call.writes) {
+        if (disk.state(*write) == server_blocks_write::FAILED) {
+            fail(503, "unavailable_error", "the disk did not take a block: " + write->error);
+        }
+    }
+    size_t n_spilled = 0, n_bytes = 0;
+    for (const auto & key : keys) {
+        const auto it = store.find(key);
+        n_spilled += it->second.on_disk;
+        n_bytes   += it->second.on_disk ? it->second.kv.size : 0;
+        if (it->second.on_disk && it->second.in_ram() && json_value(call.body, "release", false)) {
+            release(it);
+        }
+    }
+    trim_index();
+    return json { {"n_spilled", n_spilled}, {"n_bytes", n_bytes} };
+}
+
+void server_blocks::unknown(const std::string & tenant, const std::string & name) const {
+    const std::string why = disk.is_open() ? disk.foreign(tenant, name) : "";
+    if (!why.empty()) {
+        fail(409, "other_model", "the block is on disk but cannot be used here: " + why, json { {"name", name} });
+    }
+    fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+}
+
+// the names whose rows a call is about to load
+std::vector<std::string> server_blocks::needed(const server_blocks_call & call) {
+    std::vector<std::string> res;
+    const auto add = [&](const json & op) {
+        if (op.is_object() && op.contains("names") && op.at("names").is_array()) {
+            for (const auto & name : op.at("names")) {
+                if (name.is_string()) {
+                    res.push_back(name.get<std::string>());
+                }
+            }
+        } else if (op.is_object() && op.contains("name") && op.at("name").is_string()) {
+            res.push_back(op.at("name").get<std::string>());
+        }
+    };
+    if (call.action == "block-load" || call.action == "block-adopt") {
+        add(call.body);
+    } else if (call.action == "block-plan" && call.body.contains("ops") && call.body.at("ops").is_array()) {
+        for (const auto & op : call.body.at("ops")) {
+            if (op.is_object() && json_value(op, "op", std::string()) == "load") {
+                add(op);
+            }
+        }
+    }
+    return res;
+}
+
 // a logical token list for an idle slot, with the rows of some saved blocks, the topmost one included
 json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot) {
     if (kind.windowed || kind.recurrent) {
@@ -275,13 +370,13 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     }
 
     const std::string tenant = json_value(body, "tenant", std::string());
-    const auto hashes = prefix_hashes(list);
-    std::map<llama_pos, const saved *> blocks; // by first position
+    const auto hashes = prefix_hashes(list, state[slot.id].adapters);
+    std::map<llama_pos, saved *> blocks; // by first position
     llama_kv_ranges covered;
     for (const auto & name : get_names(body)) {
-        const saved * block = find(tenant, name);
-        if (!block) {
-            fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+        saved * block = find(tenant, name);
+        if (!block || !block->in_ram()) {
+            unknown(tenant, name);
         }
         if (!matches(*block, list, hashes, json_value(body, "force", false))) {
             fail(409, "stale_block", "the block was made of other tokens", json { {"name", name} });
@@ -310,10 +405,12 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     int32_t n_same = 0;
     for (const auto & [p0, block] : blocks) {
         n_same += llama_kv_block_load(ctx, slot.id, block->kv, true);
-        const_cast<saved *>(block)->used = ++clock;
+        copying = true;
+        use(*block);
         server_ranges_add(state[slot.id].loaded, p0, block->kv.p1);
         touch(slot.id, p0, block->kv.p1);
     }
+    fence();
     note_peak(slot.id);
     return json {
         {"epoch",     state[slot.id].epoch},
@@ -331,7 +428,7 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot)
     if (!body.contains("ops") || !body.at("ops").is_array()) {
         fail_request("\"ops\" must be an array");
     }
-    plan_state plan(slot, json_value(body, "tenant", std::string()), llama_kv_block_resident(ctx, slot.id));
+    plan_state plan(slot, state[slot.id].adapters, json_value(body, "tenant", std::string()), llama_kv_block_resident(ctx, slot.id));
     plan.n_free = llama_kv_block_n_free(ctx, slot.id);
     plan.budget = state[slot.id].stream.budget;
     if (body.contains("expect")) {
@@ -371,6 +468,7 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot)
             }
         }
     }
+    fence(); // one for all copies of the plan
     json res = json::array();
     for (size_t i = 0; i < ops.size(); ++i) {
         if (i > 0 && source[i] == source[i - 1]) { // the second half of a save + evict
@@ -449,7 +547,7 @@ json server_blocks::op_evict(const json & op, plan_state & plan) {
             const auto it = plan.names.find(name);
             const saved * block = it == plan.names.end() ? find(plan.tenant, name) : nullptr;
             if (it == plan.names.end() && !block) {
-                fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+                unknown(plan.tenant, name);
             }
             if (block && !matches(*block, plan.tokens, plan.hashes, false)) {
                 fail(409, "stale_block", "the slot holds other tokens at this block's place", json { {"name", name} });
@@ -496,15 +594,16 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
     int32_t n_same   = 0;
     for (const auto & name : get_names(op)) {
         saved * block = find(plan.tenant, name);
-        if (!block) {
-            fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+        if (!block || !block->in_ram()) {
+            unknown(plan.tenant, name);
         }
         const llama_pos p0 = block->kv.p0;
         const llama_pos p1 = block->kv.p1;
         if (!plan.dry) {
             n_same   += llama_kv_block_load(ctx, plan.slot.id, block->kv, place == "same");
+            copying   = true;
             n_loaded += p1 - p0;
-            block->used = ++clock;
+            use(*block);
             server_ranges_add(state[plan.slot.id].loaded, p0, p1);
             touch(plan.slot.id, p0, p1);
             continue;
@@ -610,8 +709,8 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
         fail_request("one block at a time can be loaded at another place");
     }
     saved * block = find(tenant, names[0]);
-    if (!block) {
-        fail(404, "unknown_block", "there is no saved block of this name", json { {"name", names[0]} });
+    if (!block || !block->in_ram()) {
+        unknown(tenant, names[0]);
     }
     const int32_t n = block->kv.p1 - block->kv.p0;
     if ((int64_t) tokens.size() + n >= slot.n_ctx) {
@@ -622,7 +721,9 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
         fail(503, "no_free_cells", "not enough free cells", json { {"needed", n}, {"free", n_free}, {"name", names[0]} });
     }
     const int32_t n_same = llama_kv_block_insert(ctx, slot.id, block->kv, at);
-    block->used = ++clock;
+    copying = true;
+    fence();
+    use(*block);
     tokens.insert(tokens.begin() + at, block->tokens.begin(), block->tokens.end());
     slot.prompt->clear();
     slot.prompt->tokens.insert(tokens);

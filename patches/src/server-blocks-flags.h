@@ -12,7 +12,8 @@
 #include <string>
 
 struct server_blocks_flags {
-    int32_t ram_mib = 0; // host memory for saved blocks, 0 = blocks are off
+    int32_t     ram_mib = 0; // host memory for saved blocks, 0 = blocks are off
+    std::string disk;        // DIR[:MiB] for those it has no room for, "" = none
 
     // what the engine evicts by itself; -1 = as the mode says
     int32_t ctx_logical      = 0; // context of a slot, 0 = its cells
@@ -45,6 +46,11 @@ template <typename Add> void server_blocks_add_flags(Add add) {
         "host memory in MiB for saved KV blocks, enables the block calls (default: 0 - disabled)",
         [](common_params & params, int value) { server_blocks_flags::in(params).ram_mib = value; }
     ).set_env("LLAMA_ARG_EVOKE_RAM").set_examples({LLAMA_EXAMPLE_SERVER}));
+    add(common_arg(
+        {"--evoke-disk"}, "DIR[:MiB]",
+        "private folder for saved KV blocks that --evoke-ram has no room for, and how much it may hold (default: none; 4096 MiB)",
+        [](common_params & params, const std::string & value) { server_blocks_flags::in(params).disk = value; }
+    ).set_env("LLAMA_ARG_EVOKE_DISK").set_examples({LLAMA_EXAMPLE_SERVER}));
 }
 
 // a number in its range, or the parser's error that names the option

@@ -150,6 +150,7 @@ int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want
         return n_want;
     }
     attend(id);
+    patience_ms = ggml_time_ms() + PATIENCE_MS;
     const int32_t n_chunk = std::min(n_want, s.stream.budget > 0 ? s.stream.block : modes.chunk(llama_n_ubatch(ctx)));
     while (limit(id) - n_rows(id) < n_chunk && evict_next(id)) {
     }
@@ -336,7 +337,7 @@ bool server_blocks::evict_next(int id) {
         return false;
     }
     const llama_tokens tokens = state[id].prompt->tokens.get_text_tokens();
-    const auto         hashes = prefix_hashes(tokens);
+    const auto         hashes = prefix_hashes(tokens, state[id].adapters);
     if (out.p1 > (llama_pos) tokens.size()) {
         return evict_rows(id, out.p0, out.p1) > 0; // of a text that was given up: its next request empties the slot
     }

@@ -15,17 +15,25 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_
         const bool digits = id_slot.size() < 9 && id_slot.find_first_not_of("0123456789") == std::string::npos;
         call.id_slot = digits ? std::stoi(id_slot) : -1;
     }
-    server_task task(SERVER_TASK_TYPE_EVOKE);
-    task.id    = res->rd.get_new_id();
-    task.evoke = std::make_shared<server_blocks_call>(std::move(call));
-    res->rd.post_task(std::move(task), true); // high-priority: between two decodes, never deferred
+    const auto shared = std::make_shared<server_blocks_call>(std::move(call));
+    json data;
+    do {
+        const auto visit = create_response(); // a reader of results is for one task
+        server_task task(SERVER_TASK_TYPE_EVOKE);
+        task.id    = visit->rd.get_new_id();
+        task.evoke = shared;
+        visit->rd.post_task(std::move(task), true); // high-priority: between two decodes, never deferred
 
-    auto result = res->rd.next(req.should_stop);
-    if (!result) {
-        GGML_ASSERT(req.should_stop());
-        return res;
-    }
-    const json data = result->to_json();
+        auto result = visit->rd.next(req.should_stop);
+        if (!result) {
+            GGML_ASSERT(req.should_stop());
+            return res;
+        }
+        data = result->to_json();
+        if (shared->waits) {
+            ctx_server.blocks.work(*shared); // files are read here, not on the main loop
+        }
+    } while (shared->waits);
     if (data.contains("error")) {
         res->error(data.at("error"));
         res->headers["X-Evoke-Error"] = data.at("error").at("type").get<std::string>(); // keeps upstream's 404 page away

@@ -82,12 +82,15 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
         return;
     }
     kind = llama_kv_block_kind(ctx);
+    copying  = false;
+    row_size = llama_kv_block_row_size(ctx);
     ram_budget = (size_t) flags.ram_mib*1024*1024;
-    if (arena.size() != ram_budget && !arena.reset(ram_budget)) {
+    if (arena.size() != ram_budget && !arena.reset(ram_budget, llama_kv_block_host_buft(ctx))) {
         why_not = "the host has no memory for --evoke-ram";
         LOG_WRN("evoke: blocks are off: %s\n", why_not);
         return;
     }
+    open_disk(params);
     this->n_slots = n_slots;
     // a later process must not accept the epochs of an earlier one; 2^53 keeps them exact in JSON
     next_epoch = std::max(next_epoch, ggml_time_us() & ((int64_t(1) << 52) - 1));
@@ -111,12 +114,17 @@ json server_blocks::props() const {
     if (!llama_attn_capture_unsupported(ctx)) {
         features.push_back("attention");
     }
+    if (disk.is_open()) {
+        features.push_back("disk");
+    }
     return json {
         {"version",  1},
         {"features", features},
         {"memory",   kind.name},
         {"limits",   json {
             {"ram_bytes", ram_budget},
+            {"pinned",    arena.pinned()},
+            {"disk_bytes", disk.is_open() ? disk.cap() : 0},
             {"n_cells",   llama_kv_block_n_cells(ctx, 0)},
             {"row_bytes", llama_kv_block_row_size(ctx)},
             {"n_slots",   n_slots},
@@ -141,11 +149,24 @@ void server_blocks::on_task(server_task & task, const json & data) const {
     }
 }
 
-int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_past) {
+// rows made under an adapter are of no use under another one
+static uint64_t adapters_hash(const std::vector<common_adapter_lora_info> & adapters) {
+    uint64_t res = 0;
+    for (const auto & adapter : adapters) {
+        if (adapter.scale != 0.0f) {
+            const std::string id = adapter.path + "@" + std::to_string(adapter.scale);
+            res = server_blocks_checksum(id.data(), id.size(), res);
+        }
+    }
+    return res;
+}
+
+int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_past, const std::vector<common_adapter_lora_info> & adapters) {
     if (!enabled()) {
         return n_past;
     }
     auto & s = state[id];
+    s.adapters = adapters_hash(adapters);
     s.marker = task.evoke_epoch < 0 ? -1 : task.evoke_epoch == s.epoch;
     s.first_token = false;
     s.books  = json();
@@ -247,6 +268,7 @@ void server_blocks::on_final(int id, server_slot_stats & stats) {
     if (!enabled()) {
         return;
     }
+    fence();
     auto & s = state[id];
     if (told(id)) {
         json books = s.books.is_object() ? s.books : json::object();
@@ -265,6 +287,14 @@ void server_blocks::on_final(int id, server_slot_stats & stats) {
     s.peak   = (int32_t) llama_kv_block_n_rows(ctx, id);
     s.loaded.clear();
     s.auto_evicted = json::array();
+}
+
+// what was copied may be read and overwritten by the host
+void server_blocks::fence() {
+    if (copying) {
+        llama_kv_block_fence(ctx);
+        copying = false;
+    }
 }
 
 void server_blocks::on_clear(int id) {
@@ -290,139 +320,4 @@ void server_blocks::bump(int id) {
 
 void server_blocks::note_peak(int id) {
     state[id].peak = std::max(state[id].peak, (int32_t) llama_kv_block_n_rows(ctx, id));
-}
-
-//
-// the store
-//
-
-static uint64_t mix64(uint64_t h, uint64_t v) {
-    h = (h ^ (v + 0x9e3779b97f4a7c15ull))*0xbf58476d1ce4e5b9ull;
-    h ^= h >> 29;
-    h *= 0x94d049bb133111ebull;
-    return h ^ (h >> 32);
-}
-
-std::vector<uint64_t> server_blocks::prefix_hashes(const llama_tokens & tokens) {
-    std::vector<uint64_t> res(tokens.size() + 1);
-    res[0] = 0x6576686b65ull;
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        res[i + 1] = mix64(res[i], (uint32_t) tokens[i]);
-    }
-    return res;
-}
-
-// host memory one block of n tokens takes: rows, tokens, positions, places, cells, bookkeeping
-size_t server_blocks::cost(size_t n_tokens, int id) const {
-    return key_bounds_size(id) + n_tokens*(llama_kv_block_row_size(ctx) + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t)) + 512;
-}
-
-server_blocks::saved * server_blocks::find(const std::string & tenant, const std::string & name) {
-    const auto it = labels.find({ tenant, name });
-    return it == labels.end() ? nullptr : &store.at(it->second);
-}
-
-bool server_blocks::matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const {
-    const auto p0 = (size_t) block.kv.p0;
-    const auto p1 = (size_t) block.kv.p1;
-    return p1 <= tokens.size()
-        && (force || block.prefix_hash == hashes[p0])
-        && std::equal(block.tokens.begin(), block.tokens.end(), tokens.begin() + p0);
-}
-
-void server_blocks::label(const std::string & tenant, const std::string & name, const key_t & key) {
-    const auto it = labels.find({ tenant, name });
-    if (it != labels.end() && it->second != key) {
-        drop(tenant, name); // a name moves; what nothing names any more is gone
-    }
-    labels[{ tenant, name }] = key;
-    store.at(key).labels.insert(name);
-}
-
-void server_blocks::erase(std::map<key_t, saved>::iterator it) {
-    for (const auto & name : it->second.labels) {
-        labels.erase({ std::get<0>(it->first), name });
-    }
-    arena.give(it->second.kv.data);
-    ram_used -= it->second.bytes;
-    store.erase(it);
-}
-
-size_t server_blocks::drop(const std::string & tenant, const std::string & name) {
-    const auto it = labels.find({ tenant, name });
-    if (it == labels.end()) {
-        return 0;
-    }
-    const auto block = store.find(it->second);
-    labels.erase(it);
-    block->second.labels.erase(name);
-    if (block->second.labels.empty()) {
-        erase(block);
-    }
-    return 1;
-}
-
-// least recently used blocks go until `bytes` fit; false (nothing dropped) if they never will
-bool server_blocks::make_space(size_t bytes, const std::set<key_t> & keep) {
-    size_t fixed = 0;
-    for (const auto & key : keep) {
-        const auto it = store.find(key);
-        fixed += it == store.end() ? 0 : it->second.bytes;
-    }
-    if (fixed + bytes > ram_budget) {
-        return false;
-    }
-    while (ram_used + bytes > ram_budget && drop_oldest(keep)) {
-    }
-    return true;
-}
-
-bool server_blocks::drop_oldest(const std::set<key_t> & keep) {
-    auto oldest = store.end();
-    for (auto it = store.begin(); it != store.end(); ++it) {
-        if (!keep.count(it->first) && (oldest == store.end() || it->second.used < oldest->second.used)) {
-            oldest = it;
-        }
-    }
-    if (oldest == store.end()) {
-        return false;
-    }
-    erase(oldest);
-    return true;
-}
-
-// contiguous memory, if need be at the cost of old copies; nullptr if that does not help either
-uint8_t * server_blocks::take(size_t bytes, const std::set<key_t> & keep) {
-    uint8_t * p = arena.take(bytes);
-    while (!p && drop_oldest(keep)) {
-        p = arena.take(bytes);
-    }
-    return p;
-}
-
-// save [p0, p1) under a name; rows that already have a copy are not copied again. `hashes` are the prefix_hashes of `tokens`
-bool server_blocks::put(const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,
-                        const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep) {
-    const key_t key { tenant, hashes[p1], p0, p1 };
-    auto it = store.find(key);
-    if (it == store.end()) {
-        const size_t bytes = cost(p1 - p0, id);
-        uint8_t * data = make_space(bytes, keep) ? take((p1 - p0)*llama_kv_block_row_size(ctx), keep) : nullptr;
-        saved block;
-        if (!data || !llama_kv_block_save(ctx, id, p0, p1, data, block.kv)) {
-            if (data) {
-                arena.give(data);
-            }
-            return false;
-        }
-        block.tokens.assign(tokens.begin() + p0, tokens.begin() + p1);
-        block.prefix_hash = hashes[p0];
-        block.bounds = key_bounds(id, p0, p1);
-        block.bytes = bytes;
-        ram_used += bytes;
-        it = store.emplace(key, std::move(block)).first;
-    }
-    it->second.used = ++clock;
-    label(tenant, name, key);
-    return true;
 }

@@ -9,6 +9,7 @@
 #include "llama-attn-capture.h"
 #include "llama-kv-block.h"
 #include "server-blocks-arena.h"
+#include "server-blocks-disk.h"
 #include "server-blocks-modes.h"
 #include "server-task.h"
 
@@ -45,6 +46,13 @@ struct server_blocks_call {
     int          id_slot = -1;
     json         body;
     llama_tokens tokens; // action "view": the rendered prompt
+
+    // what the main loop leaves to the thread that asks, before it is asked again: it reads no files
+    bool waits = false;
+    int  visit = 0;
+    bool scan  = false; // look for files that others have written
+    std::vector<std::pair<std::string, std::shared_ptr<server_blocks_read>>> reads; // by block name
+    std::vector<std::shared_ptr<server_blocks_write>> writes; // wait for these
 };
 
 // a request that cannot be done; becomes {"error": {...}}
@@ -81,6 +89,8 @@ struct server_blocks_bounds {
 
 class server_blocks {
 public:
+    ~server_blocks();
+
     // ---- set-up
 
     // reads --evoke-ram; `unsupported` is why this server cannot do it, or nullptr
@@ -117,7 +127,7 @@ public:
     bool reserved(int id) const { return enabled() && state[id].reserved; }
 
     // how much of a common prefix may be reused; holes are kept only for a request that names the slot's epoch
-    int32_t on_prompt(int id, const server_task & task, int32_t n_past);
+    int32_t on_prompt(int id, const server_task & task, int32_t n_past, const std::vector<common_adapter_lora_info> & adapters);
 
     // n_past moved down to the end of a resident range
     int32_t clip(int id, int32_t n_past) const;
@@ -142,27 +152,47 @@ public:
 
     // ---- block calls
 
-    json run(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots);
+    // when it sets `call.waits`, the caller does work(call) and comes again
+    json run(server_blocks_call & call, const std::vector<server_blocks_slot> & slots);
 
     // any thread
     static bool is_action(const std::string & action);
+    void work(server_blocks_call & call);
 
 private:
     using key_t = std::tuple<std::string, uint64_t, llama_pos, llama_pos>; // tenant, prefix hash at p1, p0, p1
 
     struct saved {
-        llama_kv_block        kv;
+        llama_kv_block        kv; // without data: it is only on disk
         llama_tokens          tokens;
         uint64_t              prefix_hash = 0; // of the tokens before p0
+        uint64_t              hash        = 0; // of the tokens up to p1
         std::set<std::string> labels;
         server_blocks_bounds  bounds;
         uint64_t              used = 0;
-        size_t                bytes = 0;
+        size_t                bytes = 0; // of host memory
+
+        bool        on_disk = false; // there is a file of it
+        bool        renamed = false; // which does not have its names
+        int64_t     rest_ms = 0;     // not to be written before: it has failed
+        std::shared_ptr<server_blocks_write> writing;
+        std::shared_ptr<server_blocks_read>  reading;
+
+        bool in_ram() const { return kv.data != nullptr; }
+    };
+
+    // memory of a block that is no more, while the disk is still at it
+    struct in_flight {
+        std::shared_ptr<server_blocks_write> write;
+        std::shared_ptr<server_blocks_read>  read;
+        uint8_t * data;
+        size_t    bytes;
     };
 
     struct slot_state {
         int64_t epoch    = 0;
         bool    reserved = false;
+        uint64_t adapters = 0; // of the rows, 0 = none
         server_blocks_stream stream;
 
         // the turn: everything since the last reply
@@ -183,6 +213,9 @@ private:
         json    books; // filled at the first output token
     };
 
+    static constexpr int64_t PATIENCE_MS = 100; // how long the main loop waits for a write before a copy is lost
+    static constexpr size_t META = 512; // what knowing of a block takes, wherever its rows are
+
     struct plan_state;
 
     llama_context * ctx = nullptr;
@@ -191,6 +224,8 @@ private:
     llama_kv_block_memory kind { "", false, false };
     size_t          ram_budget = 0;
     size_t          ram_used   = 0;
+    size_t          row_size   = 0;
+    bool            copying    = false; // copies are under way that nobody has waited for
     uint64_t        clock      = 0;
     bool            unified    = false; // slots share their cells
     int64_t         next_epoch = 0;
@@ -199,6 +234,16 @@ private:
     server_blocks_arena      arena; // ram_budget bytes
     std::vector<slot_state>  state;
     std::map<key_t, saved>   store;
+    std::map<uint64_t, key_t> lru[2]; // by last use: only on disk, in host memory
+    std::map<std::string, key_t> files; // on disk, by name of the file
+    std::set<key_t>          busy; // being written or read
+    std::vector<in_flight>   limbo;
+    server_blocks_disk       disk;
+    std::string              disk_why; // why there is none, though asked for
+    uint64_t                 disk_model = 0;
+    uint64_t                 n_dropped  = 0; // copies lost because memory was short
+    int64_t                  patience_ms = 0; // until when a call may wait for the disk
+    int64_t                  rest_ms     = 0; // until when nothing is written: the disk has failed
     std::map<std::pair<std::string, std::string>, key_t> labels; // (tenant, name)
 
     // server-blocks-calls.cpp
@@ -211,6 +256,7 @@ private:
     json run_compact(const json & body, const server_blocks_slot & slot);
     json run_insert (const json & body, const server_blocks_slot & slot);
     void check_shift(const json & body, const server_blocks_slot & slot) const;
+    json run_spill (server_blocks_call & call);
     json run_plan  (const json & body, const server_blocks_slot & slot);
     json run_op    (const json & op, plan_state & plan);
     json op_save   (const json & op, plan_state & plan);
@@ -218,6 +264,8 @@ private:
     json op_load   (const json & op, plan_state & plan);
     json op_stream (const json & op, plan_state & plan);
     json op_reuse  (const json & op, plan_state & plan);
+    [[noreturn]] void unknown(const std::string & tenant, const std::string & name) const;
+    static std::vector<std::string> needed(const server_blocks_call & call);
     json slot_json (const server_blocks_slot & slot) const;
 
     // server-blocks-attention.cpp
@@ -233,6 +281,7 @@ private:
     void     bump(int id);
     void     note_peak(int id);
     bool     told(int id) const { return state[id].marker >= 0 || modes.on(); } // its reply has the books
+    void     fence();
 
     // server-blocks-modes.cpp
     json     modes_json() const;
@@ -253,20 +302,45 @@ private:
     llama_kv_ranges evictable(int id, const server_blocks_stream & rules) const;
     llama_kv_ranges held(const server_prompt & prompt) const; // rows that checkpoints stand on
 
-    // server-blocks.cpp
+    // server-blocks-store.cpp
+    using block_it = std::map<key_t, saved>::iterator;
+
     saved *  find(const std::string & tenant, const std::string & name);
     bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,
                   const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep = {});
+    void     use(saved & block);
     bool     make_space(size_t bytes, const std::set<key_t> & keep);
-    bool     drop_oldest(const std::set<key_t> & keep);
+    bool     free_some(const std::set<key_t> & keep);
     uint8_t * take(size_t bytes, const std::set<key_t> & keep);
     void     label(const std::string & tenant, const std::string & name, const key_t & key);
     size_t   drop(const std::string & tenant, const std::string & name);
-    void     erase(std::map<key_t, saved>::iterator it);
+    void     erase(block_it it);
     bool     matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const;
     size_t   cost(size_t n_tokens, int id) const;
+    size_t   rows_cost(const llama_kv_block & kv) const;
 
-    static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens); // [k] = of the first k tokens
+    // server-blocks-tiers.cpp: what is where, host memory or disk
+    void     open_disk(const common_params & params);
+    void     settle();
+    void     settle_write(block_it it);
+    void     settle_read(block_it it);
+    void     take_found();
+    bool     stage(server_blocks_call & call);
+    void     begin_read(const key_t & key, const std::set<key_t> & keep);
+    void     write(block_it it, bool insist = false);
+    void     write_ahead();
+    void     release(block_it it);
+    bool     release_one(const std::set<key_t> & keep);
+    bool     wait_for_write(const std::set<key_t> & keep);
+    void     sweep();
+    void     trim_index();
+    server_blocks_head head_of(const key_t & key, const saved & block) const;
+    json     disk_json() const;
+
+    static uint64_t mix(uint64_t h, uint64_t v);
+
+    // [k] = of the first k tokens, made under these adapters
+    static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens, uint64_t adapters);
 };
 
 // the JSON object of a block call or of a request to render; std::invalid_argument when it is none. Copying and

@@ -11,7 +11,7 @@ from llama import Llama, story
 
 ACTIONS = [
     "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan",
-    "block-compact", "stream", "attn-capture", "attention",
+    "block-compact", "block-spill", "stream", "attn-capture", "attention",
 ]  # fmt: skip
 FIELDS = {
     "name": ["a", "b", "", "é" * 100, "n" * 300, "a\u0000b", "../../etc", "\ud800", "\u202e"],
@@ -44,12 +44,14 @@ FIELDS = {
     "bounds": [[], [[0, 64], [64, 128]], [[0, 10**6]], [[-1, 5]], "64-128", 7],
     "tenant": ["", "t", 5, "\u0000"],
     "all": [True, False],
+    "release": [True, False, "no"],
 }
 ODD: list[Any] = [None, True, -1, 1.5, 1e308, 2**70, "x", [], {}, [[]], {"a": 1}]
 NEEDED = {
     "block-save": ["name", "p0", "p1"], "block-evict": ["p0", "p1"], "block-load": ["names"],
     "block-adopt": ["tokens", "names"], "block-drop": ["names"], "block-plan": ["ops"],
-    "block-compact": [], "stream": ["budget"], "attn-capture": ["layers"], "attention": [],
+    "block-compact": [], "block-spill": ["names"], "stream": ["budget"],
+    "attn-capture": ["layers"], "attention": [],
 }  # fmt: skip
 SLOTS = ["0", "0", "0", "0", "1", "-1", "9", "99999999999", "x", "0x1", "%00", "1e0", "+1", "0/0"]
 TENANTS = ["", "t", "%00", "%ff%fe", "%F0%9F%98%80", "a&tenant=b", "x" * 5000]

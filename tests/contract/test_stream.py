@@ -41,6 +41,28 @@ def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -
     assert any(a <= p0 and p1 <= b for a, b in server.slot()["resident"])
 
 
+def test_what_has_a_copy_is_not_copied_again(server: Llama) -> None:
+    """Not by the engine that evicts it, and not after a load: the copy stays."""
+    prompt = server.tokens(story(300))[:256]
+    server.complete(prompt, n_predict=1)
+    others = server.slot()["ram"]["used"]
+    server.act("block-save", name="mine", p0=64, p1=128)
+    one = server.slot()["ram"]["used"] - others
+    order = [{"name": "mine", "p0": 64, "p1": 128}, {"name": "new", "p0": 128, "p1": 192}]
+    hold(server, budget=288, block=64, order=order)
+    answer = server.complete(prompt + prompt[:100], n_predict=1)
+    evicted = answer["timings"]["evoke"]["auto_evicted"]
+    assert evicted == [[64, 128, "mine"], [128, 192, "new"]]
+    assert server.slot()["ram"]["used"] == others + 2 * one
+    server.act("stream", budget=0)
+    server.act("block-load", names=["mine", "new"])
+    again = {"op": "save", "name": "again", "p0": 64, "p1": 128}
+    evict = {"op": "evict", "names": ["mine", "new"]}
+    server.act("block-plan", ops=[again, evict])
+    assert server.slot()["ram"]["used"] == others + 2 * one
+    assert {b["name"] for b in server.slot()["blocks"]} == {"mine", "new", "again"}
+
+
 def test_protected_ranges_stay_and_the_order_is_kept(server: Llama) -> None:
     prompt = server.tokens(story(300))[:240]
     server.complete(prompt, n_predict=1)

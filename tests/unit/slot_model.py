@@ -139,7 +139,7 @@ class SlotModel:
             n = self._room(min(len(prompt) - done, BATCH))
             self._append(prompt[done : done + n])
             if self.recurrent:
-                self.held.append(len(self.tokens) - 1)
+                self.held = [*self.held, len(self.tokens) - 1][-CHECKPOINTS:]
         recovered = len(self.loaded & self.rows)
         present = len([row for row in self.rows if row < n_past])
         hidden = {p for a, b, _ in self.auto_evicted for p in range(max(a, n_past), b)}

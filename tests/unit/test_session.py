@@ -129,6 +129,12 @@ class House:
         self.session.saved_all(plan)
         self.slot.taken_by(to, epoch=self.slot.epoch + 1)
 
+    def copy_behind(self) -> None:
+        """Nobody needs the server: what the blocks of the last prompt have in the slot is saved."""
+        plan = Plan(saves=tuple(self.session.unsaved(self.slot.view([]))))
+        self.slot.run(plan, [])
+        self.session.saved_all(plan)
+
 
 def words(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(1, 400), k=count)
@@ -536,6 +542,23 @@ def test_save_all_copies_each_resident_row_once() -> None:
     assert house.session.save_all(house.slot.view([])).saves == ()
 
 
+@pytest.mark.parametrize("behind", [True, False])
+def test_what_was_copied_behind_leaves_without_a_save(behind: bool) -> None:
+    house = House()
+    talk = talk_of(300)
+    house.turn(talk, words(9, 20))
+    known = {block.span for block in house.session.layout.blocks}
+    if behind:
+        house.copy_behind()
+        assert not any("/gen" in label for label in house.slot.store)
+        assert house.session.unsaved(house.slot.view([])) == []
+    talk.say(Role.USER, words(30, 200))
+    _, plan = house.planned(talk)
+    gone = {evict.span for evict in plan.evicts} & known
+    assert gone
+    assert gone.isdisjoint(save.span for save in plan.saves) == behind
+
+
 def test_labels_of_a_very_long_session_fit_the_wire() -> None:
     house = House()
     house.session = Session("ü" * 256, "", CONFIG)
@@ -561,7 +584,7 @@ def test_a_slot_does_not_keep_the_budget_of_the_session_before() -> None:
 EVICTING = [name for name in POLICIES if name != "no_eviction"]
 EVENTS = st.sampled_from(
     ["go on", "go on", "go on", "tool loop", "edit", "retry", "reword", "hand over", "steal"]
-    + ["restart", "forget a copy", "break off", "long"]
+    + ["copy behind", "restart", "forget a copy", "break off", "long"]
 )
 
 
@@ -608,6 +631,8 @@ def happen(house: House, talk: Talk, event: str, seed: int) -> None:
         talk.messages[-2] = (role, [*said[: len(said) // 2], 5, *said[len(said) // 2 + 1 :]])
     elif event == "hand over":
         house.hand_over()
+    elif event == "copy behind":
+        house.copy_behind()
     elif event == "steal":
         house.slot.taken_by([1, *talk.rendered().tokens.tolist()[1:]], epoch=seed)
     elif event == "restart":

@@ -1,0 +1,476 @@
+#include "server-blocks-disk.h"
+
+#include "log.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#if defined(_WIN32)
+
+std::string server_blocks_disk::open(const std::string &, uint64_t, uint64_t) { return "not on this system"; }
+void server_blocks_disk::close() {}
+void server_blocks_disk::scan() {}
+std::vector<server_blocks_head> server_blocks_disk::found() { return {}; }
+std::vector<std::string> server_blocks_disk::gone() { return {}; }
+std::string server_blocks_disk::foreign(const std::string &, const std::string &) const { return ""; }
+bool server_blocks_disk::holds(const std::string &) const { return false; }
+std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_head, const uint8_t *) { return nullptr; }
+bool server_blocks_disk::cancel(server_blocks_write &) { return true; }
+bool server_blocks_disk::wait(const std::vector<std::shared_ptr<server_blocks_write>> &, int) { return true; }
+server_blocks_write::state_t server_blocks_disk::state(const server_blocks_write & job) const { return job.state; }
+void server_blocks_disk::read(server_blocks_read &) {}
+void server_blocks_disk::touch(const std::string &) {}
+void server_blocks_disk::remove(const std::string &) {}
+json server_blocks_disk::stats() const { return json(); }
+
+#else
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static constexpr size_t  CAP_DEFAULT_MIB = 4096;
+static constexpr int64_t SCAN_AGAIN_MS   = 5000; // others may write into the folder too
+
+static bool ends_with(const std::string & s, const char * end) {
+    const size_t n = strlen(end);
+    return s.size() >= n && s.compare(s.size() - n, n, end) == 0;
+}
+
+static bool is_ours(const std::string & file, const char * end) {
+    return file.compare(0, 6, "evoke-") == 0 && ends_with(file, end);
+}
+
+static uint64_t now_ns() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+}
+
+std::string server_blocks_disk::open(const std::string & option, uint64_t model, uint64_t layout) {
+    std::string dir = option;
+    size_t mib = CAP_DEFAULT_MIB;
+    const size_t colon = option.rfind(':');
+    if (colon != std::string::npos && colon + 1 < option.size() && option.size() - colon < 12
+            && option.find_first_not_of("0123456789", colon + 1) == std::string::npos) {
+        dir = option.substr(0, colon);
+        mib = std::stoull(option.substr(colon + 1));
+    }
+    if (dir.empty() || mib == 0) {
+        return "--evoke-disk wants DIR or DIR:MiB";
+    }
+    if (model == 0) {
+        return "the model's file cannot be read again, to tell it from others";
+    }
+    mkdir(dir.c_str(), 0700);
+    struct stat st;
+    if (stat(dir.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) {
+        return std::string("the folder cannot be made or is something else: ") + dir;
+    }
+    if (st.st_uid != geteuid() || (st.st_mode & 077) != 0) {
+        return "the folder must be its owner's alone (chmod 700): it will hold what was said";
+    }
+    this->model  = model;
+    this->layout = layout;
+    folder = dir;
+    n_cap  = mib*1024*1024;
+    scan();
+    stopping = false;
+    worker = std::thread([this]() { work(); });
+    return "";
+}
+
+void server_blocks_disk::close() {
+    if (!worker.joinable()) {
+        return;
+    }
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        stopping = true;
+    }
+    changed.notify_all();
+    worker.join();
+    folder.clear();
+}
+
+//
+// what is there
+//
+
+void server_blocks_disk::add(const std::string & file, entry e) {
+    forget(file);
+    n_used += e.bytes;
+    files[file] = std::move(e);
+}
+
+void server_blocks_disk::forget(const std::string & file) {
+    const auto it = files.find(file);
+    if (it != files.end()) {
+        n_used -= it->second.bytes;
+        files.erase(it);
+    }
+}
+
+void server_blocks_disk::scan() {
+    std::set<std::string> known, seen, names;
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        for (const auto & item : files) {
+            known.insert(item.first);
+        }
+    }
+    if (DIR * dir = opendir(folder.c_str())) {
+        while (const dirent * item = readdir(dir)) {
+            names.insert(item->d_name);
+        }
+        closedir(dir);
+    }
+    for (const auto & file : names) {
+        if (is_ours(file, ".tmp") && !server_blocks_file_locked(path(file))) {
+            unlink(path(file).c_str()); // whoever wrote it has died
+        } else if (is_ours(file, ".kvb") || is_ours(file, ".bad")) {
+            seen.insert(file);
+            if (!known.count(file)) {
+                look_at(file);
+            }
+        }
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    scanned_ms = ggml_time_ms();
+    for (const auto & file : known) {
+        if (!seen.count(file) && files.count(file) && access(path(file).c_str(), F_OK) != 0) {
+            forget(file); // another server deleted it, or somebody
+            lost.push_back(file);
+        }
+    }
+}
+
+// takes one file into the list, if it is new
+void server_blocks_disk::look_at(const std::string & file) {
+    struct stat st;
+    if (lstat(path(file).c_str(), &st) != 0 || !S_ISREG(st.st_mode)) {
+        return;
+    }
+    entry e;
+    e.bytes = st.st_size;
+    e.used  = uint64_t(st.st_mtim.tv_sec)*1000000000 + st.st_mtim.tv_nsec;
+    server_blocks_head head;
+    if (is_ours(file, ".bad")) {
+        e.used = 0;
+    } else {
+        try {
+            head = server_blocks_file_peek(path(file));
+            if (server_blocks_file_name(head) != file) {
+                throw server_blocks_file_error(server_blocks_file_error::DAMAGED, "the file has the name of another block");
+            }
+            e.why = head.model != model ? "it was saved from another model" : head.kv.layout != layout ? "it was saved with other KV types or options" : "";
+            for (const auto & label : head.labels) {
+                e.names.insert({ head.tenant, label });
+            }
+        } catch (const server_blocks_file_error & error) {
+            if (error.kind == server_blocks_file_error::DAMAGED) {
+                LOG_WRN("evoke: %s is put aside: %s\n", file.c_str(), error.what());
+                put_aside(file);
+            }
+            if (error.kind != server_blocks_file_error::OTHER) {
+                return;
+            }
+            e.why = error.what();
+        }
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (head.model == model && e.why.empty() && e.used > 0) {
+        e.names.clear();
+        fresh.push_back(std::move(head));
+    }
+    add(file, std::move(e));
+}
+
+// a damaged file: never used, kept for a person while there is room
+void server_blocks_disk::put_aside(const std::string & file) {
+    const std::string bad = file.substr(0, file.size() - 4) + ".bad";
+    struct stat st;
+    const bool kept = rename(path(file).c_str(), path(bad).c_str()) == 0 && lstat(path(bad).c_str(), &st) == 0;
+    const std::lock_guard<std::mutex> lock(mutex);
+    n_damaged++;
+    forget(file);
+    if (kept) {
+        entry e;
+        e.bytes = st.st_size;
+        add(bad, std::move(e));
+    }
+}
+
+std::vector<server_blocks_head> server_blocks_disk::found() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<server_blocks_head> res;
+    res.swap(fresh);
+    const auto used = [this](const server_blocks_head & head) {
+        const auto it = files.find(server_blocks_file_name(head));
+        return it == files.end() ? 0 : it->second.used;
+    };
+    std::vector<std::pair<uint64_t, size_t>> order; // the newest first
+    for (size_t i = 0; i < res.size(); ++i) {
+        order.push_back({ used(res[i]), i });
+    }
+    std::sort(order.rbegin(), order.rend());
+    std::vector<server_blocks_head> sorted;
+    for (const auto & item : order) {
+        sorted.push_back(std::move(res[item.second]));
+    }
+    return sorted;
+}
+
+std::vector<std::string> server_blocks_disk::gone() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<std::string> res;
+    res.swap(lost);
+    return res;
+}
+
+std::string server_blocks_disk::foreign(const std::string & tenant, const std::string & label) const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const auto & item : files) {
+        if (item.second.names.count({ tenant, label })) {
+            return item.second.why;
+        }
+    }
+    return "";
+}
+
+bool server_blocks_disk::holds(const std::string & file) const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return files.count(file) > 0 && access(path(file).c_str(), R_OK) == 0;
+}
+
+json server_blocks_disk::stats() const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    size_t n_queued = 0;
+    for (const auto & item : queue) {
+        n_queued += item.write ? 1 : 0;
+    }
+    return json {
+        {"used", n_used}, {"budget", n_cap}, {"n_files", files.size()}, {"n_queued", n_queued}, {"n_written", n_written}, {"n_read", n_read},
+        {"n_failed", n_failed}, {"n_damaged", n_damaged}, {"n_deleted", n_deleted}, {"last_error", last_error},
+    };
+}
+
+//
+// reading
+//
+
+void server_blocks_disk::read(server_blocks_read & job) {
+    const std::lock_guard<std::mutex> own(job.mutex);
+    if (job.state != server_blocks_read::PENDING) {
+        return;
+    }
+    try {
+        job.head  = server_blocks_file_read(path(job.file), job.head, job.data);
+        job.state = server_blocks_read::DONE;
+        const std::lock_guard<std::mutex> lock(mutex);
+        n_read++;
+        return;
+    } catch (const server_blocks_file_error & e) {
+        job.error = e.what();
+        const bool damaged = e.kind == server_blocks_file_error::DAMAGED || e.kind == server_blocks_file_error::OTHER;
+        job.state = damaged ? server_blocks_read::DAMAGED : e.kind == server_blocks_file_error::GONE ? server_blocks_read::GONE : server_blocks_read::FAILED;
+    } catch (const std::exception & e) { // no memory
+        job.error = e.what();
+        job.state = server_blocks_read::FAILED;
+    }
+    LOG_WRN("evoke: %s is not used: %s\n", job.file.c_str(), job.error.c_str());
+    if (job.state == server_blocks_read::DAMAGED) {
+        put_aside(job.file);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    last_error = job.error;
+    if (job.state == server_blocks_read::GONE) {
+        forget(job.file);
+    }
+}
+
+//
+// writing
+//
+
+std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_head head, const uint8_t * data) {
+    auto job = std::make_shared<server_blocks_write>();
+    job->head = std::move(head);
+    job->data = data;
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        queue.push_back({ job, "", false });
+    }
+    changed.notify_all();
+    return job;
+}
+
+bool server_blocks_disk::cancel(server_blocks_write & job) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (job.state == server_blocks_write::QUEUED) {
+        job.state = server_blocks_write::CANCELLED;
+        changed.notify_all();
+    }
+    return job.state != server_blocks_write::RUNNING;
+}
+
+bool server_blocks_disk::wait(const std::vector<std::shared_ptr<server_blocks_write>> & jobs, int timeout_ms) {
+    std::unique_lock<std::mutex> lock(mutex);
+    return changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&]() {
+        return std::all_of(jobs.begin(), jobs.end(), [](const auto & job) { return job->over(); });
+    });
+}
+
+server_blocks_write::state_t server_blocks_disk::state(const server_blocks_write & job) const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return job.state;
+}
+
+void server_blocks_disk::touch(const std::string & file) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto it = files.find(file);
+    if (it != files.end()) {
+        it->second.used = now_ns();
+        queue.push_back({ nullptr, file, true });
+        changed.notify_all();
+    }
+}
+
+void server_blocks_disk::remove(const std::string & file) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    queue.push_back({ nullptr, file, false });
+    changed.notify_all();
+}
+
+void server_blocks_disk::work() {
+    sigset_t signals; // of the ones a write can bring, the default would end the process
+    sigemptyset(&signals);
+    sigaddset(&signals, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+        changed.wait(lock, [this]() { return stopping || !queue.empty(); });
+        if (queue.empty()) {
+            return;
+        }
+        const chore item = std::move(queue.front());
+        queue.pop_front();
+        if (item.write) {
+            write_one(*item.write, lock);
+            continue;
+        }
+        if (!item.touch) {
+            forget(item.file);
+        }
+        lock.unlock();
+        if (item.touch) {
+            utimensat(AT_FDCWD, path(item.file).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+        } else {
+            unlink(path(item.file).c_str());
+        }
+        lock.lock();
+    }
+}
+
+void server_blocks_disk::write_one(server_blocks_write & job, std::unique_lock<std::mutex> & lock) {
+    if (job.state == server_blocks_write::QUEUED && stopping) {
+        job.state = server_blocks_write::CANCELLED;
+    }
+    if (job.state != server_blocks_write::QUEUED) {
+        return;
+    }
+    job.state = server_blocks_write::RUNNING;
+    const std::string file = server_blocks_file_name(job.head);
+    try {
+        write_file(job, file, lock);
+        n_written++;
+        job.state = server_blocks_write::DONE;
+    } catch (const std::exception & e) {
+        if (!lock.owns_lock()) {
+            lock.lock();
+        }
+        if (last_error != e.what()) {
+            LOG_WRN("evoke: a block stays in host memory: %s\n", e.what());
+        }
+        n_failed++;
+        last_error = job.error = e.what();
+        job.state  = server_blocks_write::FAILED;
+    }
+    changed.notify_all();
+}
+
+void server_blocks_disk::write_file(const server_blocks_write & job, const std::string & file, std::unique_lock<std::mutex> & lock) {
+    lock.unlock();
+    const size_t bytes = server_blocks_file_size(job.head);
+    lock.lock();
+    if (bytes > n_cap) {
+        throw std::runtime_error("the block is larger than --evoke-disk allows");
+    }
+    make_room(bytes, file, lock);
+    for (int attempt = 0; ; ++attempt) {
+        try {
+            lock.unlock();
+            server_blocks_file_write(folder, job.head, job.data);
+            lock.lock();
+            break;
+        } catch (const server_blocks_file_error & e) {
+            lock.lock();
+            const bool again = attempt == 0 && (e.kind == server_blocks_file_error::GONE
+                ? mkdir(folder.c_str(), 0700) == 0 // somebody removed the folder
+                : e.kind == server_blocks_file_error::FULL && delete_oldest(file, lock));
+            if (!again) {
+                throw;
+            }
+        }
+    }
+    entry e;
+    e.bytes = bytes;
+    e.used  = now_ns();
+    add(file, std::move(e));
+}
+
+// files go until so many bytes fit under the cap
+void server_blocks_disk::make_room(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock) {
+    if (ggml_time_ms() - scanned_ms > SCAN_AGAIN_MS) {
+        lock.unlock();
+        scan();
+        lock.lock();
+    }
+    const auto it = files.find(except);
+    const size_t own = it == files.end() ? 0 : it->second.bytes; // will be replaced, but is there until then
+    while (n_used + bytes > n_cap && delete_oldest(except, lock)) {
+    }
+    if (n_used + bytes > n_cap && own > 0) {
+        forget(except);
+        lock.unlock();
+        unlink(path(except).c_str());
+        lock.lock();
+    }
+}
+
+bool server_blocks_disk::delete_oldest(const std::string & except, std::unique_lock<std::mutex> & lock) {
+    auto oldest = files.end();
+    for (auto it = files.begin(); it != files.end(); ++it) {
+        if (it->first != except && (oldest == files.end() || it->second.used < oldest->second.used)) {
+            oldest = it;
+        }
+    }
+    if (oldest == files.end()) {
+        return false;
+    }
+    const std::string file = oldest->first;
+    forget(file);
+    lost.push_back(file);
+    n_deleted++;
+    lock.unlock();
+    unlink(path(file).c_str());
+    lock.lock();
+    return true;
+}
+
+#endif

@@ -1,0 +1,448 @@
+#include "server-blocks-file.h"
+
+#include "gguf.h"
+#include "llama.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstring>
+#include <memory>
+
+#if !defined(_WIN32)
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#endif
+
+static constexpr char     MAGIC[8] = { 'e', 'v', 'o', 'k', 'e', 'K', 'V', 'B' };
+static constexpr uint32_t VERSION  = 1;
+static constexpr uint32_t ORDER    = 0x01020304; // of the bytes of a number
+static constexpr size_t   ALIGN    = 64;         // of the rows
+static constexpr size_t   HEAD_MAX = size_t(64) << 20;
+
+namespace {
+
+// the start of every file, as it lies there
+struct fixed_head {
+    char     magic[8];
+    uint32_t version;
+    uint32_t order;
+    uint64_t n_head;   // bytes before the rows
+    uint64_t n_data;   // bytes of the rows
+    uint64_t sum_data; // checksum of the rows
+    uint64_t sum_head; // of everything before the rows, this number taken as 0
+};
+
+[[noreturn]] void damaged(const std::string & what) {
+    throw server_blocks_file_error(server_blocks_file_error::DAMAGED, what);
+}
+
+uint64_t rotated(uint64_t x, int r) {
+    return (x << r) | (x >> (64 - r));
+}
+
+size_t aligned(size_t n) {
+    return (n + ALIGN - 1)/ALIGN*ALIGN;
+}
+
+// numbers and strings one after the other
+struct packer {
+    std::vector<uint8_t> bytes;
+
+    template <typename T> void number(T value) { raw(&value, sizeof(value)); }
+
+    void raw(const void * p, size_t n) {
+        bytes.insert(bytes.end(), (const uint8_t *) p, (const uint8_t *) p + n);
+    }
+
+    void text(const std::string & s) {
+        number<uint64_t>(s.size());
+        raw(s.data(), s.size());
+    }
+
+    template <typename T> void list(const std::vector<T> & values) {
+        number<uint64_t>(values.size());
+        raw(values.data(), values.size()*sizeof(T));
+    }
+};
+
+struct unpacker {
+    const uint8_t * at;
+    const uint8_t * end;
+
+    void raw(void * p, size_t n) {
+        if ((size_t) (end - at) < n) {
+            damaged("the head ends early");
+        }
+        memcpy(p, at, n);
+        at += n;
+    }
+
+    template <typename T> T number() {
+        T value;
+        raw(&value, sizeof(value));
+        return value;
+    }
+
+    // how many of this size there are, never more than there are bytes
+    size_t count(size_t size) {
+        const uint64_t n = number<uint64_t>();
+        if (n > (uint64_t) (end - at)/size) {
+            damaged("the head counts more than it holds");
+        }
+        return n;
+    }
+
+    std::string text() {
+        std::string s(count(1), '\0');
+        raw(&s[0], s.size());
+        return s;
+    }
+
+    template <typename T> std::vector<T> list() {
+        std::vector<T> values(count(sizeof(T)));
+        raw(values.data(), values.size()*sizeof(T));
+        return values;
+    }
+};
+
+std::vector<uint8_t> packed(const server_blocks_head & head, uint64_t sum_data) {
+    packer p;
+    p.bytes.resize(sizeof(fixed_head));
+    p.number(head.model);
+    p.number(head.kv.layout);
+    p.number(head.prefix_hash);
+    p.number(head.hash);
+    p.number(head.kv.p0);
+    p.number(head.kv.p1);
+    p.text(head.tenant);
+    p.number<uint64_t>(head.labels.size());
+    for (const auto & label : head.labels) {
+        p.text(label);
+    }
+    p.list(head.tokens);
+    p.list(head.kv.pos);
+    p.list(head.kv.cells);
+    p.list(head.kv.tok);
+    p.list(head.kv.x);
+    p.list(head.kv.y);
+    p.bytes.resize(aligned(p.bytes.size()));
+
+    fixed_head fixed {};
+    memcpy(fixed.magic, MAGIC, sizeof(MAGIC));
+    fixed.version  = VERSION;
+    fixed.order    = ORDER;
+    fixed.n_head   = p.bytes.size();
+    fixed.n_data   = head.kv.size;
+    fixed.sum_data = sum_data;
+    memcpy(p.bytes.data(), &fixed, sizeof(fixed));
+    fixed.sum_head = server_blocks_checksum(p.bytes.data(), p.bytes.size());
+    memcpy(p.bytes.data(), &fixed, sizeof(fixed));
+    return p.bytes;
+}
+
+server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
+    const uint64_t sum_head = fixed.sum_head;
+    fixed.sum_head = 0;
+    memcpy(bytes.data(), &fixed, sizeof(fixed));
+    if (server_blocks_checksum(bytes.data(), bytes.size()) != sum_head) {
+        damaged("the checksum of the head differs");
+    }
+    unpacker u { bytes.data() + sizeof(fixed), bytes.data() + bytes.size() };
+    server_blocks_head head;
+    head.model       = u.number<uint64_t>();
+    head.kv.layout   = u.number<uint64_t>();
+    head.prefix_hash = u.number<uint64_t>();
+    head.hash        = u.number<uint64_t>();
+    head.kv.p0       = u.number<llama_pos>();
+    head.kv.p1       = u.number<llama_pos>();
+    head.tenant      = u.text();
+    for (uint64_t n = u.count(sizeof(uint64_t)); n > 0; --n) {
+        head.labels.push_back(u.text());
+    }
+    head.tokens   = u.list<llama_token>();
+    head.kv.pos   = u.list<llama_pos>();
+    head.kv.cells = u.list<uint32_t>();
+    head.kv.tok   = u.list<llama_token>();
+    head.kv.x     = u.list<llama_pos>();
+    head.kv.y     = u.list<llama_pos>();
+    head.kv.size  = fixed.n_data;
+
+    const size_t n = head.tokens.size();
+    bool sound = head.kv.p0 >= 0 && head.kv.p1 > head.kv.p0 && n == (size_t) head.kv.p1 - head.kv.p0 && !head.labels.empty();
+    for (const size_t other : { head.kv.pos.size(), head.kv.cells.size(), head.kv.tok.size(), head.kv.x.size(), head.kv.y.size() }) {
+        sound = sound && other == n;
+    }
+    for (size_t i = 0; sound && i < n; ++i) {
+        sound = head.kv.pos[i] == head.kv.p0 + (llama_pos) i;
+    }
+    if (!sound) {
+        damaged("the head contradicts itself");
+    }
+    return head;
+}
+
+#if !defined(_WIN32)
+
+[[noreturn]] void failed(const std::string & what) {
+    const int error = errno;
+    const bool full = error == ENOSPC || error == EDQUOT;
+    const auto kind = error == ENOENT ? server_blocks_file_error::GONE
+        : full ? server_blocks_file_error::FULL : server_blocks_file_error::FAILED;
+    throw server_blocks_file_error(kind, what + ": " + strerror(error));
+}
+
+struct descriptor {
+    const int fd;
+
+    descriptor(const std::string & path, int flags) : fd(open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0600)) {
+        if (fd < 0) {
+            failed("open");
+        }
+    }
+    ~descriptor() { close(fd); }
+};
+
+void write_all(int fd, const uint8_t * p, size_t n) {
+    while (n > 0) {
+        const ssize_t done = write(fd, p, std::min(n, size_t(1) << 26));
+        if (done < 0 && errno == EINTR) {
+            continue;
+        }
+        if (done <= 0) {
+            failed("write");
+        }
+        p += done;
+        n -= done;
+    }
+}
+
+void read_all(int fd, uint8_t * p, size_t n, size_t offset) {
+    while (n > 0) {
+        const ssize_t done = pread(fd, p, n, offset);
+        if (done < 0 && errno == EINTR) {
+            continue;
+        }
+        if (done < 0) {
+            failed("read");
+        }
+        if (done == 0) {
+            damaged("the file ends early");
+        }
+        p += done;
+        n -= done;
+        offset += done;
+    }
+}
+
+size_t size_of(int fd) {
+    struct stat st;
+    if (fstat(fd, &st) != 0) {
+        failed("stat");
+    }
+    if (!S_ISREG(st.st_mode)) {
+        damaged("not a file");
+    }
+    return st.st_size;
+}
+
+server_blocks_head peek(int fd, fixed_head & fixed) {
+    const size_t size = size_of(fd);
+    if (size < sizeof(fixed)) {
+        damaged("the file is too short");
+    }
+    read_all(fd, (uint8_t *) &fixed, sizeof(fixed), 0);
+    if (memcmp(fixed.magic, MAGIC, sizeof(MAGIC)) != 0) {
+        damaged("not a block file");
+    }
+    if (fixed.version != VERSION || fixed.order != ORDER) {
+        throw server_blocks_file_error(server_blocks_file_error::OTHER, "a block file of another version");
+    }
+    if (fixed.n_head < sizeof(fixed) || fixed.n_head > std::min(HEAD_MAX, size) || fixed.n_data != size - fixed.n_head) {
+        damaged("the file has another size than it says");
+    }
+    std::vector<uint8_t> bytes(fixed.n_head);
+    read_all(fd, bytes.data(), bytes.size(), 0);
+    return unpacked(std::move(bytes), fixed);
+}
+
+// a part of the file, or what there is of it
+uint64_t checksum_of(int fd, size_t offset, size_t n, uint64_t seed) {
+    std::vector<uint8_t> bytes(n);
+    const ssize_t done = pread(fd, bytes.data(), n, offset);
+    return server_blocks_checksum(bytes.data(), std::max<ssize_t>(done, 0), seed);
+}
+
+// metadata, and of every tensor all of a small one or some places of a large one; `n_files` is how many there are
+uint64_t gguf_id(const std::string & path, uint64_t h, int & n_files) {
+    static constexpr size_t PART = 4096, N_PARTS = 8;
+    const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(gguf_init_from_file(path.c_str(), { true, nullptr }), gguf_free);
+    if (!file) {
+        return 0;
+    }
+    const int64_t split = gguf_find_key(file.get(), "split.count");
+    n_files = split >= 0 && gguf_get_kv_type(file.get(), split) == GGUF_TYPE_UINT16 ? gguf_get_val_u16(file.get(), split) : 1;
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        return 0;
+    }
+    const size_t base = gguf_get_data_offset(file.get());
+    h = checksum_of(fd, 0, base, h);
+    for (int64_t i = 0; i < gguf_get_n_tensors(file.get()); ++i) {
+        const size_t at = base + gguf_get_tensor_offset(file.get(), i);
+        const size_t n  = gguf_get_tensor_size(file.get(), i);
+        if (n <= PART*N_PARTS) {
+            h = checksum_of(fd, at, n, h);
+            continue;
+        }
+        for (size_t k = 0; k < N_PARTS; ++k) {
+            h = checksum_of(fd, at + (n - PART)/(N_PARTS - 1)*k, PART, h);
+        }
+    }
+    close(fd);
+    return h;
+}
+
+#endif
+
+} // namespace
+
+// the rounds of XXH64 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): one pass at the speed of memory
+uint64_t server_blocks_checksum(const void * data, size_t n, uint64_t seed) {
+    static constexpr uint64_t P1 = 0x9E3779B185EBCA87ull, P2 = 0xC2B2AE3D27D4EB4Full, P3 = 0x165667B19E3779F9ull,
+                              P4 = 0x85EBCA77C2B2AE63ull, P5 = 0x27D4EB2F165667C5ull;
+    const auto round = [](uint64_t acc, uint64_t lane) { return rotated(acc + lane*P2, 31)*P1; };
+    const auto lane  = [](const uint8_t * p) { uint64_t v; memcpy(&v, p, 8); return v; };
+    const uint8_t * p   = (const uint8_t *) data;
+    const uint8_t * end = p + n;
+    uint64_t h = seed + P5;
+    if (n >= 32) {
+        uint64_t a[4] = { seed + P1 + P2, seed + P2, seed, seed - P1 };
+        for (; end - p >= 32; p += 32) {
+            for (int i = 0; i < 4; ++i) {
+                a[i] = round(a[i], lane(p + 8*i));
+            }
+        }
+        h = rotated(a[0], 1) + rotated(a[1], 7) + rotated(a[2], 12) + rotated(a[3], 18);
+        for (const uint64_t acc : a) {
+            h = (h ^ round(0, acc))*P1 + P4;
+        }
+    }
+    h += n;
+    for (; end - p >= 8; p += 8) {
+        h = rotated(h ^ round(0, lane(p)), 27)*P1 + P4;
+    }
+    for (; p < end; ++p) {
+        h = rotated(h ^ (*p*P5), 11)*P1;
+    }
+    h = (h ^ (h >> 33))*P2;
+    h = (h ^ (h >> 29))*P3;
+    return h ^ (h >> 32);
+}
+
+std::string server_blocks_file_name(const server_blocks_head & head) {
+    packer p;
+    p.number(head.model);
+    p.number(head.kv.layout);
+    p.number(head.hash);
+    p.number(head.kv.p0);
+    p.number(head.kv.p1);
+    p.text(head.tenant);
+    return string_format("evoke-%016" PRIx64 "%016" PRIx64 ".kvb", server_blocks_checksum(p.bytes.data(), p.bytes.size(), 1),
+        server_blocks_checksum(p.bytes.data(), p.bytes.size(), 2));
+}
+
+size_t server_blocks_file_size(const server_blocks_head & head) {
+    return packed(head, 0).size() + head.kv.size;
+}
+
+#if defined(_WIN32)
+
+// the flag is refused there
+uint64_t server_blocks_model_id(const common_params &) { return 0; }
+bool server_blocks_file_locked(const std::string &) { return true; }
+server_blocks_head server_blocks_file_peek(const std::string &) { damaged("not on this system"); }
+server_blocks_head server_blocks_file_read(const std::string &, const server_blocks_head &, uint8_t *) { damaged("not on this system"); }
+void server_blocks_file_write(const std::string &, const server_blocks_head &, const uint8_t *) { damaged("not on this system"); }
+
+#else
+
+uint64_t server_blocks_model_id(const common_params & params) {
+    int n_files = 1;
+    uint64_t h = gguf_id(params.model.path, VERSION, n_files);
+    std::vector<char> prefix(params.model.path.size() + 1), path(params.model.path.size() + 64);
+    for (int i = 1; h != 0 && i < n_files; ++i) {
+        int ignored = 0;
+        const bool named = llama_split_prefix(prefix.data(), prefix.size(), params.model.path.c_str(), 0, n_files) > 0;
+        llama_split_path(path.data(), path.size(), prefix.data(), i, n_files);
+        h = named ? gguf_id(path.data(), h, ignored) : 0;
+    }
+    for (const auto & vector : params.control_vectors) {
+        packer p;
+        p.text(vector.fname);
+        p.number(vector.strength);
+        p.number(params.control_vector_layer_start);
+        p.number(params.control_vector_layer_end);
+        h = h == 0 ? 0 : server_blocks_checksum(p.bytes.data(), p.bytes.size(), h);
+    }
+    return h;
+}
+
+void server_blocks_file_write(const std::string & folder, const server_blocks_head & head, const uint8_t * data) {
+    const std::string path = folder + "/" + server_blocks_file_name(head);
+    const std::string temp = path + "." + std::to_string(getpid()) + "-" + std::to_string(ggml_time_us()) + ".tmp";
+    const auto bytes = packed(head, server_blocks_checksum(data, head.kv.size));
+    try {
+        const descriptor file(temp, O_WRONLY | O_CREAT | O_TRUNC);
+        flock(file.fd, LOCK_EX | LOCK_NB);
+        write_all(file.fd, bytes.data(), bytes.size());
+        write_all(file.fd, data, head.kv.size);
+        if (fsync(file.fd) != 0) {
+            failed("fsync");
+        }
+        if (rename(temp.c_str(), path.c_str()) != 0) {
+            failed("rename");
+        }
+    } catch (...) {
+        unlink(temp.c_str());
+        throw;
+    }
+    const int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); // the name must last too
+    if (dir >= 0) {
+        fsync(dir);
+        close(dir);
+    }
+}
+
+server_blocks_head server_blocks_file_peek(const std::string & path) {
+    const descriptor file(path, O_RDONLY);
+    fixed_head fixed;
+    return peek(file.fd, fixed);
+}
+
+server_blocks_head server_blocks_file_read(const std::string & path, const server_blocks_head & head, uint8_t * data) {
+    const descriptor file(path, O_RDONLY);
+    fixed_head fixed;
+    auto found = peek(file.fd, fixed);
+    if (server_blocks_file_name(found) != server_blocks_file_name(head) || found.kv.size != head.kv.size) {
+        damaged("the file is of another block");
+    }
+    read_all(file.fd, data, found.kv.size, fixed.n_head);
+    if (server_blocks_checksum(data, found.kv.size) != fixed.sum_data) {
+        damaged("the checksum of the rows differs");
+    }
+    return found;
+}
+
+bool server_blocks_file_locked(const std::string & path) {
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    const bool free = fd < 0 || flock(fd, LOCK_EX | LOCK_NB) == 0;
+    if (fd >= 0) {
+        close(fd);
+    }
+    return !free;
+}
+
+#endif

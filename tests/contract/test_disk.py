@@ -1,0 +1,385 @@
+"""Saved blocks on disk: what memory has no room for, what outlives a server, what is not used."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from llama import MODEL, Json, Llama, binary, running, story
+from nonsense import torment
+from operations import play
+from test_exact import logprobs
+
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.demo.processes import free_port, plain_environment
+
+SIZE = 64
+ROW = 2048  # bytes of one row of the bundled model
+DAMAGES = 200
+
+
+def options(folder: Path, mib: int = 64, ram: int = 8) -> tuple[str, ...]:
+    return (
+        *("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on"),
+        *("--evoke-ram", str(ram), "--evoke-disk", f"{folder}:{mib}"),
+    )
+
+
+def blocks(server: Llama, tenant: str = "") -> dict[str, Json]:
+    found = server.get(f"/slots/0/blocks?tenant={tenant}")["blocks"]
+    return {block["name"]: block for block in found}
+
+
+def tiers(server: Llama) -> Counter[str]:
+    return Counter(block["tier"] for block in blocks(server).values())
+
+
+def disk(server: Llama) -> Json:
+    answer: Json = server.slot()["disk"]
+    return answer
+
+
+def save_each(server: Llama, held: list[int]) -> list[str]:
+    """A save for each block of slot 0, one call each: together they may be more than memory."""
+    names = []
+    for p0 in range(0, len(held), SIZE):
+        names.append(f"0/{p0}")
+        server.act("block-save", name=names[-1], p0=p0, p1=min(len(held), p0 + SIZE))
+        ram = server.slot()["ram"]
+        assert ram["used"] <= ram["budget"]
+    return names
+
+
+def spill(server: Llama, **more: object) -> Json:
+    answer: Json = server.post("/slots/0?action=block-spill", {"all": True} | more)
+    return answer
+
+
+def files(folder: Path, kind: str = "kvb") -> list[Path]:
+    return sorted(folder.glob(f"*.{kind}"))
+
+
+def talk(server: Llama) -> list[int]:
+    """A conversation in slot 0; the tokens that have a row afterwards."""
+    history = server.tokens(story(900))
+    server.erase()
+    first = server.complete(history)
+    return history + list(first["tokens"][:-1])
+
+
+def test_what_memory_has_no_room_for_is_on_disk_and_comes_back_exactly(tmp_path: Path) -> None:
+    with running(True, *options(tmp_path / "d", ram=1)) as server:
+        evoke = server.get("/props")["evoke"]
+        assert "disk" in evoke["features"] and evoke["limits"]["disk_bytes"] == 64 << 20
+        held = talk(server)
+        reference = logprobs(server, held, 0)
+        names = save_each(server, held)
+        assert len(names) * SIZE * ROW > 3 << 20  # three times the memory
+        assert set(blocks(server)) == set(names)
+        assert tiers(server)["disk"] > tiers(server)["ram"] > 0
+        assert disk(server)["n_dropped"] == 0
+        server.act("block-evict", p0=64, p1=384)
+        assert blocks(server)[names[2]]["tier"] == "disk"
+        loaded = server.act("block-load", names=names[1:6])
+        assert loaded["n_loaded"] == 320 and loaded["bit_exact"]
+        assert logprobs(server, held, 0) == reference
+        assert blocks(server)[names[2]]["tier"] == "ram"
+        mode = [path.stat().st_mode & 0o777 for path in (tmp_path / "d", *files(tmp_path / "d"))]
+        assert mode[0] == 0o700 and set(mode[1:]) == {0o600}
+
+
+def test_a_server_that_was_stopped_finds_its_blocks_again(tmp_path: Path) -> None:
+    with running(True, *options(tmp_path / "d")) as server:
+        held = talk(server)
+        names = save_each(server, held)
+        reference = logprobs(server, held + held[:9], 0)
+        assert tiers(server) == {"ram": len(names)} and disk(server)["n_files"] == 0
+    assert len(files(tmp_path / "d")) == len(names)  # written at the end
+    with running(True, *options(tmp_path / "d")) as server:
+        assert tiers(server) == {"disk": len(names)}
+        adopted = server.act("block-adopt", 1, tokens=held, names=names)
+        assert adopted["bit_exact"] and adopted["n_loaded"] == len(held)
+        assert disk(server)["n_read"] == len(names)
+        evoke = server.complete(held + held[:9], 1, n_predict=1)["timings"]["evoke"]
+        assert evoke["recovered"] == len(held) and evoke["decoded"] == 9
+        server.act("block-adopt", 1, tokens=held, names=names)
+        assert logprobs(server, held + held[:9], 1) == reference
+
+
+def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:
+    """Every number of the head, its text and lists, the rows; cut at any place; grown."""
+    folder, chance = tmp_path / "d", random.Random(5)
+    with running(True, *options(folder)) as server:
+        held = talk(server)
+        reference = logprobs(server, held, 0)
+        server.act("block-save", name="b", p0=64, p1=128, evict=True)
+        assert spill(server, release=True)["n_spilled"] == 1
+        (path,) = files(folder)
+        whole = path.read_bytes()
+        n_head = len(whole) - SIZE * ROW
+        for i in range(DAMAGES):
+            path.write_bytes(damaged(whole, n_head, i, chance))
+            error = server.refuse("block-load", names=["b"])
+            assert (error["code"], error["type"], error["name"]) == (404, "unknown_block", "b"), i
+            assert not files(folder) and server.slot()["ram"]["used"] == 0
+            path.write_bytes(whole)
+            assert server.act("block-load", names=["b"])["n_loaded"] == SIZE, i
+            server.act("block-evict", names=["b"])
+            server.post("/slots/0?action=block-spill", {"names": ["b"], "release": True})
+        assert disk(server)["n_damaged"] == DAMAGES and len(files(folder, "bad")) == 1
+        server.act("block-load", names=["b"])
+        assert logprobs(server, held, 0) == reference
+
+
+def damaged(whole: bytes, n_head: int, number: int, chance: random.Random) -> bytes:
+    """The `number`th way to damage a block file."""
+    bad = bytearray(whole)
+    if number < 112:  # each byte of the numbers at the start
+        bad[number] ^= 1 << chance.randrange(8)
+    elif number < 150:
+        bad[chance.randrange(112, n_head)] ^= 1 << chance.randrange(8)
+    elif number < 180:
+        bad[chance.randrange(n_head, len(bad))] ^= 1 << chance.randrange(8)
+    elif number < 195:
+        del bad[chance.choice([0, 8, 47, n_head - 1, n_head, chance.randrange(len(bad))]) :]
+    else:
+        bad += bytes(chance.randrange(1, 64))
+    assert bytes(bad) != whole
+    return bytes(bad)
+
+
+def test_a_folder_full_of_other_things_is_survived(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    with running(True, *options(folder)) as server:
+        held = talk(server)
+        names = save_each(server, held)
+    good = files(folder)
+    whole = good[0].read_bytes()
+    (folder / "notes.txt").write_text("mine")
+    (folder / "evoke-0.kvb").write_bytes(b"")
+    (folder / "evoke-1.kvb").write_bytes(whole)  # under another block's name
+    (folder / "evoke-2.kvb").mkdir()
+    (folder / "evoke-3.kvb").symlink_to(good[0])
+    (folder / "evoke-4.kvb.77.tmp").write_bytes(whole)
+    good[1].write_bytes(whole[:-1])
+    good[2].write_bytes(whole[:40] + b"\xff" * 900 + whole[940:])
+    with running(True, *options(folder)) as server:
+        assert len(blocks(server)) == len(names) - 2
+        assert disk(server)["n_damaged"] == 4
+        left = [name for name in names if name in blocks(server) and name != names[-1]]
+        server.act("block-adopt", tokens=held, names=[*left, names[-1]])
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert not files(folder, "tmp") and len(files(folder, "bad")) == 4
+
+
+@contextmanager
+def killable(folder: Path) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
+    port = free_port()
+    command = [str(binary(patched=True)), "-m", str(MODEL), "-t", "1", "--port", str(port)]
+    with open(folder.parent / "log", "wb") as log:
+        process = subprocess.Popen(
+            [*command, "--slot-save-path", str(folder.parent), *options(folder, ram=1)],
+            stdout=log,
+            stderr=log,
+            env=plain_environment(),
+        )
+        try:
+            server = Llama(port)
+            for _ in range(400):
+                time.sleep(0.05)
+                try:
+                    if server.raw("GET", "/health")[0] == 200:
+                        break
+                except OSError:
+                    continue
+            yield server, process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_server_killed_while_it_writes_leaves_only_whole_files(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    written = 0
+    for round in range(4):
+        with killable(folder) as (server, process):
+            before = set(blocks(server))
+            assert len(before) == len(files(folder)) >= written
+            held = talk(server)
+            for name in sorted(before - {"0/1600"}):  # the last rows cannot be evicted
+                server.act("block-evict", names=[name])
+                assert server.act("block-load", names=[name])["bit_exact"]
+            save_each(server, held)
+            server.act("block-drop", names=[f"0/{64 * k}" for k in range(round, 20, 3)])
+            save_each(server, held)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        written = len(files(folder))
+        assert written > 8 and held
+    assert not files(folder, "bad")
+
+
+def test_the_cap_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    with running(True, *options(folder, mib=1, ram=1)) as server:
+        talk(server)
+        names = []
+        for p0 in range(0, 1536, SIZE):
+            names.append(str(p0))
+            server.act("block-save", name=names[-1], p0=p0, p1=p0 + SIZE, evict=p0 == 64)
+            if p0 > 64 and blocks(server).get("64"):
+                server.act("block-load", names=["64"])  # in use all the time
+                server.act("block-evict", names=["64"])
+            assert sum(path.stat().st_size for path in files(folder)) <= 1 << 20
+        spill(server)
+        assert sum(path.stat().st_size for path in files(folder)) <= 1 << 20
+        there = blocks(server)
+        assert names[-1] in there and "64" in there and names[0] not in there
+        assert disk(server)["n_deleted"] > 0
+        assert server.refuse("block-evict", names=[names[0]])["type"] == "unknown_block"
+
+
+def test_two_servers_share_a_folder_and_only_what_is_the_same_is_shared(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    with ExitStack() as stack:
+        first = stack.enter_context(running(True, *options(folder)))
+        second = stack.enter_context(running(True, *options(folder)))
+        held = talk(first)
+        reference = first.complete(held + held[:9], n_predict=20)["tokens"]
+        first.erase()
+        first.complete(held)
+        names = save_each(first, held)
+        assert second.refuse("block-adopt", tokens=held, names=names)["type"] == "unknown_block"
+        spill(first)
+        assert second.act("block-adopt", tokens=held, names=names)["bit_exact"]
+        assert second.complete(held + held[:9], n_predict=20)["tokens"] == reference
+        first.post("/slots/0?action=block-drop", {"names": names[:1]})
+        assert wait_until(lambda: len(files(folder)) == len(names) - 1)
+        assert second.slot()["ram"]["used"] > 0  # its own copies stay
+    with running(True, *options(folder), "-ctk", "q8_0", "-ctv", "q8_0") as other:
+        error = other.refuse("block-adopt", tokens=held, names=names[1:])
+        assert (error["code"], error["type"]) == (409, "other_model")
+        assert "KV types" in error["message"]
+        other.complete(held)
+        save_each(other, held)  # the same names: of this server they are its own
+    with running(True, *options(folder), model=ensure(SHAPES["tiny-dense"])) as other:
+        error = other.refuse("block-adopt", tokens=held, names=names[1:])
+        assert error["type"] == "other_model" and "model" in error["message"]
+        assert blocks(other) == {}
+
+
+def test_tenants_are_kept_apart_on_disk_too(tmp_path: Path) -> None:
+    with running(True, *options(tmp_path / "d")) as server:
+        talk(server)
+        server.act("block-save", name="mine", p0=64, p1=128, tenant="a")
+        server.act("block-save", name="mine", p0=256, p1=320, tenant="b")
+        server.act("block-evict", p0=64, p1=128)
+    assert len(files(tmp_path / "d")) == 2
+    with running(True, *options(tmp_path / "d")) as server:
+        talk(server)
+        server.act("block-evict", p0=64, p1=128)
+        assert blocks(server) == {}
+        assert [block["p0"] for block in blocks(server, "b").values()] == [256]
+        assert server.refuse("block-load", names=["mine"])["type"] == "unknown_block"
+        assert server.refuse("block-load", names=["mine"], tenant="c")["type"] == "unknown_block"
+        assert server.act("block-load", names=["mine"], tenant="a")["n_loaded"] == SIZE
+        server.act("block-drop", names=["mine"], tenant="b")
+        assert wait_until(lambda: len(files(tmp_path / "d")) == 1)
+
+
+def test_a_disk_that_fails_costs_copies_at_most(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    with killable(folder) as (server, process):
+        held = talk(server)
+        log = (tmp_path / "log").stat().st_size
+        assert log < 90_000
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        server.act("block-save", name="a", p0=0, p1=SIZE)
+        error = server.refuse("block-spill", names=["a"])
+        assert error["code"] == 503 and "File too large" in error["message"]
+        assert tiers(server) == {"ram": 1} and not list(folder.iterdir())
+        names = save_each(server, held)  # three times the memory, and the disk takes nothing
+        state = disk(server)
+        assert state["n_failed"] > 0 and state["n_dropped"] > 0
+        assert names[-1] in blocks(server) and names[0] not in blocks(server)
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
+        assert spill(server)["n_spilled"] == len(blocks(server))
+        # the folder disappears: what was there is lost, what comes is written into a new one
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        server.act("block-save", name="c", p0=0, p1=SIZE)
+        assert server.post("/slots/0?action=block-spill", {"names": ["c"]})["n_spilled"] == 1
+        assert len(files(folder)) >= 1 and folder.stat().st_mode & 0o777 == 0o700
+        # something else has its name
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        folder.write_text("a file")
+        server.act("block-save", name="d", p0=0, p1=32)
+        error = server.refuse("block-spill", names=["d"])
+        assert error["code"] == 503 and "Not a directory" in error["message"]
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda folder: folder.chmod(0o755), "chmod 700"),
+        (lambda folder: (folder.rmdir(), folder.write_text("x")), "folder"),
+    ],
+)
+def test_a_folder_of_no_use_leaves_the_rest_working(
+    tmp_path: Path, spoil: Callable[[Path], object], why: str
+) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir(mode=0o700)
+    spoil(folder)
+    with running(True, *options(folder)) as server:
+        evoke = server.get("/props")["evoke"]
+        assert "disk" not in evoke["features"] and evoke["limits"]["disk_bytes"] == 0
+        assert why in disk(server)["unusable"]
+        assert server.refuse("block-spill", all=True)["code"] == 501
+        talk(server)
+        assert server.act("block-save", name="a", p0=0, p1=64)["n_tokens"] == 64
+        assert blocks(server)["a"]["tier"] == "ram"
+
+
+def test_random_operations_on_blocks_most_of_which_are_on_disk(tmp_path: Path) -> None:
+    with running(True, *options(tmp_path / "d", ram=4)) as server:
+        play(server, 300)
+        torment(server, 200)
+        state = disk(server)
+        assert state["n_written"] > 5
+        assert state["n_failed"] == state["n_damaged"] == 0
+        held = talk(server)
+        reference = logprobs(server, held, 0)
+        server.act("block-save", name="last", p0=64, p1=512, evict=True)
+        spill(server, release=True)
+        assert server.act("block-load", names=["last"])["bit_exact"]
+        assert logprobs(server, held, 0) == reference
+
+
+def test_a_disk_nobody_asked_for_is_not_there(two: Llama) -> None:
+    assert disk(two) is None
+    error = two.refuse("block-spill", all=True)
+    assert error["code"] == 501 and "--evoke-disk" in error["message"]
+    assert two.get("/props")["evoke"]["limits"]["disk_bytes"] == 0
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not happened():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

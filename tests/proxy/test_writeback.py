@@ -1,0 +1,104 @@
+"""Blocks are copied while nobody needs the server, so that evicting them later copies nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from running import RunningProxy, ask, llama_server, proxy, server_binary
+from talking import FILLER, Said, Talk
+
+BUDGET = 448
+WRITTEN = "evoke_blocks_written_behind_total"
+
+
+def _blocks(port: int) -> dict[str, dict[str, Any]]:
+    answer = json.loads(ask(port, "GET", "/slots/0/blocks?tenant=").body)
+    return {block["name"]: block for block in answer["blocks"]}
+
+
+def _settled(running: RunningProxy) -> float:
+    """The number of blocks copied behind, once no more are."""
+    before, deadline = -1.0, time.monotonic() + 10
+    while (now := running.metric(WRITTEN)) != before:
+        assert time.monotonic() < deadline
+        before = now
+        time.sleep(0.2)
+    return before
+
+
+def _grown(talk: Talk, running: RunningProxy) -> Said:
+    """Turns until the budget is nearly full; the last of them."""
+    said = talk.say(f"Turn 0. {FILLER}")
+    while said.books["n_resident"] < BUDGET - 150:
+        _settled(running)
+        said = talk.say(f"More. {FILLER}")
+    assert sum(said.blocks(f"x-evoke-{verb}") for verb in ("evicted", "recovered")) == 0
+    return said
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+def test_what_was_copied_behind_is_evicted_without_a_copy(
+    patched_port: int, writeback: bool
+) -> None:
+    ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all": true}')
+    with proxy(patched_port, policy__writeback=writeback) as running:
+        talk = Talk(running.port, "idle", {"evoke_budget": BUDGET})
+        _grown(talk, running)
+        copied = _settled(running)
+        known = _blocks(patched_port)
+        assert (copied > 0) == bool(known) == writeback
+        assert len(known) == copied
+        said = talk.say(f"And a longer one. {FILLER}{FILLER}")
+        assert said.blocks("x-evoke-evicted") > 0 and said.books["marker"] == "ok"
+        _settled(running)
+        gone = {name for name, block in _blocks(patched_port).items() if not block["resident"]}
+        # what left had its copy before the turn began, or got it in the turn
+        assert gone and bool(gone & known.keys()) == writeback
+        assert gone <= known.keys() or not writeback
+        assert running.metric("evoke_writebacks_total", result="refused") == 0
+
+
+def test_nothing_is_copied_while_a_request_runs() -> None:
+    """Sixteen conversations on one slot, all at once."""
+    options = ("-np", "1", "--evoke-ram", "64")
+    with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
+        talks = [Talk(running.port, f"s{i}", {"evoke_budget": BUDGET}) for i in range(16)]
+        upstream, pool = running.engine.upstream, running.engine._slots.pool
+        run, idle = upstream.run, list[bool]()
+
+        async def noted(slot: int, action: str, body: Any, client: Any) -> Any:
+            if "expect" in body:
+                idle.append(pool.idle())
+            return await run(slot, action, body, client)
+
+        upstream.run = noted  # type: ignore[method-assign]
+
+        def chat(talk: Talk) -> None:
+            for turn in range(2):
+                talk.say(f"{talk.session}, turn {turn}. {FILLER}", max_tokens=2)
+
+        threads = [threading.Thread(target=chat, args=(talk,)) for talk in talks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert _settled(running) > 0
+        assert idle and all(idle)
+        assert running.metric("evoke_degraded_total") == 0
+
+
+def test_copies_never_push_out_what_is_only_in_memory() -> None:
+    """Host memory three quarters full: nothing more is copied ahead, nothing is lost for it."""
+    options = ("-np", "1", "--evoke-ram", "1")
+    with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
+        talk = Talk(running.port, "small", {"evoke_budget": BUDGET})
+        for number in range(7):
+            talk.say(f"Turn {number}. {FILLER}")
+            _settled(running)
+        ram = json.loads(ask(port, "GET", "/slots/0/blocks").body)["ram"]
+        assert ram["budget"] / 2 < ram["used"] <= ram["budget"]
+        assert running.metric("evoke_plan_failures_total", reason="unknown_block") == 0
