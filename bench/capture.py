@@ -26,8 +26,9 @@ from evoke_proxy.server_build import ensure_server
 LAYERS = (0, 1, 4, 16)
 # Percent of a generated token's time at the short context.
 BARS = {1: 2.0, 4: 4.0, 16: 10.0}
-CASES = ("qwen2.5-0.5b:1536", "deep-24:1536", "deep-24:16384")
+CASES = ("qwen2.5-0.5b:1536", "qwen2.5-0.5b:16384", "deep-24:1536", "deep-24:16384")
 HELD = CASES[0]
+_DECODED = 1526
 _COLUMNS = ("case", "fa", "layers", "cpu_ms", "wall_ms", "overhead_percent", "quartiles")
 
 
@@ -35,10 +36,8 @@ def measure(
     server: Llama, n_layers: int, context: int, rounds: int, n: int
 ) -> list[dict[str, Any]]:
     """One row a number of layers."""
-    prompt = [10 + (7 * j) % 1900 for j in range(context - n)]
+    prompt = _filled(server, context - n)
     folder = process(server.port)
-    server.erase()
-    server.complete(prompt)
     times: dict[int, list[float]] = {count: [] for count in LAYERS}
     walls: dict[int, list[float]] = {count: [] for count in LAYERS}
     for i in range(rounds + 1):
@@ -61,6 +60,19 @@ def measure(
         }
         for count, held in times.items()
     ]
+
+
+def _filled(server: Llama, length: int) -> list[int]:
+    """A prompt whose rows are in the cache: a short one is decoded, and put behind itself again and
+    again. What attention costs is the same for any rows."""
+    part = [10 + (7 * j) % 1900 for j in range(min(length, _DECODED))]
+    server.complete(part)
+    server.act("block-save", name="part", p0=0, p1=len(part))
+    prompt = list(part)
+    while len(prompt) < length:
+        server.act("block-load", names=["part"], at=len(prompt))
+        prompt += part
+    return prompt[:length]
 
 
 def _ratios(held: Sequence[float], without: Sequence[float]) -> list[float]:
@@ -104,7 +116,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _case(server: Path, case: str, flash: str, rounds: int, n: int) -> list[dict[str, Any]]:
     name, context = case.split(":")
     shape = SHAPES[name]
-    options = ("-c", str(int(context) + 256), "-np", "1", "--evoke-ram", "64", "-fa", flash)
+    options = (
+        "-c",
+        str(int(context) + 2 * _DECODED),
+        "-np",
+        "1",
+        "--evoke-ram",
+        "64",
+        "-fa",
+        flash,
+    )
     with running(server, ensure(shape), *options, "-t", "1") as llama:
         return measure(llama, shape.layers, int(context), rounds, n)
 
