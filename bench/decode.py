@@ -4,9 +4,10 @@ Four servers with the same model and options: stock, stock once more, patched, p
 --evoke-ram. Each round every one of them decodes the same tokens behind the same prompt, one after
 the other, the first of a round another each time. A speed is tokens by processor time of the whole
 server, which other programs disturb less than tokens by the clock (`per_s`); a ratio is of two
-runs of one round. How far the second stock server is from the first says what the machine does by
-itself: a ratio is `within_noise` when its median lies between the 5th and the 95th percentile of
-that. Linux only.
+runs of one round. All are started anew several times, because two processes of one program differ
+for as long as they live. How far the second stock server is from the first says what the machine
+does by itself: a ratio is `within_noise` when its median lies between the 5th and the 95th
+percentile of that. Linux only.
 """
 
 from __future__ import annotations
@@ -113,13 +114,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.decode",
         description=__doc__,
-        epilog="example:\n  python -m bench.decode --repeats 100",
+        epilog="example:\n  python -m bench.decode --starts 20",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="deep-24")
-    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=6, help="times all are started anew (6)")
+    parser.add_argument("--repeats", type=int, default=8, help="rounds of one start (8)")
     parser.add_argument("--context", type=int, default=1536, help="tokens of the prompt (1536)")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens decoded each time (48)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens decoded each time (24)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     model, stock = ensure(SHAPES[args.shape]), ensure_server(patched=False, progress=False)
@@ -132,12 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "patched_evoke_ram": (patched, (*plain, "--evoke-ram", "64")),
     }
     prompt = [10 + 7 * i % 1900 for i in range(args.context)]
-    with ExitStack() as stack:
-        servers = {
-            arm: stack.enter_context(running(server, model, *options))
-            for arm, (server, options) in commands.items()
-        }
-        speeds = rounds(servers, prompt, args.tokens, args.repeats)
+    speeds: dict[str, list[Speed]] = {arm: [] for arm in ARMS}
+    for i in range(args.starts):
+        turn = i % len(ARMS)
+        with ExitStack() as stack:
+            servers = {
+                arm: stack.enter_context(running(commands[arm][0], model, *commands[arm][1]))
+                for arm in ARMS[turn:] + ARMS[:turn]
+            }
+            for arm, measured in rounds(servers, prompt, args.tokens, args.repeats).items():
+                speeds[arm] += measured
     rows = [row(arm, speeds) for arm in ARMS]
     total = summary(rows)
     print(record.table(rows, _COLUMNS))

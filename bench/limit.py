@@ -1,9 +1,10 @@
 """How long a generation gets, and how many get on at once, with and without eviction.
 
 Length: one slot with `--cells` cells is asked for `--tokens` tokens. Without eviction it stops
-when the cells are full; with it, it goes on, at what speed is told for the part before they were
-full and for all. Throughput: slots that share `--shared` cells are asked for `--each` tokens each,
-all at once; a binary search finds the most that all get their whole answers.
+when the cells are full, and begins anew until it has as many for the speed; with it, it goes on.
+Throughput: slots that share `--shared` cells are asked for `--each` tokens each, all
+at once; a binary search finds the most that all get their whole answers. Speeds are tokens by
+processor time of the server.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.decode import cpu_s, process
 from bench.llama import Llama, running
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import ensure_server
@@ -28,8 +30,8 @@ ARMS = {
 }
 SLOTS = 16
 _COLUMNS = (
-    "arm", "asked", "generated", "tokens_per_s", "tokens_per_s_before", "n_resident_peak",
-    "evicted", "saved", "most_at_once", "together_per_s",
+    "arm", "asked", "generated", "per_cpu_s", "n_resident_peak",
+    "evicted", "saved", "most_at_once", "together_per_cpu_s",
 )  # fmt: skip
 
 
@@ -39,18 +41,21 @@ def ask(server: Llama, prompt: Sequence[int], tokens: int) -> Any:
     return server.call("POST", "/completion", body)
 
 
-def length(server: Llama, cells: int, tokens: int) -> dict[str, Any]:
+def length(server: Llama, tokens: int) -> dict[str, Any]:
     """One generation: how far it got, how fast, and what left the cells meanwhile."""
     prompt = [10 + 7 * i % 1900 for i in range(64)]
-    before = ask(server, prompt, cells // 2)["timings"]
-    timings = ask(server, prompt, tokens)["timings"]
+    folder = process(server.port)
+    began, timings = cpu_s(folder), ask(server, prompt, tokens)["timings"]
+    total = timings["predicted_n"]
+    while total < tokens:
+        total += ask(server, prompt, tokens)["timings"]["predicted_n"]
+    used = cpu_s(folder) - began
     books = timings.get("evoke", {})
     out = books.get("auto_evicted", [])
     return {
         "asked": tokens,
         "generated": timings["predicted_n"],
-        "tokens_per_s": timings["predicted_per_second"],
-        "tokens_per_s_before": before["predicted_per_second"],
+        "per_cpu_s": total / used,
         "n_resident_peak": books.get("n_resident_peak"),
         "evicted": sum(p1 - p0 for p0, p1, _ in out),
         "saved": sum(p1 - p0 for p0, p1, name in out if name),
@@ -58,22 +63,23 @@ def length(server: Llama, cells: int, tokens: int) -> dict[str, Any]:
 
 
 def together(server: Llama, count: int, each: int) -> float:
-    """Tokens a second of so many generations at once; 0 when one of them did not get its tokens."""
+    """The speed of so many generations at once; 0 when one of them did not get its tokens."""
 
-    def one(number: int) -> float:
+    def one(number: int) -> bool:
         prompt = [20 + (11 * i + 131 * number) % 1900 for i in range(64)]
         try:
-            timings = ask(server, prompt, each)["timings"]
+            return bool(ask(server, prompt, each)["timings"]["predicted_n"] == each)
         except RuntimeError:  # the cells were full
-            return 0.0
-        done = timings["predicted_n"] == each
-        return float(timings["predicted_ms"]) if done else 0.0
+            return False
 
+    folder = process(server.port)
+    began = cpu_s(folder)
     with ThreadPoolExecutor(count) as pool:
-        times = list(pool.map(one, range(count)))
+        done = list(pool.map(one, range(count)))
+    used = cpu_s(folder) - began
     for slot in range(SLOTS):
         server.erase(slot)
-    return count * each / (max(times) / 1000) if all(times) else 0.0
+    return count * each / used if all(done) else 0.0
 
 
 def most(server: Llama, each: int) -> tuple[int, float]:
@@ -94,11 +100,11 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     server, model = ensure_server(patched=True, progress=False), ensure(SHAPES[args.shape])
     options = ("-t", "1", "-fa", "on", "--evoke-ram", "256", *ARMS[arm])
     with running(server, model, "-c", str(args.cells), "-np", "1", *options) as one:
-        row = length(one, args.cells, args.tokens)
+        row = length(one, args.tokens)
     shared = ("-c", str(args.shared), "-np", str(SLOTS), "-kvu")
     with running(server, model, *shared, *options) as many:
         count, speed = most(many, args.each)
-    return {"arm": arm, **row, "most_at_once": count, "together_per_s": speed}
+    return {"arm": arm, **row, "most_at_once": count, "together_per_cpu_s": speed}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         total[f"generated_{row['arm']}"] = row["generated"]
         total[f"most_at_once_{row['arm']}"] = row["most_at_once"]
-        total[f"speed_{row['arm']}"] = row["tokens_per_s"] / row["tokens_per_s_before"]
+        total[f"speed_{row['arm']}"] = row["per_cpu_s"] / rows[0]["per_cpu_s"]
     print(record.table(rows, _COLUMNS))
     print(record.write("limit", rows, total, args.out))
     return 0 if all(row["generated"] == args.tokens for row in rows[1:]) else 1
