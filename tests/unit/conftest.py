@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+from server_build_project import write_llama, write_patches
 
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A checkout small enough to compile in a second."""
+    return write_llama(tmp_path / "llama")
+
+
+@pytest.fixture
+def patches(tmp_path: Path) -> Path:
+    """A series that fits it."""
+    return write_patches(tmp_path / "patches")

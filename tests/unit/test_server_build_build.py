@@ -10,22 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from server_build_project import output_of, write_header, write_llama, write_patches
+from server_build_project import output_of, write_header
 
 from evoke_proxy.server_build import BuildError, ensure_server
 from evoke_proxy.server_build import build as build_module
 
 Build = Callable[..., Path]
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return write_llama(tmp_path / "llama")
-
-
-@pytest.fixture
-def patches(tmp_path: Path) -> Path:
-    return write_patches(tmp_path / "patches")
 
 
 @pytest.fixture

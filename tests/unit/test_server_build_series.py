@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_build_project import write_header, write_llama, write_patches
+from server_build_project import write_header
 
 from evoke_proxy.server_build import series
 from evoke_proxy.server_build.errors import BuildError
@@ -22,16 +22,6 @@ from evoke_proxy.server_build.series import (
 )
 
 GIT = shutil.which("git") or "git"
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    return write_llama(tmp_path / "llama")
-
-
-@pytest.fixture
-def patches(tmp_path: Path) -> Path:
-    return write_patches(tmp_path / "patches")
 
 
 @pytest.fixture
