@@ -45,7 +45,7 @@ _MAY_BE_ZERO = frozenset(
         *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
         *("policy.weight_attention", "policy.weight_relevance"),
-        *("snapshots.min_free_mib", "snapshots.tenant_mib"),
+        *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
     )
 )
 
@@ -134,6 +134,7 @@ class SnapshotsConfig:
     tenant_mib: int = 0
     half_life_h: float = 6.0
     stall_share: float = 0.1
+    min_gain: float = 2.0
     one_at_a_time: bool = False
 
 

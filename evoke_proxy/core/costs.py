@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A restored state that does not save this many times its own cost is not worth the risk.
-_GAIN = 2.0
 # What two calls and a look into the index take, seconds.
 _OVERHEAD_S = 0.02
-# A save may cost so many times what one restore of it brings.
-_SAVE_SHARE = 0.1
+# Of `min_gain`, for a save: it is seldom known how often it will be restored.
+_SAVE_SHARE = 0.05
 # A short prefill says more about overheads than about speed.
 _TELLING_TOKENS = 64
 _NEW_SHARE = 0.3
@@ -40,10 +38,12 @@ class Costs:
     """Speeds of one server: `prefill` tokens, `save` and `restore` bytes per second.
 
     `stall_share` is the most of the time that saves may keep the server from decoding: each stops
-    all slots. Times are seconds of any one clock.
+    all slots. A restore has to save `min_gain` times what it costs; with 0 whatever is longer than
+    what there is pays. Times are seconds of any one clock.
     """
 
     stall_share: float
+    min_gain: float = 2.0
     prefill: Rate = field(default_factory=Rate)
     save: Rate = field(default_factory=Rate)
     restore: Rate = field(default_factory=Rate)
@@ -68,7 +68,8 @@ class Costs:
         """
         if not self.prefill.value or not self.restore.value:
             return True
-        return self.prefill.seconds(gain) > _GAIN * (self.restore.seconds(n_bytes) + _OVERHEAD_S)
+        cost = self.restore.seconds(n_bytes) + _OVERHEAD_S
+        return self.prefill.seconds(gain) > self.min_gain * cost
 
     def worth_saving(self, gain: int, n_tokens: int) -> bool:
         """Whether a snapshot of `n_tokens` pays that is `gain` tokens ahead of the one there is.
@@ -79,7 +80,8 @@ class Costs:
         if not self.prefill.value or not self.save.value:
             return True
         n_bytes = n_tokens * self.bytes_per_token
-        return self.prefill.seconds(gain) > _SAVE_SHARE * self.save.seconds(n_bytes)
+        cost = self.save.seconds(n_bytes)
+        return self.prefill.seconds(gain) > self.min_gain * _SAVE_SHARE * cost
 
 
 def cost_of(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[int, int, int]:

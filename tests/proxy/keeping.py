@@ -16,7 +16,7 @@ from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build.cache import cache_dir
 
 _JSON = {"Content-Type": "application/json"}
-QUICK = {"min_free_mib": 0, "stall_share": 1.0}
+QUICK = {"min_free_mib": 0, "stall_share": 1.0, "min_gain": 0.0}
 
 
 def template(name: str) -> list[str]:

@@ -62,13 +62,8 @@ def test_a_proxy_that_starts_does_not_wake_it(sleepy: tuple[int, bool]) -> None:
 
 def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) -> None:
     port, patched = sleepy
-    with proxy(port) as running:
-        talk = Talk(running.port, "dream", {"evoke_budget": BUDGET})
-        for number in range(4):
-            talk.say(f"Turn {number}. {FILLER}")
-        before = _timings(talk, "Still here?")
-        _await_sleep(port)
-        woken, then = _timings(talk, "Are you awake?"), _timings(talk, "Go on.")
+    with proxy(port, policy__writeback=False) as running:
+        before, woken, then = _over_a_sleep(running, port)
         # Nothing of the cache was left; the turn after that goes on from it again.
         assert before["prompt_n"] < 40 and then["prompt_n"] < 40
         assert woken["cache_n"] == 0
@@ -80,6 +75,28 @@ def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) 
         else:
             assert then["cache_n"] + then["prompt_n"] > woken["prompt_n"]
             assert running.metric("evoke_bypass_total", reason="unpatched") == 7
+
+
+def test_what_was_copied_before_it_slept_comes_back_by_a_copy() -> None:
+    options = ["-np", "1", "--sleep-idle-seconds", "1", "--evoke-ram", "64"]
+    with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
+        before, woken, then = _over_a_sleep(running, port)
+        books = woken["evoke"]
+        assert books["resident_before"] == 0
+        # All that was there when it fell asleep, but for what the question displaced.
+        assert books["recovered"] == woken["cache_n"] > 0.9 * before["cache_n"]
+        assert woken["prompt_n"] < 40 and then["prompt_n"] < 40
+        _kept_its_books(running, books, then["evoke"])
+
+
+def _over_a_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...]:
+    """What the server says of a conversation's last turn before it slept, and of the two after."""
+    talk = Talk(running.port, "dream", {"evoke_budget": BUDGET})
+    for number in range(4):
+        talk.say(f"Turn {number}. {FILLER}")
+    before = _timings(talk, "Still here?")
+    _await_sleep(port)
+    return before, _timings(talk, "Are you awake?"), _timings(talk, "Go on.")
 
 
 def _timings(talk: Talk, text: str) -> dict[str, Any]:

@@ -162,6 +162,8 @@ def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
     assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
     assert costs.worth_saving(gain=101, n_tokens=1000)  # 0.1 s of decoding for a second's stall
     assert not costs.worth_saving(gain=99, n_tokens=1000)
+    costs.min_gain = 0.0  # whatever it costs
+    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)
 
 
 def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None:

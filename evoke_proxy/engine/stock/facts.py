@@ -33,7 +33,7 @@ class Facts:
         self.fingerprint = ""
         self.reduced = ""
         self.clears = True
-        self.costs = Costs(config.stall_share)
+        self.costs = Costs(config.stall_share, config.min_gain)
         self.memory = Memory()
 
     def forget(self) -> None:
@@ -56,7 +56,8 @@ class Facts:
         self._tools = await probed(self._calls, True, client) or self._plain
         self.reduced = await self._reduced(client)
         self.clears = await self._clears(client)
-        self.costs, self.memory = Costs(self._config.stall_share), Memory()
+        self.costs = Costs(self._config.stall_share, self._config.min_gain)
+        self.memory = Memory()
         self.fingerprint = fingerprint
         _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
 
