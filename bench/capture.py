@@ -10,7 +10,6 @@ real model at 1,536 tokens; `deep-24` has so narrow layers that half of its work
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -86,18 +85,12 @@ def _quartiles(ratios: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.capture",
-        description=__doc__,
-        epilog="example:\n  python -m bench.capture --rounds 40 --cases deep-24:1536",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("capture", __doc__, "--rounds 40 --cases deep-24:1536")
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="SHAPE:CONTEXT ...")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=10, help="generated in each turn (10)")
     parser.add_argument("--fa", choices=("on", "off"), nargs="+", default=["on", "off"])
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     server = args.server or ensure_server(patched=True)
     rows: list[dict[str, Any]] = []

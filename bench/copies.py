@@ -121,19 +121,13 @@ def missed(row: record.Row) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/copies.json`; 1 when a bar is missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.copies",
-        description=__doc__,
-        epilog="example:\n  python -m bench.copies --repeats 31",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("copies", __doc__, "--repeats 31")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b-kv")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--fa", choices=("on", "off", "both"), default="both")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     args.options = []
     server = args.server or ensure_server(patched=True)

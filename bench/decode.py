@@ -12,7 +12,6 @@ percentile of that. Linux only.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -111,18 +110,12 @@ def summary(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/decode.json`; 1 when a ratio is not within noise."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.decode",
-        description=__doc__,
-        epilog="example:\n  python -m bench.decode --starts 20",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("decode", __doc__, "--starts 20")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="deep-24")
     parser.add_argument("--starts", type=int, default=6, help="times all are started anew (6)")
     parser.add_argument("--repeats", type=int, default=8, help="rounds of one start (8)")
     parser.add_argument("--context", type=int, default=1536, help="tokens of the prompt (1536)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded each time (24)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     model, stock = ensure(SHAPES[args.shape]), ensure_server(patched=False, progress=False)
     patched = ensure_server(patched=True, progress=False)

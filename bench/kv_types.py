@@ -8,7 +8,6 @@ type, flash attention is on.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,15 +32,9 @@ _COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kv_types",
-        description=__doc__,
-        epilog="example:\n  python -m bench.kv_types --seeds 20",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("kv_types", __doc__, "--seeds 20")
     parser.add_argument("--seeds", type=int, default=60, help="how many sessions (60)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     server, rows = ensure_server(), list[dict[str, Any]]()
     for seed in range(args.first, args.first + args.seeds):

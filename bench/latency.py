@@ -9,7 +9,6 @@ copy (`t_ms` of the call, without HTTP) and for the prefill (`prompt_ms`).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -63,12 +62,7 @@ def measure(server: Llama, size: int, filled: int, repeats: int, scattered: bool
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/latency.json`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.latency",
-        description=__doc__,
-        epilog="example:\n  python -m bench.latency --repeats 9 --fa off",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("latency", __doc__, "--repeats 9 --fa off")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b-kv")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cells", type=int, default=4096, help="cells of the cache (4096)")
@@ -76,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     server = args.server or ensure_server(patched=True)
     model = ensure(SHAPES[args.shape])

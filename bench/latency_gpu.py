@@ -109,19 +109,13 @@ def missed(row: record.Row) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/latency_gpu.json`; 1 when the bar is missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.latency_gpu",
-        description=__doc__,
-        epilog="example:\n  python -m bench.latency_gpu --repeats 21",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("latency_gpu", __doc__, "--repeats 21")
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cells", type=int, default=16384, help="cells of the cache (16384)")
     parser.add_argument("--fa", choices=("on", "off"), default="on", help="flash attention")
     parser.add_argument("--server", type=Path, help="a patched llama-server built with CUDA")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     server = args.server or ensure_server(patched=True, cuda=True)
     rows = [row for model in args.models for row in run(server, model, args)]

@@ -13,7 +13,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from bench import record
@@ -109,18 +108,12 @@ def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/limit.json`; 1 when an arm with eviction stops early."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.limit",
-        description=__doc__,
-        epilog="example:\n  python -m bench.limit --cells 2048 --tokens 50000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("limit", __doc__, "--cells 2048 --tokens 50000")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="long-2")
     parser.add_argument("--cells", type=int, default=1024, help="cells of the one slot (1024)")
     parser.add_argument("--tokens", type=int, default=20_000, help="tokens asked of it (20000)")
     parser.add_argument("--shared", type=int, default=4096, help="cells that 16 slots share (4096)")
     parser.add_argument("--each", type=int, default=700, help="tokens asked of each (700)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = [measure(arm, args) for arm in ARMS]
     total: dict[str, Any] = {}

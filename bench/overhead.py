@@ -159,19 +159,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overhead",
-        description=__doc__,
-        epilog="example:\n  python -m bench.overhead --turns 40 --sizes 32768",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("overhead", __doc__, "--turns 40 --sizes 32768")
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
     parser.add_argument("--stock", type=Path, help="a stock llama-server (default: the cache)")
     parser.add_argument("--repeats", type=int, default=300, help="pairs of relayed requests (300)")
     parser.add_argument("--turns", type=int, default=20, help="chat turns a length (20)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="history, tokens")
     parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
-    parser.add_argument("--out", type=Path)
     return parser
 
 

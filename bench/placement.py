@@ -13,7 +13,6 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench import record
@@ -124,18 +123,12 @@ def _summary(rows: Sequence[dict[str, Any]], distance: int, arm: str) -> dict[st
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.placement",
-        description=__doc__,
-        epilog="example:\n  python -m bench.placement --seeds 5 --distances 500 2000",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("placement", __doc__, "--seeds 5 --distances 500 2000")
     parser.add_argument("--seeds", type=int, default=20, help="how many sessions (20)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
     parser.add_argument(
         "--distances", type=int, nargs="+", default=[500, 2000, 6000], help="tokens between"
     )
-    parser.add_argument("--out", type=Path)
     return parser
 
 

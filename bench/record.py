@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,19 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+
+
+def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
+    """What `python -m bench.NAME` can be told: so far only `--out`, where `write` is to write."""
+    command = f"python -m bench.{name}"
+    made = argparse.ArgumentParser(
+        prog=command,
+        description=about,
+        epilog=f"example:\n  {command} {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, help=f"the JSON file (out/bench/{name}.json)")
+    return made
 
 
 def machine() -> str:

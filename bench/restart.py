@@ -192,18 +192,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/restart.json`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.restart",
-        description=__doc__,
-        epilog="example:\n  python -m bench.restart --sizes 1024 --repeats 5",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("restart", __doc__, "--sizes 1024 --repeats 5")
     parser.add_argument("--server", type=Path, help="a stock llama-server (default: the cache)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="tokens")
     parser.add_argument("--repeats", type=int, default=3, help="chats of each length (3)")
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer (128)")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     rows = measure(args)
     summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in rows}

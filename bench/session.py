@@ -213,12 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.session",
-        description=__doc__,
-        epilog="example:\n  python -m bench.session --turns 14 --each 2 --repeats 1",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.parser("session", __doc__, "--turns 14 --each 2 --repeats 1")
     free = max(1, (os.cpu_count() or 2) - 1)
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--model", choices=sorted(SHAPES), default="deep-24")
@@ -230,7 +225,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", type=int, default=free, help="of the server; one core is the proxy's"
     )
-    parser.add_argument("--out", type=Path)
     return parser
 
 

@@ -2,8 +2,8 @@
 
 The whole history is resent each turn, with the scripted answers, so that it is the same in every
 arm. The probes are asked one after another in the session, each behind the expected answers to the
-earlier ones: a wrong answer cannot spoil a later one, and what an earlier probe brought back is
-there for the next, as in a real session. With an embedder a probe waits until every block has its
+earlier ones: a wrong answer cannot spoil a later one, and later probes find what earlier ones
+brought back, as in a real session. With an embedder a probe is asked when every block has its
 vector: a client's pause is longer than a bench's.
 """
 
