@@ -26,6 +26,7 @@ from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.look_ahead import LookAhead
+from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
@@ -62,9 +63,10 @@ class Keeper:
         self._facts = Facts(config.snapshots, self._calls, self.vault)
         self._chores = Chores()
         self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
-        settings = (config.snapshots, self._calls, self._facts, self._states)
-        self._places = Places(*settings, slots, metrics)
-        self._look_ahead = LookAhead(*settings, self._places, slots, metrics)
+        known = (self._calls, self._facts, self._states)
+        parts = Parts(config.snapshots, *known, slots, metrics)
+        self._places = Places(parts)
+        self._look_ahead = LookAhead(parts, self._places)
         self._ahead: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Keeper:

@@ -7,18 +7,14 @@ import logging
 import time
 from dataclasses import replace
 
-from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.ahead import next_turns
 from evoke_proxy.core.held import Held
 from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import STEP
-from evoke_proxy.engine.stock.calls import Client, StockCalls
-from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.calls import Client
+from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -29,23 +25,9 @@ _STEP = 512
 class LookAhead:
     """One at a time; `run` in a task that is cancelled when a request comes in."""
 
-    def __init__(
-        self,
-        config: SnapshotsConfig,
-        calls: StockCalls,
-        facts: Facts,
-        states: States,
-        places: Places,
-        slots: SlotQueue,
-        metrics: Metrics,
-    ) -> None:
-        self._config = config
-        self._calls = calls
-        self._facts = facts
-        self._states = states
+    def __init__(self, parts: Parts, places: Places) -> None:
+        self._parts = parts
         self._places = places
-        self._slots = slots
-        self._metrics = metrics
         self._one = asyncio.Lock()
 
     async def run(self, id: str, seat: Seat, client: Client) -> None:
@@ -63,24 +45,24 @@ class LookAhead:
             _log.warning("not decoded ahead: %s", error)
         finally:
             if result:
-                self._metrics.look_aheads.labels(result=result).inc()
+                self._parts.metrics.look_aheads.labels(result=result).inc()
 
     async def _run(self, id: str, seat: Seat, client: Client) -> str:
         """What became of it; empty when there was nothing to do."""
-        stable = self._facts.stability(seat.request.has_tools)
+        stable = self._parts.facts.stability(seat.request.has_tools)
         answer = seat.answer.message(b'"reasoning_content"' in seat.body)
-        if answer is None or not stable.ahead or len(seat.prompt) < self._config.min_tokens:
+        if answer is None or not stable.ahead or len(seat.prompt) < self._parts.config.min_tokens:
             return ""
-        if not self._facts.memory.ahead.trusted:
+        if not self._parts.facts.memory.ahead.trusted:
             return "given_up"
         first, second = next_turns(seat.body, answer)
-        renders = self._calls.render(first, client), self._calls.render(second, client)
+        renders = self._parts.calls.render(first, client), self._parts.calls.render(second, client)
         one, other = await asyncio.gather(*renders)
         tokens = one[: common_prefix(one, other)]
         held = self._places.held.get(id)
-        if held is None or not self._slots.pool.idle():
+        if held is None or not self._parts.slots.pool.idle():
             return "skipped"
-        if not held.still(await self._calls.looks(client)):
+        if not held.still(await self._parts.calls.looks(client)):
             return "skipped"
         await self._decode(id, held, tokens, client)
         await self._save(id, seat, tokens, client)
@@ -93,23 +75,23 @@ class LookAhead:
             known = min(shared, end)
             going = Held(held.slot, tokens[:known], False, time.monotonic(), held.look, cut=True)
             self._places.held[id] = going
-            done = await self._calls.prefill(tokens[:end], held.slot, client)
-            self._facts.costs.prefilled(done.decoded, done.seconds)
+            done = await self._parts.calls.prefill(tokens[:end], held.slot, client)
+            self._parts.facts.costs.prefilled(done.decoded, done.seconds)
             left = replace(going, tokens=tokens[:end], exact=True, ahead_from=shared)
             self._places.held[id], shared = left, end
-        looks = await self._calls.looks(client)
+        looks = await self._parts.calls.looks(client)
         start = common_prefix(held.tokens, tokens)
         ahead = Held(held.slot, tokens, True, time.monotonic(), ahead_from=start)
         self._places.noted(id, ahead, looks)
 
     async def _save(self, id: str, seat: Seat, tokens: Tokens, client: Client) -> None:
-        if self._states.worth_saving(seat.tenant, tokens):
+        if self._parts.states.worth_saving(seat.tenant, tokens):
             return
         held = self._places.held[id]
-        if (wait_s := self._states.save_in_s()) > 0:
+        if (wait_s := self._parts.states.save_in_s()) > 0:
             await asyncio.sleep(wait_s)
-            if not held.still(await self._calls.looks(client)):
+            if not held.still(await self._parts.calls.looks(client)):
                 return
-        if await self._facts.fresh(client):
+        if await self._parts.facts.fresh(client):
             label = self._places.label(seat, STEP, tokens)
-            await self._states.save(held.slot, tokens, label, client)
+            await self._parts.states.save(held.slot, tokens, label, client)

@@ -10,20 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.ahead import kind_of
 from evoke_proxy.core.costs import cost_of
 from evoke_proxy.core.held import Held, SlotLook, restarted
 from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import Match
 from evoke_proxy.engine.forwarding import Forwarding
-from evoke_proxy.engine.stock.calls import Client, Prefilled, StockCalls
-from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.calls import Client, Prefilled
+from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.vault import Label
-from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -32,21 +28,8 @@ _log = logging.getLogger(__name__)
 class Places:
     """`held` is what every conversation has left, by its id."""
 
-    def __init__(
-        self,
-        config: SnapshotsConfig,
-        calls: StockCalls,
-        facts: Facts,
-        states: States,
-        slots: SlotQueue,
-        metrics: Metrics,
-    ) -> None:
-        self._config = config
-        self._calls = calls
-        self._facts = facts
-        self._states = states
-        self._slots = slots
-        self._metrics = metrics
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self.held: dict[str, Held] = {}
         self._branches: dict[str, str] = {}
 
@@ -64,7 +47,7 @@ class Places:
         seat.branch = self._branches.get(id, id)
         held = self.held.pop(id, None)
         state = self._live(held, way.lease.slot, seat.before)
-        memory = self._facts.memory
+        memory = self._parts.facts.memory
         memory.looked(held, seat.before)
         if held is not None:
             memory.came(held, seat.prompt)
@@ -85,7 +68,7 @@ class Places:
         """What a conversation has left, if it is still there and can be reached from its lease."""
         if held is None or not held.still(looks):
             return None
-        anywhere = self._facts.clears or len(self._slots.pool) == 1
+        anywhere = self._parts.facts.clears or len(self._parts.slots.pool) == 1
         return held if held.slot == slot or anywhere else None
 
     def _pinned(self, seat: Seat, slot: int) -> int | None:
@@ -95,24 +78,24 @@ class Places:
         request arrives, and one that is named is not filled from RAM. Elsewhere a request that
         names none could be given one that is prepared for another.
         """
-        if len(self._slots.pool) == 1 or self._facts.clears:
+        if len(self._parts.slots.pool) == 1 or self._parts.facts.clears:
             return None
         now = next((look for look in seat.before or () if look.id == slot), None)
         empty = now is not None and not now.n_tokens
         return None if seat.in_ram is not None and empty else slot
 
     async def _look(self, client: Client) -> Sequence[SlotLook] | None:
-        looks = await self._calls.looks(client)
+        looks = await self._parts.calls.looks(client)
         if looks is not None and restarted(self.held.values(), looks):
             self.emptied()
-            self._facts.forget()
-            await self._facts.learn(client)
+            self._parts.facts.forget()
+            await self._parts.facts.learn(client)
         return looks
 
     def emptied(self) -> None:
         """llama-server has started anew: neither slots nor RAM hold anything."""
         self.held.clear()
-        self._facts.memory.ram_since = time.monotonic()
+        self._parts.facts.memory.ram_since = time.monotonic()
 
     async def _restore(
         self, way: Forwarding, seat: Seat, reuse: int, client: Client
@@ -120,17 +103,17 @@ class Places:
         """What the slot holds after a restore; None when there was none, or it failed."""
         assert way.lease is not None
         goal = seat.boundary if len(seat.boundary) else seat.prompt[:-1]
-        match = self._states.find(seat.tenant, goal)
+        match = self._parts.states.find(seat.tenant, goal)
         if match is None or not self._worth_it(match, reuse):
             return None
         way.stage = "restore"
-        if not await self._facts.fresh(client):
+        if not await self._parts.facts.fresh(client):
             return None
         slot = self._free(way.lease.slot, seat.before)
         if slot is None:
             return None
         seat.match = match  # at once: whoever is cancelled while it runs still has to conclude it
-        if not await self._states.restore(match, slot, client):
+        if not await self._parts.states.restore(match, slot, client):
             seat.match = None
             return None
         return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic())
@@ -141,59 +124,63 @@ class Places:
         idle = [look for look in looks or () if not look.busy]
         if looks is None or any(look.id == slot for look in idle):
             return slot
-        return min(idle, key=lambda look: look.n_tokens).id if idle and self._facts.clears else None
+        return (
+            min(idle, key=lambda look: look.n_tokens).id
+            if idle and self._parts.facts.clears
+            else None
+        )
 
     def _worth_it(self, match: Match, reuse: int) -> bool:
         gain = match.shared - reuse
-        costs = self._facts.costs
-        least = self._config.min_tokens // 2
+        costs = self._parts.facts.costs
+        least = self._parts.config.min_tokens // 2
         return gain >= least and costs.worth_restoring(gain, match.snapshot.n_bytes)
 
     async def _save(
         self, way: Forwarding, seat: Seat, state: Held | None, reuse: int, client: Client
     ) -> None:
         """Decode up to the boundary and no further, save that; not when it is there already."""
-        if len(seat.boundary) < self._config.min_tokens or _at(state, seat.boundary):
+        if len(seat.boundary) < self._parts.config.min_tokens or _at(state, seat.boundary):
             return
-        why_not = self._states.worth_saving(seat.tenant, seat.boundary)
-        if not why_not and self._states.save_in_s() > 0:
+        why_not = self._parts.states.worth_saving(seat.tenant, seat.boundary)
+        if not why_not and self._parts.states.save_in_s() > 0:
             why_not = "rate"
-        pool = self._slots.pool
-        if not why_not and self._facts.clears and not (len(pool) == 1 or pool.alone()):
+        pool = self._parts.slots.pool
+        if not why_not and self._parts.facts.clears and not (len(pool) == 1 or pool.alone()):
             why_not = "cleared"  # before it could be saved, should another request begin
         if why_not:
             if why_not != "there":
-                self._metrics.saves.labels(result=f"skipped_{why_not}").inc()
+                self._parts.metrics.saves.labels(result=f"skipped_{why_not}").inc()
             return
         way.stage = "prefill"
         try:
-            done = await self._calls.prefill(seat.boundary, seat.slot, client)
+            done = await self._parts.calls.prefill(seat.boundary, seat.slot, client)
         except UpstreamRejected as error:
             # Too long, most likely: llama-server says so to the client itself.
-            self._metrics.saves.labels(result="skipped_rejected").inc()
+            self._parts.metrics.saves.labels(result="skipped_rejected").inc()
             _log.info("no boundary: status %d", error.status)
             return
         self._learn(seat, state, done, reuse)
-        if len(pool) > 1 and not self._facts.clears:
+        if len(pool) > 1 and not self._parts.facts.clears:
             if done.slot != way.leases[0].slot:
                 await self._move(way, done.slot)
             seat.slot = done.slot
         way.stage = "save"
-        if await self._facts.fresh(client):
+        if await self._parts.facts.fresh(client):
             label = self.label(seat, kind_of(seat.request), seat.boundary)
-            await self._states.save(done.slot, seat.boundary, label, client)
+            await self._parts.states.save(done.slot, seat.boundary, label, client)
 
     def label(self, seat: Seat, kind: str, tokens: Tokens) -> Label:
         """What a snapshot of these tokens is of."""
-        seconds = self._facts.costs.prefill.seconds(len(tokens))
-        return Label(seat.tenant, self._facts.fingerprint, seat.branch, kind, seconds)
+        seconds = self._parts.facts.costs.prefill.seconds(len(tokens))
+        return Label(seat.tenant, self._parts.facts.fingerprint, seat.branch, kind, seconds)
 
     def _learn(self, seat: Seat, state: Held | None, done: Prefilled, reuse: int) -> None:
         """What a prefill shows of promises."""
-        memory = self._facts.memory
-        self._facts.costs.prefilled(done.decoded, done.seconds)
+        memory = self._parts.facts.memory
+        self._parts.facts.costs.prefilled(done.decoded, done.seconds)
         if seat.match is not None:
-            self._states.proved(seat.match, done.cached)
+            self._parts.states.proved(seat.match, done.cached)
             seat.match = None
         elif state is not None and reuse and not state.exact:
             memory.rollback.note(min(reuse, len(seat.boundary)), done.cached)
@@ -202,23 +189,23 @@ class Places:
     def ram_said(self, seat: Seat, cached: int) -> None:
         """So much was in the cache: if RAM was to have it, did it?"""
         if seat.in_ram is not None:
-            self._facts.memory.from_ram(seat.in_ram, seat.hoped, cached)
+            self._parts.facts.memory.from_ram(seat.in_ram, seat.hoped, cached)
         seat.in_ram = None
 
     async def _move(self, way: Forwarding, slot: int) -> None:
         """llama-server has chosen another slot, which no request of ours is in: go there."""
         old = way.leases.pop(0)
         assert way.conversation is not None
-        self._slots.release(old)
+        self._parts.slots.release(old)
         tenant = way.conversation.tenant
-        way.leases.append(await self._slots.acquire(way.conversation.id, tenant, slot=slot))
+        way.leases.append(await self._parts.slots.acquire(way.conversation.id, tenant, slot=slot))
 
     async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
         """The answer is over: remember what it has left in its slot."""
         timings = way.observer.timings or {}
         cached, decoded, made = cost_of(timings, way.observer.usage or {})
-        self._facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
-        looks = await self._calls.looks(client)
+        self._parts.facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
+        looks = await self._parts.calls.looks(client)
         if seat.match is not None:
             self._prove(seat.match, cached, decoded)
         if decoded:
@@ -231,15 +218,15 @@ class Places:
         # Where nobody knows in which slot it was, llama-server may have it in RAM all the same.
         left = Held(slot.id if slot is not None else -1, seat.prompt, False, now, slot)
         self.held[way.conversation.id] = left
-        pool = self._slots.pool
+        pool = self._parts.slots.pool
         if len(pool) > 1 and slot is not None and pool.slot_of(way.conversation.id) != slot.id:
             pool.moved(way.conversation.id, slot.id)
 
     def _prove(self, match: Match, cached: int, decoded: int) -> None:
         if decoded:
-            self._states.proved(match, cached)
+            self._parts.states.proved(match, cached)
         else:
-            self._states.unproved(match)
+            self._parts.states.unproved(match)
 
     def _found(self, seat: Seat, looks: Sequence[SlotLook], n_tokens: int) -> SlotLook | None:
         """The slot that an answer was in, after which so many tokens are in it, give or take."""
@@ -256,7 +243,7 @@ class Places:
         """Wait until llama-server has noticed that its client is gone."""
         for wait_s in (0.0, 0.05, *[1.5] * 40):
             await asyncio.sleep(wait_s)
-            looks = await self._calls.looks(client)
+            looks = await self._parts.calls.looks(client)
             mine = [look for look in looks or () if seat.slot in (None, look.id)]
             if enough() or not any(look.busy for look in mine):
                 return

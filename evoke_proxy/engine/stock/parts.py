@@ -1,0 +1,24 @@
+"""What the parts of a keeper work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.engine.stock.calls import StockCalls
+from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.waiting import SlotQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """One keeper's settings, its calls and what they told, its snapshots, the slots, its books."""
+
+    config: SnapshotsConfig
+    calls: StockCalls
+    facts: Facts
+    states: States
+    slots: SlotQueue
+    metrics: Metrics
