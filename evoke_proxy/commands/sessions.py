@@ -148,6 +148,7 @@ def _ago(when: float) -> str:
 def _export(vault: Vault, items: Sequence[Snapshot], path: Path) -> None:
     """A tar of the files and a manifest, for its owner alone."""
     handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    os.fchmod(handle, 0o600)  # a file that was there has the mode it had
     with os.fdopen(handle, "wb") as out, tarfile.open(fileobj=out, mode="w") as archive:
         listed = [_described(item) | {"tokens": item.tokens.tolist()} for item in items]
         manifest = json.dumps({"version": 1, "snapshots": listed}).encode()

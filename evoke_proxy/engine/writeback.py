@@ -64,12 +64,13 @@ class Writeback:
         try:
             await asyncio.sleep(_PAUSE_S)
             while self._waiting and self._slots.pool.idle():
-                known, client = next(iter(self._waiting.values()))
+                # Taken out first: a turn that ends meanwhile is put behind what waits.
+                known, client = self._waiting.pop(next(iter(self._waiting)))
                 result = await self._copied(known, client)
                 self._metrics.writebacks.labels(result=result).inc()
                 if result == "interrupted":
+                    self._waiting.setdefault(known.id, (known, client))
                     return
-                self._waiting.pop(known.id, None)
         finally:
             self._running = False
 

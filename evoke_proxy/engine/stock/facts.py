@@ -63,7 +63,8 @@ class Facts:
 
     async def fresh(self, client: Client) -> bool:
         """Whether it is still the server it was; called before a state is saved or restored."""
-        if await self._calls.fingerprint(client) == self.fingerprint:
+        known = self.fingerprint  # what was found is of this one, whatever is learnt meanwhile
+        if known and await self._calls.fingerprint(client) == known == self.fingerprint:
             return True
         _log.warning("llama-server is not what it was: its snapshots are others from now on")
         self.forget()

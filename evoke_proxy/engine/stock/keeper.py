@@ -127,6 +127,7 @@ class Keeper:
         if reason:
             way.decision = f"guest:{reason}"
             await self._seating.queue(way, request, tenant)
+            self.stop()
             return
         way.stage = "learn"
         await self._facts.learn(client)
@@ -135,6 +136,7 @@ class Keeper:
             way.decision = "guest:miscounted"
             self._metrics.saves.labels(result="skipped_miscounted").inc()
             await self._seating.queue(way, request, tenant)
+            self.stop()
             return
         way.stage = "session"
         rendered = Rendered(seat.prompt, len(seat.boundary), ())
@@ -142,6 +144,7 @@ class Keeper:
         way.conversation = known
         known.in_use += 1
         await self._seating.acquire(way, known.id, tenant, known.passing)
+        self.stop()  # one that began while we had no slot yet
         if known.passing:
             way.decision = "guest:side"
             return
@@ -195,6 +198,8 @@ class Keeper:
 
     def parted(self, way: Forwarding, client: Client) -> None:
         """The slot is given back: use the time until the next request."""
+        if not self.on:
+            return
         self._places.keep_only([known.id for known in self._conversations])
         ready = way.seat is not None and way.conversation is not None and way.observer.done
         if not ready or not self._config.look_ahead:

@@ -20,7 +20,7 @@ from evoke_proxy.engine.stock.calls import Client, Prefilled
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.vault import Label
-from evoke_proxy.errors import UpstreamRejected
+from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,12 @@ class Places:
         if slot is None:
             return None
         seat.match = match  # at once: whoever is cancelled while it runs still has to conclude it
-        if not await self._parts.states.restore(match, slot, client):
+        try:
+            restored = await self._parts.states.restore(match, slot, client)
+        except UpstreamError:
+            seat.match = None  # counted as failed: what comes of the request says nothing about it
+            raise
+        if not restored:
             seat.match = None
             return None
         return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic())

@@ -143,7 +143,11 @@ class States:
         """Wait for work that goes on to its end even when whoever wants it goes away."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._spawn(_into(future, work), what)
-        return await asyncio.shield(future)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])  # its slot is not given back before it has ended
+            raise
 
     async def _seal(self, part: str, copied: Copied, tokens: Tokens, label: Label) -> None:
         try:
