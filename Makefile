@@ -18,6 +18,7 @@ test: build .venv/clients
 
 check: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy --strict evoke_proxy
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
 

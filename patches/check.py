@@ -128,9 +128,7 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
         shutil.copy2(own, tree / place)
     _say(f"compiling {pin.requirement} with the series")
     try:
-        server = ensure_server(
-            patched=False, source=tree, flags=_QUICK, cache=work / pin.stem
-        )
+        server = ensure_server(patched=False, source=tree, flags=_QUICK, cache=work / pin.stem)
         return _pytest(server, _SMOKE) or _COMPILES
     except BuildError as error:
         return "does not compile: " + _first_error(str(error))
@@ -148,9 +146,7 @@ def _alone(series: Series, work: Path) -> Iterator[tuple[str, str]]:
                 shutil.copy2(path, folder)
             shutil.copytree(PATCHES / "src", Path(folder) / "src")
             try:
-                server = ensure_server(
-                    patches=Path(folder), flags=_QUICK, cache=_pin_cache(work)
-                )
+                server = ensure_server(patches=Path(folder), flags=_QUICK, cache=_pin_cache(work))
                 own = OWN_TESTS[patch.name[:4]]
                 failed = _pytest(server, own) if own else _kv_block(_pin_cache(work))
                 yield patch.name, failed or "passed"

@@ -183,9 +183,7 @@ class Upstream:
         # Spliced, not parsed: the server must see the same spelling that is forwarded later.
         asked = b'{"compact":true,"dialect":' + orjson.dumps(dialect) + b',"body":'
         question = asked + body + b"}"
-        return Rendered.parse(
-            await self.call("POST", "/evoke/render", question, client, "render")
-        )
+        return Rendered.parse(await self.call("POST", "/evoke/render", question, client, "render"))
 
     async def run(
         self, slot: int, action: str, body: Mapping[str, Any], client: Mapping[str, str]

@@ -88,9 +88,7 @@ def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
     return None
 
 
-def find(
-    sessions: Iterable[Known], hint: Hint | None, tenant: str, tokens: Tokens
-) -> str | None:
+def find(sessions: Iterable[Known], hint: Hint | None, tenant: str, tokens: Tokens) -> str | None:
     """The id of the session these tokens go on from; None when it is a new one.
 
     Sessions of another tenant do not exist. Those that carry the hint come first, and may be short;

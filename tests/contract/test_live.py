@@ -16,9 +16,7 @@ def generating(two: Llama) -> Llama:
         two.erase(slot)
     prompt = two.tokens(story(300))
     answers: list[dict] = []
-    worker = threading.Thread(
-        target=lambda: answers.append(two.complete(prompt, 0, n_predict=600))
-    )
+    worker = threading.Thread(target=lambda: answers.append(two.complete(prompt, 0, n_predict=600)))
     worker.start()
     while not (two.slot(0)["is_processing"] and two.slot(0)["n_tokens"] > len(prompt) + 10):
         assert worker.is_alive()

@@ -62,9 +62,7 @@ def total(spans: Iterable[Span]) -> int:
     return sum(len(span) for span in merged(spans))
 
 
-def seen(
-    blocks: Iterable[Block], states: Iterable[BlockState]
-) -> tuple[BlockTable, Mask, Mask]:
+def seen(blocks: Iterable[Block], states: Iterable[BlockState]) -> tuple[BlockTable, Mask, Mask]:
     """Blocks in these states, as a PolicyView begins."""
     known = tuple(states)
     here = np.array([state.resident for state in known], np.bool_)

@@ -42,9 +42,7 @@ def object_times(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in objects}
 
 
-def test_stock_and_patched_share_objects_and_going_back_is_exact(
-    build: Build, cache: Path
-) -> None:
+def test_stock_and_patched_share_objects_and_going_back_is_exact(build: Build, cache: Path) -> None:
     stock = build(patched=False)
     before = object_times(cache)
     patched = build()
@@ -177,9 +175,7 @@ def test_drafts_of_killed_builders_are_swept_away(build: Build, cache: Path) -> 
     assert [draft for draft in left if draft.exists()] == []
 
 
-def test_a_server_that_does_not_start_is_not_kept(
-    build: Build, llama: Path, cache: Path
-) -> None:
+def test_a_server_that_does_not_start_is_not_kept(build: Build, llama: Path, cache: Path) -> None:
     (llama / "src/calm.cpp").write_text("int calm() { return 3; }\n")
     with pytest.raises(BuildError, match=r"does not start \(exit status 3\)"):
         build()

@@ -122,9 +122,7 @@ def test_after_a_kill_the_next_builder_waits_for_the_compilers_and_no_longer(lla
     quick = lists.read_text()
     nap = NAP.replace("300", "4", 1)
     lists.write_text(quick + SLOW.replace(NAP, nap))
-    process = subprocess.Popen(
-        command(llama), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command(llama), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: running(nap))
     process.kill()
     process.wait()
