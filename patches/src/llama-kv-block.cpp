@@ -340,7 +340,7 @@ struct llama_kv_block_access {
                 uint8_t * b = column + r.cell*el;
 #if defined(__GNUC__)
                 if (e + 1 < n_embd) { // the next column is in another page: no hardware looks ahead that far
-                    __builtin_prefetch(b + stride_t, !to_host);
+                    to_host ? __builtin_prefetch(b + stride_t, 0) : __builtin_prefetch(b + stride_t, 1);
                 }
 #endif
                 to_host ? kv_block_small(a, b, r.n*el) : kv_block_small(b, a, r.n*el);
