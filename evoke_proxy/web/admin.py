@@ -1,15 +1,17 @@
-"""Our own paths: health, readiness, sessions, metrics."""
+"""Our own paths: health, readiness and metrics for everybody, the rest behind the guard."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import orjson
 from aiohttp import web
 
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError
+from evoke_proxy.web import admin_api
+from evoke_proxy.web.admin_api import json_answer
+from evoke_proxy.web.guard import admit
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Half of what Prometheus waits unless it is told otherwise.
@@ -23,9 +25,6 @@ def routes(engine: Engine) -> list[web.RouteDef]:
     async def ready(_: web.Request) -> web.StreamResponse:
         return await _ready(engine)
 
-    async def sessions(_: web.Request) -> web.StreamResponse:
-        return _json({"sessions": engine.sessions_summary()})
-
     async def metrics(_: web.Request) -> web.StreamResponse:
         body = await _upstream_exposition(engine) + engine.metrics.exposition()
         return web.Response(body=body, headers={"Content-Type": _EXPOSITION})
@@ -36,14 +35,24 @@ def routes(engine: Engine) -> list[web.RouteDef]:
     return [
         web.get("/evoke/health", _health),
         web.get("/evoke/ready", ready),
-        web.get("/evoke/sessions", sessions),
+        *(web.route(*path, _guarded(engine, handler)) for path, handler in admin_api.ROUTES),
         web.get("/metrics", metrics, allow_head=False),
         web.route("*", "/evoke/{path:.*}", unknown),
     ]
 
 
+def _guarded(engine: Engine, handler: admin_api.Handler) -> Handler:
+    """The only way to an admin handler."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await admit(request, engine)
+        return await handler(request, engine)
+
+    return handle
+
+
 async def _health(_: web.Request) -> web.StreamResponse:
-    return _json({"status": "ok"})
+    return json_answer({"status": "ok"})
 
 
 async def _ready(engine: Engine) -> web.StreamResponse:
@@ -55,7 +64,7 @@ async def _ready(engine: Engine) -> web.StreamResponse:
         "mode": engine.mode,
         "checks": checks,
     }
-    return _json(answer, 503 if failed else 200)
+    return json_answer(answer, 503 if failed else 200)
 
 
 async def _upstream_exposition(engine: Engine) -> bytes:
@@ -78,8 +87,3 @@ async def _asked_for_metrics(engine: Engine) -> bytes:
     headers = engine.upstream.own_headers()
     async with engine.upstream.open("GET", "/metrics", headers) as reply:
         return await reply.read() if reply.status == 200 else b""
-
-
-def _json(answer: object, status: int = 200) -> web.Response:
-    body = orjson.dumps(answer)
-    return web.Response(status=status, body=body, content_type="application/json")
