@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.model import facts, text, vocab
@@ -50,10 +50,11 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Exchanges in the order they are told, and the probes."""
+    """Exchanges in the order they are told, the probes, and what no other part may speak of."""
 
     told: Sequence[Exchange]
     probes: Sequence[Probe]
+    about: frozenset[str]
 
 
 def exchange(*said: str) -> Exchange:
@@ -91,11 +92,14 @@ def estimated_tokens(messages: Exchange) -> int:
     return sum(_MESSAGE_TOKENS + len(_TOKEN.findall(message["content"])) for message in messages)
 
 
-def session(rng: random.Random, task: str, tokens: int) -> Session:
-    """Return a session of a task, about that many tokens long without the probes."""
+def session(rng: random.Random, task: str, tokens: int, times: int = 1) -> Session:
+    """Return a session of a task, about that many tokens long without the probes.
+
+    With `times` it has what is told and asked in so many, none of it about the same.
+    """
     if task == "needle":
         return _needle(rng, tokens)
-    plan = _PLANS[task](rng)
+    plan = _together(rng, task, times) if times > 1 else _PLANS[task](rng)
     room = tokens - sum(estimated_tokens(part) for part in plan.told)
     fillers: list[Exchange] = []
     while room > 0:
@@ -110,10 +114,10 @@ def session(rng: random.Random, task: str, tokens: int) -> Session:
     return Session(task, _with_system(rng, parts), plan.probes)
 
 
-def sessions(seed: int, task: str, tokens: int, count: int) -> list[Session]:
+def sessions(seed: int, task: str, tokens: int, count: int, times: int = 1) -> list[Session]:
     """Return that many sessions; each depends on nothing but the arguments."""
     return [
-        session(random.Random(f"{seed}-{task}-{tokens}-{index}"), task, tokens)
+        session(random.Random(f"{seed}-{task}-{tokens}-{index}"), task, tokens, times)
         for index in range(count)
     ]
 
@@ -146,6 +150,29 @@ def _needle(rng: random.Random, tokens: int) -> Session:
     return Session("needle", _with_system(rng, parts), [known(fact)])
 
 
+def _together(rng: random.Random, task: str, times: int) -> _Plan:
+    """Return so many plans as one: mixed, but each told in its own order."""
+    plans: list[_Plan] = []
+    about: frozenset[str] = frozenset()
+    while len(plans) < times:
+        plan = _PLANS[task](rng)
+        if not plan.about & about:
+            plans.append(plan)
+            about |= plan.about
+    order = [which for which, plan in enumerate(plans) for _ in plan.told]
+    rng.shuffle(order)
+    left = [iter(plan.told) for plan in plans]
+    probes = [probe for plan in plans for probe in plan.probes]
+    return _Plan([next(left[which]) for which in order], rng.sample(probes, len(probes)), about)
+
+
+def _about(chosen: Iterable[Fact]) -> frozenset[str]:
+    """Return the keys of facts, and the files they are in."""
+    return frozenset(
+        name for fact in chosen for name in (fact.key, *fact.parts[: fact.kind == "file"])
+    )
+
+
 def _told(fact: Fact) -> Exchange:
     return reading(fact.parts[0], [fact]) if fact.kind == "file" else telling(fact)
 
@@ -154,7 +181,7 @@ def _facts(count: int, type_: str | None = None) -> Callable[[random.Random], _P
     def plan(rng: random.Random) -> _Plan:
         chosen = draw_facts(rng, count, type_=type_)
         probes = [known(fact) for fact in rng.sample(chosen, count)]
-        return _Plan([_told(fact) for fact in chosen], probes)
+        return _Plan([_told(fact) for fact in chosen], probes, _about(chosen))
 
     return plan
 
@@ -165,7 +192,8 @@ def _updates(rng: random.Random) -> _Plan:
     changed = {fact.key for fact in new}
     asked = [*new, next(fact for fact in chosen if fact.key not in changed)]
     rng.shuffle(asked)
-    return _Plan([telling(fact) for fact in [*chosen, *new]], [known(fact) for fact in asked])
+    told = [telling(fact) for fact in [*chosen, *new]]
+    return _Plan(told, [known(fact) for fact in asked], _about(chosen))
 
 
 def _two_files(rng: random.Random) -> Mapping[str, list[Fact]]:
@@ -180,7 +208,7 @@ def _files(rng: random.Random) -> _Plan:
     files = _two_files(rng)
     lines = [line for path in files for line in files[path]]
     told = [reading(path, lines) for path, lines in files.items()]
-    return _Plan(told, [known(line) for line in rng.sample(lines, 4)])
+    return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
 
 
 def _rereads(rng: random.Random) -> _Plan:
@@ -191,13 +219,13 @@ def _rereads(rng: random.Random) -> _Plan:
     files[path][:] = [facts.update(rng, f) if f in changed else f for f in files[path]]
     told.append(reading(path, files[path], again=True))
     lines = [line for path in files for line in files[path]]
-    return _Plan(told, [known(line) for line in rng.sample(lines, 4)])
+    return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
 
 
 def _paraphrase(rng: random.Random) -> _Plan:
     chosen = draw_facts(rng, 5, ("para",))
     probes = [known(fact, paraphrased=True) for fact in rng.sample(chosen, 5)]
-    return _Plan([telling(fact) for fact in chosen], probes)
+    return _Plan([telling(fact) for fact in chosen], probes, _about(chosen))
 
 
 def _unknown(rng: random.Random) -> _Plan:
@@ -209,7 +237,8 @@ def _unknown(rng: random.Random) -> _Plan:
         if other.key not in keys:
             keys.add(other.key)
             probes.append(unknown(other))
-    return _Plan([_told(fact) for fact in chosen], probes)
+    about = _about([*chosen, *(probe.fact for probe in probes)])
+    return _Plan([_told(fact) for fact in chosen], probes, about)
 
 
 _PLANS: Mapping[str, Callable[[random.Random], _Plan]] = {

@@ -16,13 +16,13 @@ CORE = (CEILING, OURS, "discard", "oracle")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """`ratio` is session tokens over budget, None without a budget. `settings` are keys of the
-    proxy's configuration file, `fields` what the requests carry beside policy and budget."""
+    """`ratio` is session tokens over budget, None without a budget. `label` says what is changed,
+    one word a change, joined by "+". `fields` are what the requests carry beside policy and
+    budget."""
 
     policy: str
     ratio: float | None = None
     label: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -40,6 +40,25 @@ class Arm:
         body: dict[str, Any] = {"evoke_policy": self.policy, **self.fields}
         budget = self.budget(tokens)
         return body if budget is None else {**body, "evoke_budget": budget}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An arm with one thing changed, by what it sends or by `settings`, keys of the proxy's
+    configuration file. It is run on the sessions of `cells` that are there for variants, and held
+    against the arm without the last change, see `plain_of`."""
+
+    arm: Arm
+    cells: Sequence[str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plain_of(name: str) -> str | None:
+    """The name of the arm without the last change: evoke+embedder@8x of evoke+embedder+block32@8x,
+    and evoke@8x of that; None where nothing is changed."""
+    arm, _, ratio = name.partition("@")
+    plain, changed, _ = arm.rpartition("+")
+    return f"{plain}@{ratio}" if changed else None
 
 
 def ladder(policies: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[Arm]:

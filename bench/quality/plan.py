@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.quality.arms import CEILING, CORE, OURS, RATIOS, Arm, ladder
+from bench.quality.arms import CEILING, CORE, OURS, RATIOS, Arm, Variant, ladder
 from bench.quality.sessions import Script, scripts
 from evoke_proxy.config import POLICIES
 
@@ -15,12 +15,13 @@ from evoke_proxy.config import POLICIES
 class Cell:
     """Sessions of one kind. All get the ceiling and our own policy, the first `core` of them (None:
     all) the two controls beside it, the first `wide` every policy, the first `ablated` the variants
-    of our own."""
+    of our own. `times`: how many of the task's sessions are told and asked in one."""
 
     name: str
     task: str
     tokens: int
     sessions: int
+    times: int = 1
     wide: int = 0
     ablated: int = 0
     core: int | None = None
@@ -60,17 +61,17 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     "multi-fact": ("facts5", "facts12", "facts20", "codes"),
 }
 FULL = (
-    Cell("needle", "needle", 4000, 40, core=10, wide=4),
-    Cell("facts5", "facts5", 4000, 3),
-    Cell("facts12", "facts12", 4000, 10, core=4, wide=2, ablated=2),
+    Cell("needle", "needle", 4000, 40, core=10, wide=8),
+    Cell("facts5", "facts5", 4000, 8, core=3),
+    Cell("facts12", "facts12", 4000, 10, core=5, wide=4, ablated=4),
     Cell("facts20", "facts20", 4000, 4, core=2),
-    Cell("codes", "codes", 4000, 3),
-    Cell("updates", "updates", 4000, 3),
-    Cell("files", "files", 4000, 2),
-    Cell("rereads", "rereads", 4000, 2),
-    Cell("paraphrase", "paraphrase", 4000, 3, ablated=2),
-    Cell("unknown", "unknown", 4000, 2),
-    Cell("long", "facts12", 7500, 1),
+    Cell("codes", "codes", 4000, 3, times=3),
+    Cell("updates", "updates", 4000, 4, times=3),
+    Cell("files", "files", 4000, 4, times=3),
+    Cell("rereads", "rereads", 4000, 4, times=3),
+    Cell("paraphrase", "paraphrase", 4000, 6, times=2, core=4, ablated=6),
+    Cell("unknown", "unknown", 4000, 4, times=4),
+    Cell("long", "facts12", 7000, 4, core=2),
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
 BLOCKS = (32, 128, 256, 512)
@@ -88,7 +89,9 @@ def batches(
     `embedder` is the directory of the one that is ablated, "" for none.
     """
     base = {"policy.bench_fields": True}
-    drawn = {cell: scripts(seed, cell.task, cell.tokens, cell.sessions) for cell in cells}
+    drawn = {
+        cell: scripts(seed, cell.task, cell.tokens, cell.sessions, cell.times) for cell in cells
+    }
     # Sessions of all cells in turn, so that a run that is stopped has some of each.
     order = sorted(
         ((i / cell.sessions, cell, i) for cell in cells for i in range(cell.sessions)),
@@ -100,11 +103,26 @@ def batches(
         for arm in ladder(cell.policies(i), ratios)
     ]
     found = [Batch(base, main)]
-    for settings, arm in variants(embedder):
-        units = [Unit(cell.name, drawn[cell][i], arm) for _, cell, i in order if i < cell.ablated]
+    for settings, arms in _by_settings(variants(embedder)):
+        units = [
+            Unit(cell.name, drawn[cell][i], variant.arm)
+            for _, cell, i in order
+            for variant in arms
+            if i < cell.ablated and cell.name in variant.cells
+        ]
         if units:
             found.append(Batch({**base, **settings}, units))
     return found
+
+
+def _by_settings(
+    found: Iterable[Variant],
+) -> Iterator[tuple[Mapping[str, Any], Sequence[Variant]]]:
+    """Those that the same proxy can run, together."""
+    groups: dict[str, list[Variant]] = {}
+    for variant in found:
+        groups.setdefault(repr(sorted(variant.settings.items())), []).append(variant)
+    return ((group[0].settings, group) for group in groups.values())
 
 
 def part(todo: Sequence[Batch], which: int, of: int) -> list[Batch]:
@@ -117,19 +135,35 @@ def part(todo: Sequence[Batch], which: int, of: int) -> list[Batch]:
     return found
 
 
-def variants(embedder: str) -> list[tuple[Mapping[str, Any], Arm]]:
-    """Policies with one thing changed each, and the proxy settings that change it."""
-    at = ABLATED_AT
-    found: list[tuple[Mapping[str, Any], Arm]] = [
-        ({}, Arm("evoke", at, "no_recovery", fields={"evoke_recovery": "discard"})),
-        ({"policy.weight_attention": 0.3}, Arm("evoke", at, "attention")),
+def variants(embedder: str) -> list[Variant]:
+    """Policies with one thing changed each.
+
+    What facts are found by their words is hardly to be lost on: block sizes and look-ups are told
+    apart by questions in other words, whose facts come anywhere in a ranking by meaning.
+    """
+    gone = Arm(OURS, ABLATED_AT, "no_recovery", {"evoke_recovery": "discard"})
+    seen = Arm(OURS, ABLATED_AT, "attention")
+    found = [
+        Variant(gone, ("facts12",)),
+        Variant(seen, ("facts12",), {"policy.weight_attention": 0.3}),
     ]
-    if embedder:
-        setting = {"embedder.directory": embedder}
-        found += [(setting, Arm("evoke", ratio, "embedder")) for ratio in RATIOS]
+    return found + _by_meaning({"embedder.directory": embedder}) if embedder else found
+
+
+def _by_meaning(setting: Mapping[str, Any]) -> list[Variant]:
+    """What an embedder is worth, and with it size and number of blocks."""
+
+    def changed(policy: str, ratio: float, what: str = "", **settings: object) -> Variant:
+        label = f"embedder+{what}" if what else "embedder"
+        dotted = {f"policy.{name}": value for name, value in settings.items()}
+        cells = ("facts12", "paraphrase") if policy == OURS and not what else ("paraphrase",)
+        return Variant(Arm(policy, ratio, label), cells, {**setting, **dotted})
+
+    found = [changed(OURS, ratio) for ratio in RATIOS]
     for size in BLOCKS:
-        ratio = RATIOS[0] if size > _BLOCK_AT_MOST else at
-        found.append(({"policy.block_tokens": size}, Arm("evoke", ratio, f"block{size}")))
+        ratio = RATIOS[0] if size > _BLOCK_AT_MOST else ABLATED_AT
+        found.append(changed(OURS, ratio, f"block{size}", block_tokens=size))
+    found.append(changed("infllm", ABLATED_AT))
     for blocks in LOOK_UPS:
-        found.append(({"policy.infllm_blocks": blocks}, Arm("infllm", at, f"k{blocks}")))
+        found.append(changed("infllm", ABLATED_AT, f"k{blocks}", infllm_blocks=blocks))
     return found

@@ -54,16 +54,18 @@ class Script:
         return [i for i, item in enumerate(self.messages) if item["role"] == "assistant"]
 
 
-def scripts(seed: int, task: str, tokens: int, count: int) -> list[Script]:
+def scripts(seed: int, task: str, tokens: int, count: int, times: int = 1) -> list[Script]:
     """Return that many sessions of a task; each depends on nothing but the arguments.
 
-    A session is about `tokens` long without its probes.
+    A session is about `tokens` long without its probes. With `times` it has the facts and the
+    probes of so many, which costs less than so many sessions.
     """
     if task == NEEDLE:
         return [_needle(seed, tokens, index) for index in range(count)]
+    named = task if times == 1 else f"{task}x{times}"
     return [
-        _script(_name(seed, task, tokens, index), seed, session)
-        for index, session in enumerate(sessions(seed, task, tokens, count))
+        _script(_name(seed, named, tokens, index), seed, session)
+        for index, session in enumerate(sessions(seed, task, tokens, count, times))
     ]
 
 

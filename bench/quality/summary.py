@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.quality.arms import CEILING
+from bench.quality.arms import CEILING, plain_of
 from bench.quality.plan import HEADLINES
 from bench.quality.stats import clustered, mcnemar, share_interval
 
@@ -126,25 +126,35 @@ def violations(records: Iterable[Record]) -> list[str]:
 
 
 def ablations(records: Sequence[Record]) -> list[Row]:
-    """Each variant of a policy beside the policy itself, on the sessions both were run on."""
-    arms = {record["arm"]: record for record in records}
+    """Each variant beside the arm without its last change, on the sessions both were run on."""
     found: list[Row] = []
-    for arm, first in arms.items():
-        if "+" not in arm:
-            continue
-        plain = f"{first['policy']}@{first['ratio']:g}x"
-        units = {(r["cell"], r["session"]) for r in records if r["arm"] == arm}
-        mine = [
-            record
-            for record in records
-            if (record["cell"], record["session"]) in units
-            and record["arm"] in (arm, plain, CEILING)
-        ]
+    for arm in dict.fromkeys(record["arm"] for record in records):
+        plain = plain_of(arm)
+        units = {_unit(record) for record in records if record["arm"] == plain}
+        units &= {_unit(record) for record in records if record["arm"] == arm}
+        mine = [r for r in records if _unit(r) in units and r["arm"] in (arm, plain, CEILING)]
         for cell in dict.fromkeys(cell for cell, _ in sorted(units)):
             rows = {row["arm"]: row for row in rows_of(mine, cell, _in((cell,)))}
             if arm in rows and plain in rows:
-                found.append({**rows[arm], "plain": rows[plain]})
+                lost, gained = _changed(mine, cell, str(plain), arm)
+                against = {"plain": rows[plain], "lost": lost, "gained": gained}
+                found.append({**rows[arm], **against, "p": mcnemar(lost, gained)})
     return found
+
+
+def _unit(record: Record) -> tuple[str, str]:
+    return record["cell"], record["session"]
+
+
+def _changed(records: Sequence[Record], cell: str, one: str, other: str) -> tuple[int, int]:
+    """How many questions of a cell only one arm answers, and how many only the other."""
+    said: dict[str, dict[tuple[str, int], bool]] = {one: {}, other: {}}
+    for record in records:
+        if record["cell"] == cell and record["arm"] in said:
+            answers = enumerate(bool(probe["right"]) for probe in record["probes"])
+            said[record["arm"]].update({(record["session"], i): right for i, right in answers})
+    pairs = [(right, said[other][asked]) for asked, right in said[one].items()]
+    return pairs.count((True, False)), pairs.count((False, True))
 
 
 def checks(found: Mapping[str, Any]) -> list[Row]:

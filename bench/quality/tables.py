@@ -21,7 +21,7 @@ def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
     for policy in ("evoke", "oracle"):
         parts += [f"## {policy}: share of the ceiling by cell", _matrix(found["rows"], policy)]
     if found["ablations"]:
-        parts += ["## One thing changed", _ablations(found["ablations"])]
+        parts += ["## One thing changed", _CHANGED, _ablations(found["ablations"])]
     parts += ["## All figures", _HOW]
     for cell in cells:
         rows = [row for row in found["rows"] if row["cell"] == cell]
@@ -41,6 +41,11 @@ of the ceiling where questions were gained. lost / gained: questions right witho
 wrong here, and the other way round; p is McNemar's exact test of the two. gold resident: questions
 whose fact was whole in the cache when they were answered. decoded again: questions whose fact had
 to be decoded again, which would prove nothing. peak / budget: the worst turn."""
+
+
+_CHANGED = """Each line is an arm and, behind it, the same arm without what its name says last, on
+the same questions: evoke+embedder+block32@8x stands beside evoke+embedder@8x. lost / gained:
+questions right without the change only, and with it only; p is McNemar's exact test of the two."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -97,16 +102,22 @@ def _matrix(rows: Sequence[Row], policy: str) -> str:
 
 
 def _ablations(rows: Sequence[Row]) -> str:
-    columns = ("cell", "arm", "facts", "recall", "unchanged", "gold resident", "unchanged")
+    columns = (
+        *("cell", "arm", "facts", "sessions", "recall", "95 %", "gold resident"),
+        *("without the last change", "95 %", "gold resident", "lost / gained", "p"),
+    )
     lines = [
         (
-            *(row["cell"], row["arm"], row["n"], _percent(row["recall"])),
-            *(_percent(row["plain"]["recall"]), _percent(row["visible"])),
-            _percent(row["plain"]["visible"]),
+            *(row["cell"], row["arm"], row["n"], row["sessions"], *_recalled(row)),
+            *(*_recalled(row["plain"]), f"{row['lost']} / {row['gained']}", f"{row['p']:.2g}"),
         )
         for row in rows
     ]
     return table(columns, lines)
+
+
+def _recalled(row: Row) -> tuple[str, str, str]:
+    return _percent(row["recall"]), _interval(row["recall_95"]), _percent(row["visible"])
 
 
 def _depths(rows: Sequence[Row]) -> str:

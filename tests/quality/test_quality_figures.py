@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.quality import misses, plots, tables
-from bench.quality.arms import Arm, ladder
+from bench.quality.arms import Arm, ladder, plain_of
 from bench.quality.journal import Journal, chosen
 from bench.quality.plan import FULL, HEADLINES, QUICK, batches
 from bench.quality.sessions import DEPTHS, REPORTING, TUNING, scripts
@@ -96,6 +96,19 @@ def test_a_variant_stands_beside_its_policy_on_the_same_sessions() -> None:
     ]
     row = summarise(records)["ablations"][0]
     assert (row["arm"], row["recall"], row["plain"]["recall"]) == ("evoke+block32@8x", 0.5, 0.75)
+    assert (row["lost"], row["gained"]) == (1, 0)
+
+
+def test_every_variant_has_the_arm_without_its_last_change_beside_it() -> None:
+    assert plain_of("evoke+embedder+block32@8x") == "evoke+embedder@8x"
+    assert plain_of("evoke+embedder@8x") == "evoke@8x"
+    assert plain_of("evoke@8x") is None
+    units = [unit for batch in batches(FULL, TUNING.start, embedder="e") for unit in batch.units]
+    run = {(unit.script.name, unit.arm.name) for unit in units}
+    assert len(run) == len(units)
+    against = {(name, arm): (name, plain_of(arm)) for name, arm in run if plain_of(arm)}
+    alone = {unit for unit, plain in against.items() if plain not in run}
+    assert len(against) > 50 and alone <= set(against.values())  # others are held against it
 
 
 @pytest.mark.parametrize(("answers", "ok"), [("1" * 20, True), ("0" + "1" * 19, False)])
@@ -205,6 +218,20 @@ def test_a_request_is_made_for_every_answer_and_the_last_are_the_probes() -> Non
             for depth, probe in zip(script.depths, script.probes, strict=True)
         }
         assert all(abs(places[depth] - depth) < 0.1 for depth in DEPTHS)
+
+
+@pytest.mark.parametrize("task", ["updates", "files", "rereads", "unknown", "paraphrase"])
+def test_a_session_of_several_asks_of_each_and_tells_nothing_twice(task: str) -> None:
+    one, many = scripts(TUNING.start, task, 2000, 1)[0], scripts(TUNING.start, task, 4000, 1, 3)[0]
+    assert one.name != many.name
+    assert len(many.probes) == 3 * len(one.probes)
+    assert len({probe.question for probe in many.probes}) == len(many.probes)
+    history = many.messages[: many.turns[-len(many.probes)] - 1]
+    for probe in many.probes:
+        said = [m["content"] for m in history if probe.fact.told in m["content"]]
+        if probe.value is not None:
+            # A file that is read again says what has not changed once more.
+            assert 1 <= len(said) <= (2 if task == "rereads" else 1)
 
 
 @pytest.mark.parametrize("name", list(HEADLINES))
