@@ -23,10 +23,11 @@ from evoke_proxy.config.strict import (
 from evoke_proxy.errors import ConfigError
 
 __all__ = [
-    "BENCH_POLICIES", "DEVICES", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
+    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
     "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PolicyConfig", "SnapshotsConfig",
     "UpstreamConfig",
-    "env_name", "keys", "load", "parse_listen",
+    "PageConfig",
+    "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
 POLICIES = (
@@ -37,6 +38,7 @@ POLICIES = (
 # What only a bench may ask for: it knows the answers.
 BENCH_POLICIES = ("oracle",)
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
 POOLINGS = ("cls", "mean")
@@ -143,6 +145,14 @@ class LogConfig:
     """What the proxy writes to standard error."""
 
     level: str = "info"
+    format: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class PageConfig:
+    """What the page, the admin API and their events say of conversations."""
+
+    names: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +166,7 @@ class Config:
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    page: PageConfig = field(default_factory=PageConfig)
 
 
 def load(
@@ -181,6 +192,14 @@ def load(
 def keys() -> tuple[str, ...]:
     """Every dotted key a file may hold, in the order of the classes."""
     return keys_of(Config)
+
+
+def value_at(config: Config, key: str) -> Any:
+    """What a dotted key of `keys` is."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def parse_listen(address: str) -> tuple[str, int]:
@@ -221,6 +240,7 @@ def _check(config: Config) -> None:
     _one_of("embedder.device", config.embedder.device, DEVICES)
     _one_of("embedder.pooling", config.embedder.pooling or "cls", POOLINGS)
     _one_of("log.level", config.log.level, LOG_LEVELS)
+    _one_of("log.format", config.log.format, LOG_FORMATS)
     _check_numbers(config)
     _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
     _require(config.snapshots.stall_share <= 1, "snapshots.stall_share", "must be at most 1")
@@ -228,9 +248,7 @@ def _check(config: Config) -> None:
 
 def _check_numbers(config: Config) -> None:
     for key in keys():
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
+        value = value_at(config, key)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             enough = value >= 0 if key in _MAY_BE_ZERO else value > 0
             least = "0 or more" if key in _MAY_BE_ZERO else "more than 0"

@@ -81,6 +81,15 @@ class Session:
         """The tokens of the latest prompt."""
         return self.layout.tokens
 
+    @property
+    def config(self) -> PolicyConfig:
+        """The policy of its turns, as far as no request wants another one."""
+        return self._config
+
+    def adjust(self, config: PolicyConfig) -> None:
+        """From its next turn on it follows this policy."""
+        self._config = config
+
     def begin(
         self,
         rendered: Rendered,

@@ -51,11 +51,14 @@ class _Slot:
 
 
 class SlotPool:
-    """The slots of one server and the queue for them, fair between tenants. Times are seconds."""
+    """The slots of one server and the queue for them, fair between tenants. Times are seconds.
+
+    `max_queue`, how many may wait, can change at any time.
+    """
 
     def __init__(self, n_slots: int, max_queue: int) -> None:
         self._slots = [_Slot() for _ in range(n_slots)]
-        self._max_queue = max_queue
+        self.max_queue = max_queue
         self._queues: dict[str, deque[_Waiter]] = {}
         self._next_ticket = 0
 
@@ -93,7 +96,7 @@ class SlotPool:
             grant = self._grant(waiter, now)
             if grant is not None:
                 return grant
-        if self.queued >= self._max_queue:
+        if self.queued >= self.max_queue:
             return Refuse(self.queued)
         self._next_ticket += 1
         self._queues.setdefault(tenant, deque()).append(waiter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
@@ -39,6 +39,7 @@ class Conversation:
     request: forgotten after its only turn, and nothing goes on from it. `awaited` are by label
     the embedder's keys of the texts of blocks that are being embedded. `asked` is its latest
     request on an unpatched server, `drift` where and why one departed from the one before it.
+    With an `own_budget` it keeps the budget that it has been given, whatever the others get.
     """
 
     session: Session
@@ -55,6 +56,7 @@ class Conversation:
     in_use: int = 0
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     asked: Asked | None = None
+    own_budget: bool = False
     drift: dict[str, Any] | None = None
 
     @property
@@ -102,6 +104,13 @@ class Conversations:
         self._limit = limit
         self._adopts = True
         self._known: OrderedDict[str, Conversation] = OrderedDict()
+
+    def adjust(self, policy: PolicyConfig, limit: int) -> None:
+        """Another policy, for those there are from their next turn on; another bound."""
+        self._policy, self._limit = policy, limit
+        for known in self._known.values():
+            budget = known.session.config.budget if known.own_budget else policy.budget
+            known.session.adjust(replace(policy, budget=budget))
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._known.values())

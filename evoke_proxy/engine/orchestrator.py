@@ -13,13 +13,13 @@ from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.chat import ChatRequest, freed, parse_chat
 from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.session import effective
-from evoke_proxy.engine.booking import book
 from evoke_proxy.engine.chores import Chores
+from evoke_proxy.engine.concluding import Concluding
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
@@ -61,14 +61,18 @@ class Engine:
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(self.embedding, config.policy)
         self._planner = Planner(
-            *(config.policy, self.upstream, self.metrics, self._seating, self.conversations),
+            *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, lambda: self.server),
         )
         self.keeper = Keeper(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations)
         )
         self._chores = Chores()
-        self._writeback = Writeback(self.upstream, self.metrics, self._slots, self._chores)
+        self._concluding = Concluding(
+            *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
+            *(self.keeper, self._chores, lambda: self.draining),
+            Writeback(self.upstream, self.metrics, self._slots, self._chores),
+        )
 
     async def __aenter__(self) -> Engine:
         await self.keeper.__aenter__()
@@ -131,7 +135,7 @@ class Engine:
             yield way
         finally:
             ended = _now()
-            self._conclude(way, client)
+            self._concluding.conclude(way, client)
             way.after_s = _now() - ended
 
     def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
@@ -224,53 +228,20 @@ class Engine:
             _log.warning("the budget is not held either: %s", type(again).__name__)
         if way.marked:
             way.decision += ":held"
-        elif effective(self.config.policy, request).budget is not None:
+        elif effective(self._policy_of(way), request).budget is not None:
             self.metrics.breaches.inc()
 
-    def _conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
-        """Book the reply and give the slot back: at once, or when the engine is done with it."""
-        way.observer.close()
-        if way.first_byte_s is not None:
-            self.metrics.ttft_seconds.observe(way.first_byte_s)
-        known, books = way.conversation, way.books
-        if known is not None and books is not None:
-            book(way, known, books, self.metrics)
-        elif way.leases and (known is not None or not way.observer.done):
-            self._chores.run(self._settle(way, client), "settling a slot")
-            return
-        self._part(way, client)
+    def _policy_of(self, way: Forwarding) -> PolicyConfig:
+        known = way.conversation
+        return known.session.config if known is not None else self.config.policy
 
-    async def _settle(self, way: Forwarding, client: Mapping[str, str]) -> None:
-        """A reply without books: wait until the slot is idle, only then give it to the next."""
-        known, enough = way.conversation, lambda: self.draining
-        try:
-            if way.helped:
-                await self.keeper.settle(way, client, enough)
-                return
-            for lease in way.leases:
-                await self._seating.until_idle(lease.slot, tenant_of(client), client, enough)
-        finally:
-            if known is not None and way.turn is not None:
-                known.session.finish(None)
-            if known is not None and not way.marked:
-                known.epoch = None
-            self._part(way, client)
-
-    def _part(self, way: Forwarding, client: Mapping[str, str]) -> None:
-        """The request is done with its slot and its session."""
-        if way.conversation is not None:
-            way.conversation.in_use -= 1
-            self._vectors.submit(way.conversation)
-        for lease in way.leases:
-            self._slots.release(lease)
-        for gone in self.conversations.forget_surplus():
-            self._slots.pool.forget(gone.id)
-            if gone.labels:
-                self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
-        self.keeper.parted(way, client)
-        self._writeback.after(way, client)
-        self.metrics.sessions.set(len(self.conversations))
-        self.metrics.resident.set(sum(known.n_resident for known in self.conversations))
+    def adjust(self, config: Config) -> None:
+        """Run on with another configuration, of the keys that can be taken over."""
+        self.config = self._watch.config = config
+        self.conversations.adjust(config.policy, config.limits.sessions)
+        self._slots.adjust(config.limits)
+        self._vectors.policy = config.policy
+        self.keeper.adjust(config.snapshots)
 
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""

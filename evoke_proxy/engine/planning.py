@@ -39,7 +39,6 @@ class Planner:
 
     def __init__(
         self,
-        policy: PolicyConfig,
         upstream: Upstream,
         metrics: Metrics,
         seating: Seating,
@@ -47,7 +46,6 @@ class Planner:
         vectors: BlockVectors,
         server: Callable[[], ServerInfo],
     ) -> None:
-        self._policy = policy
         self._upstream = upstream
         self._metrics = metrics
         self._seating = seating
@@ -108,7 +106,7 @@ class Planner:
         view = slot_in(rendered, way.lease.slot)
         if known.epoch != view.epoch:
             view = await self._without_foreign_holes(view, known, client)
-        config = effective(self._policy, request)
+        config = effective(known.session.config, request)
         stream = _unplanned(config)
         epoch = await self._run(Plan(stream=stream), view, known, client)
         way.body = _marked(way.body, request.keys, view.id, epoch)
@@ -119,7 +117,8 @@ class Planner:
         self, way: Forwarding, request: ChatRequest, rendered: Rendered
     ) -> tuple[ChatRequest, bool]:
         """The request without its oldest messages, where that is the policy."""
-        config = effective(self._policy, request)
+        assert way.conversation is not None
+        config = effective(way.conversation.session.config, request)
         if config.name != "truncate" or config.budget is None:
             return request, False
         reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens

@@ -65,6 +65,11 @@ class Vault:
             self._store.close()
         self.files.free()
 
+    def adjust(self, config: SnapshotsConfig) -> None:
+        """Other bounds, at once; the directory stays what it was."""
+        self._bounds = _bounds(config)
+        self.trim()
+
     @property
     def snapshots(self) -> Collection[Snapshot]:
         """All of them, the latest used first as of the last look at the index."""

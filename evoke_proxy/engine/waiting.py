@@ -37,6 +37,11 @@ class SlotQueue:
         """Who holds what now."""
         return self._pool
 
+    def adjust(self, limits: LimitsConfig) -> None:
+        """Other bounds for whoever comes from now on."""
+        self._limits = limits
+        self._pool.max_queue = limits.queue
+
     def restart(self, n_slots: int) -> None:
         """A server with so many empty slots; leases of another one go on being released to it."""
         if n_slots == len(self._pool):

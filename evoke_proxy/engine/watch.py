@@ -16,14 +16,17 @@ _log = logging.getLogger(__name__)
 
 
 class ServerWatch:
-    """The last known answer of `GET /props`; `on_start` is called with each server that appears."""
+    """The last known answer of `GET /props`; `on_start` is called with each server that appears.
+
+    `config` may be replaced by another one of the same server.
+    """
 
     def __init__(
         self, upstream: Upstream, config: Config, on_start: Callable[[ServerInfo], None]
     ) -> None:
         self.server = UNKNOWN_SERVER
         self._upstream = upstream
-        self._config = config
+        self.config = config
         self._on_start = on_start
         self._again_at = 0.0
 
@@ -43,7 +46,7 @@ class ServerWatch:
         try:
             await self.ask(client)
         except UpstreamTimeout as error:
-            self._again_at = now + self._config.upstream.probe_interval_s
+            self._again_at = now + self.config.upstream.probe_interval_s
             _log.warning("%s", error)
         except EvokeError as error:
             _log.warning("%s", error)
@@ -69,13 +72,13 @@ class ServerWatch:
         """One line for a person: what requests through this proxy get."""
         url = self._upstream.url
         if not self.server.patched:
-            helped = self._config.snapshots.directory
+            helped = self.config.snapshots.directory
             what = "Chats keep their slots on disk" if helped else "Every request passes through"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
                 " evoke-proxy build-server builds one that can"
             )
-        budget = self._config.policy.budget
+        budget = self.config.policy.budget
         length = f" of up to {self.server.n_ctx}" if self.server.n_ctx else ""
         none = "no budget, nothing is evicted"
         kept = f"sessions keep {budget} tokens{length}" if budget else none

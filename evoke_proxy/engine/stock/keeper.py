@@ -10,7 +10,7 @@ import orjson
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core import anthropic, responses
 from evoke_proxy.core.ahead import unkept
 from evoke_proxy.core.chat import ChatRequest
@@ -80,6 +80,11 @@ class Keeper:
         await self._chores.__aexit__()
         if self.on:
             self.vault.close()
+
+    def adjust(self, config: SnapshotsConfig) -> None:
+        """Other bounds for what is kept."""
+        if self.on:
+            self.vault.adjust(config)
 
     @property
     def busy(self) -> bool:
