@@ -1,10 +1,13 @@
-"""What no budget can hold: refused, in words, before anything is decided."""
+"""Which budget holds for a request, and what none can hold: refused before anything is decided."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role
+from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.layout import Layout
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
@@ -33,3 +36,17 @@ def _pin_cap(layout: Layout, config: PolicyConfig, budget: int, needed: int) -> 
     system = int(blocks.lengths[systems].sum())
     left = max(budget - config.sink_tokens - system, budget // _MIN_PIN_SHARE)
     return max(0, min(int(config.pin_share * left), budget - needed))
+
+
+def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
+    """The configured policy as one request wants it; it may lower the budget, not raise it."""
+    tags = request.tags
+    if not tags.given:
+        return config
+    budgets = [budget for budget in (config.budget, tags.budget) if budget is not None]
+    return replace(
+        config,
+        budget=min(budgets, default=None),
+        name=tags.policy or config.name,
+        recovery=tags.recovery or config.recovery,
+    )

@@ -17,7 +17,7 @@ from evoke_proxy.core.attention import Attended
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role, Span, clipped
 from evoke_proxy.core.books import Books, agree, forecast
-from evoke_proxy.core.bounds import check_budget
+from evoke_proxy.core.bounds import check_budget, effective
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.layout import Layout, wire_name
@@ -49,7 +49,10 @@ class Turn:
 
 
 class Session:
-    """Mutable, with one owner who makes no two calls at once."""
+    """Mutable, with one owner who makes no two calls at once.
+
+    `config` is the policy of its turns where no request wants another one; it may be replaced.
+    """
 
     def __init__(self, id: str, tenant: str, config: PolicyConfig, adopts: bool = True) -> None:
         """`adopts`: see ServerInfo."""
@@ -58,7 +61,7 @@ class Session:
         self.turns = 0
         self.decoded_again = 0
         self.layout = Layout(id)
-        self._config = config
+        self.config = config
         self._adopts = adopts
         self._decoded: Tokens = self.layout.tokens
         self._index = Index()
@@ -81,15 +84,6 @@ class Session:
         """The tokens of the latest prompt."""
         return self.layout.tokens
 
-    @property
-    def config(self) -> PolicyConfig:
-        """The policy of its turns, as far as no request wants another one."""
-        return self._config
-
-    def adjust(self, config: PolicyConfig) -> None:
-        """From its next turn on it follows this policy."""
-        self._config = config
-
     def begin(
         self,
         rendered: Rendered,
@@ -103,7 +97,7 @@ class Session:
         Calling it again for the same request is no new turn. Raises BudgetTooSmall or
         PinBudgetExceeded, and then has changed nothing that a later request would notice.
         """
-        config = effective(self._config, request)
+        config = effective(self.config, request)
         number = self.turns + 1
         marks = (request.tags.pinned, request.tags.priority)
         self._turn_marks = {k: v for k, v in self._turn_marks.items() if k != number}
@@ -244,7 +238,7 @@ class Session:
     def _policy_view(
         self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int, task: Task
     ) -> PolicyView:
-        oldest = self.turns + 1 - self._config.residency_turns
+        oldest = self.turns + 1 - self.config.residency_turns
         self._recovered = {k: turn for k, turn in self._recovered.items() if turn >= oldest}
         return PolicyView(
             blocks=layout.blocks,
@@ -282,7 +276,7 @@ class Session:
     def _generated(self, view: SlotView, start: int) -> list[Span]:
         """Resident rows behind the last block, in pieces of a block, without saved ranges."""
         taken = {item.span for item in self.layout.ranges}
-        size = self._config.block_tokens
+        size = self.config.block_tokens
         spans = clipped(view.resident, Span(start, max(start, view.n_tokens)))
         pieces = [
             Span(at, min(at + size, span.end))
@@ -290,17 +284,3 @@ class Session:
             for at in range(span.start, span.end, size)
         ]
         return [piece for piece in pieces if piece not in taken]
-
-
-def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
-    """The configured policy as one request wants it; it may lower the budget, not raise it."""
-    tags = request.tags
-    if not tags.given:
-        return config
-    budgets = [budget for budget in (config.budget, tags.budget) if budget is not None]
-    return replace(
-        config,
-        budget=min(budgets, default=None),
-        name=tags.policy or config.name,
-        recovery=tags.recovery or config.recovery,
-    )

@@ -110,7 +110,7 @@ class Conversations:
         self._policy, self._limit = policy, limit
         for known in self._known.values():
             budget = known.session.config.budget if known.own_budget else policy.budget
-            known.session.adjust(replace(policy, budget=budget))
+            known.session.config = replace(policy, budget=budget)
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._known.values())

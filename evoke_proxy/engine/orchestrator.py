@@ -14,10 +14,10 @@ from typing import Any
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config, PolicyConfig
+from evoke_proxy.core.bounds import effective
 from evoke_proxy.core.chat import ChatRequest, freed, parse_chat
 from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.session import effective
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.concluding import Concluding
 from evoke_proxy.engine.conversations import Conversations

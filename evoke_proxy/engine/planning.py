@@ -14,13 +14,14 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Block
+from evoke_proxy.core.bounds import effective
 from evoke_proxy.core.breadcrumb import Recalled, recall
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.session import Turn, effective
+from evoke_proxy.core.session import Turn
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
 from evoke_proxy.engine.attending import Attending

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Mapping
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.bounds import effective
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.policies import asks
 from evoke_proxy.core.question import asked
 from evoke_proxy.core.rendered import Rendered
-from evoke_proxy.core.session import effective
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding

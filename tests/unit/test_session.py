@@ -16,12 +16,13 @@ from slot_model import Refused, SlotModel, seen, total
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.blocks import Role, Span, common
 from evoke_proxy.core.books import Books, forecast
+from evoke_proxy.core.bounds import effective
 from evoke_proxy.core.chat import ChatRequest, parse_chat
 from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.rendered import MessageSpan, Rendered
-from evoke_proxy.core.session import Session, Turn, effective
+from evoke_proxy.core.session import Session, Turn
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
 CONFIG = PolicyConfig(
