@@ -26,7 +26,8 @@ from .random_tensors import Tensor, add_settings, tensors
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What decides memory and cost of a model. `window`: what sliding layers see; `bos`: whether
-    the vocabulary begins every text with a token of its own; `packed`: matrices are Q4_K."""
+    the vocabulary begins every text with a token of its own; `thinks`: it has one for each end of a
+    thought, as those of models that think do; `packed`: matrices are Q4_K."""
 
     name: str
     layers: int
@@ -42,6 +43,7 @@ class Shape:
     window: int = 0
     bos: bool = False
     packed: bool = False
+    thinks: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -49,8 +51,8 @@ class Shape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
-def _tiny(name: str, arch: str, *, moe: bool = False, window: int = 0, bos: bool = False) -> Shape:
-    return Shape(name, 4, 128, 2, 1, 64, 128, 8192, 10_000.0, arch, moe, window, bos)
+def _tiny(name: str, arch: str, **more: Any) -> Shape:
+    return Shape(name, 4, 128, 2, 1, 64, 128, 8192, 10_000.0, arch, **more)
 
 
 SHAPES = {
@@ -83,8 +85,13 @@ SHAPES = {
         _tiny("tiny-qwen2vl", "qwen2vl"),
         _tiny("tiny-qwen35", "qwen35"),
         _tiny("tiny-mamba", "mamba"),
+        _tiny("tiny-dense-thinks", "llama", thinks=True),
+        _tiny("tiny-qwen35-thinks", "qwen35", thinks=True),
     )
 }
+
+
+_THOUGHT = ("<think>", "</think>")
 
 
 def ensure(shape: Shape, seed: int = 0) -> Path:
@@ -114,7 +121,7 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     writer.add_rope_dimension_count(shape.head_size)
     writer.add_rope_freq_base(shape.theta)
     writer.add_layer_norm_rms_eps(1e-5)
-    n_vocab = _add_vocabulary(writer, shape.bos)
+    n_vocab = _add_vocabulary(writer, shape)
     writer.add_vocab_size(n_vocab)
     for tensor in tensors(shape, n_vocab):
         if shape.packed and len(tensor.size) == 2:
@@ -152,21 +159,24 @@ def _packed(size: tuple[int, ...], random: np.random.Generator) -> np.ndarray[An
     return blocks.reshape(rows, -1)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, bos: bool) -> int:
+def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
     """Tokenizer and chat template of the bundled model; the number of tokens."""
     given: dict[str, Any] = {
         key: field.contents() for key, field in gguf.GGUFReader(bundled_model()).fields.items()
     }
+    tokens, types = given["tokenizer.ggml.tokens"], given["tokenizer.ggml.token_type"]
+    if shape.thinks:
+        tokens, types = [*tokens, *_THOUGHT], [*types, *[gguf.TokenType.USER_DEFINED] * 2]
     writer.add_tokenizer_model(given["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(given["tokenizer.ggml.pre"])
-    writer.add_token_list(given["tokenizer.ggml.tokens"])
-    writer.add_token_types(given["tokenizer.ggml.token_type"])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
     writer.add_token_merges(given["tokenizer.ggml.merges"])
     writer.add_eos_token_id(given["tokenizer.ggml.eos_token_id"])
     writer.add_bos_token_id(given["tokenizer.ggml.bos_token_id"])
-    writer.add_add_bos_token(bos)
+    writer.add_add_bos_token(shape.bos)
     writer.add_chat_template(given["tokenizer.chat_template"])
-    return len(given["tokenizer.ggml.tokens"])
+    return len(tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

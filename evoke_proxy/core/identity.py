@@ -60,8 +60,9 @@ class Hint:
 
 class Known(Protocol):
     """What is needed to know of a session: `tokens` are those of its latest prompt. The first
-    `head` of them reach to the end of the first user message (0: nobody knows), the first
-    `generation` to where its answer begins."""
+    `head` of them reach to the end of the first of its `n_users` user messages (0: nobody knows),
+    the first `settled` to the end of the last, the first `generation` to where its answer begins.
+    """
 
     @property
     def id(self) -> str: ...
@@ -73,6 +74,10 @@ class Known(Protocol):
     def tokens(self) -> Tokens: ...
     @property
     def head(self) -> int: ...
+    @property
+    def settled(self) -> int: ...
+    @property
+    def n_users(self) -> int: ...
     @property
     def generation(self) -> int: ...
 
@@ -88,8 +93,11 @@ def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
     return None
 
 
-def find(sessions: Iterable[Known], hint: Hint | None, tenant: str, tokens: Tokens) -> str | None:
-    """The id of the session these tokens go on from; None when it is a new one.
+def find(
+    sessions: Iterable[Known], hint: Hint | None, tenant: str, tokens: Tokens, n_users: int = 0
+) -> str | None:
+    """The id of the session these tokens go on from; None when it is a new one. `n_users` is how
+    many user messages they are known to have.
 
     Sessions of another tenant do not exist. Those that carry the hint come first, and may be short;
     one that carries another is left to its owner unless these tokens continue it to the last. A
@@ -100,20 +108,35 @@ def find(sessions: Iterable[Known], hint: Hint | None, tenant: str, tokens: Toke
     fitting = [
         (_agrees(session, hint), shared, session.hint == hint, session.id)
         for session, shared in pairs
-        if _goes_on(session, shared, hint, len(tokens))
+        if _goes_on(session, shared, hint, len(tokens), n_users)
     ]
     return max(fitting)[-1] if fitting else None
 
 
-def _goes_on(session: Known, shared: int, hint: Hint | None, n_tokens: int) -> bool:
+def _goes_on(session: Known, shared: int, hint: Hint | None, n_tokens: int, n_users: int) -> bool:
     """Whether the prompts share what makes a conversation: its first message and most of it."""
-    if shared == 0 or shared < max(session.head, _MIN_SHARE * len(session.tokens)):
+    if shared == 0 or shared < _enough(session, hint, n_users):
         return False
     if _agrees(session, hint):
         return True
     if _disagrees(session, hint) and (shared < session.generation or n_tokens <= shared):
         return False
     return shared >= MIN_SHARED
+
+
+def _enough(session: Known, hint: Hint | None, n_users: int) -> float:
+    """How many tokens a prompt must share with a session's.
+
+    One that its client calls by the same name may go back as far as it likes. When its user says
+    something new, templates strip the thinking from all that was done since they last did: then
+    everything up to there is enough.
+    """
+    if session.head and _agrees(session, hint):
+        return session.head
+    most = _MIN_SHARE * len(session.tokens)
+    if n_users > session.n_users > 0:
+        most = min(most, session.settled)
+    return max(session.head, most)
 
 
 def _agrees(session: Known, hint: Hint | None) -> bool:

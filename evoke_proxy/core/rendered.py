@@ -110,6 +110,13 @@ class Rendered:
             raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
         return cls(tokens, generation, spans, tuple(SlotView.parse(slot) for slot in slots), stops)
 
+    @property
+    def user_ends(self) -> Sequence[int]:
+        """Where each of the user's messages ends."""
+        if isinstance(self.spans, _Columns):
+            return self.spans.ends_of(Role.USER)
+        return [item.span.end for item in self.spans if item.role is Role.USER]
+
     def slot(self, id: int) -> SlotView | None:
         """The slot of this number; None when the server has none."""
         return next((slot for slot in self.slots if slot.id == id), None)
@@ -165,6 +172,11 @@ class _Columns(Sequence[MessageSpan]):
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def ends_of(self, role: Role) -> Sequence[int]:
+        """Where the messages of a role end, without making an object of each."""
+        pairs = zip(self._role, self._ends, strict=True)
+        return [end for name, end in pairs if role_named(name) is role]
 
     @overload
     def __getitem__(self, at: int) -> MessageSpan: ...

@@ -10,7 +10,6 @@ from typing import Any
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.attention import Capture
-from evoke_proxy.core.blocks import Role
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.identity import Hint, find
 from evoke_proxy.core.rendered import Rendered, Tokens
@@ -33,18 +32,21 @@ class Asked:
 class Conversation:
     """A session and what outlives its turns.
 
-    `tokens`, `head` and `generation` are those of the latest prompt as the client sent it, before
-    any truncation (see `identity.Known`); `hint` is what the client calls it; `epoch` is that of
-    its slot when its last request was marked, None when it was not. A `passing` one is a side
-    request: forgotten after its only turn, and nothing goes on from it. `awaited` are by label
-    the embedder's keys of the texts of blocks that are being embedded. `asked` is its latest
-    request on an unpatched server, `drift` where and why one departed from the one before it.
-    With an `own_budget` it keeps the budget that it has been given, whatever the others get.
+    `tokens`, `head`, `settled`, `n_users` and `generation` are those of the latest prompt as the
+    client sent it, before any truncation (see `identity.Known`); `hint` is what the client calls
+    it; `epoch` is that of its slot when its last request was marked, None when it was not. A
+    `passing` one is a side request: forgotten after its only turn, and nothing goes on from it.
+    `awaited` are by label the embedder's keys of the texts of blocks that are being embedded.
+    `asked` is its latest request on an unpatched server, `drift` where and why one departed from
+    the one before it. With an `own_budget` it keeps the budget that it has been given, whatever
+    the others get.
     """
 
     session: Session
     tokens: Tokens
     head: int = 0
+    settled: int = 0
+    n_users: int = 0
     generation: int = 0
     hint: Hint | None = None
     passing: bool = False
@@ -125,7 +127,8 @@ class Conversations:
     def known(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
         """The conversation this prompt goes on from, now the latest used; None when it is new."""
         lasting = [known for known in self._known.values() if not known.passing]
-        known = self.get(find(lasting, hint, tenant, rendered.tokens))
+        n_users = len(rendered.user_ends)
+        known = self.get(find(lasting, hint, tenant, rendered.tokens, n_users))
         if known is None:
             return None
         if hint is not None and not (hint.weak and known.name):
@@ -199,6 +202,6 @@ class Conversations:
 
 def _read(known: Conversation, rendered: Rendered) -> None:
     """Take over what the next request is compared with."""
-    users = (item.span.end for item in rendered.spans if item.role is Role.USER)
-    known.tokens, known.generation = rendered.tokens, rendered.generation
-    known.head = next(users, 0)
+    ends = rendered.user_ends
+    known.tokens, known.generation, known.n_users = rendered.tokens, rendered.generation, len(ends)
+    known.head, known.settled = (ends[0], ends[-1]) if ends else (0, 0)

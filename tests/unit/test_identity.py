@@ -23,6 +23,8 @@ class Session:
     tenant: str = ""
     hint: Hint | None = None
     head: int = 0
+    settled: int = 0
+    n_users: int = 0
 
     @property
     def generation(self) -> int:
@@ -73,6 +75,25 @@ def test_the_longest_prefix_wins_and_short_ones_do_not_count() -> None:
 def test_a_hint_lets_short_prompts_match() -> None:
     sessions = [Session("a", prompt(SYSTEM), hint=named("h")), Session("b", prompt(SYSTEM))]
     assert find(sessions, named("h"), "", prompt(SYSTEM, ONE)) == "a"
+
+
+def test_work_that_is_shown_without_its_thinking_goes_on() -> None:
+    # Asked once, many tools used since: 150 of 450 tokens are not rendered anew.
+    worked = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, settled=100, n_users=1)
+    stripped = prompt(SYSTEM, ONE, *[MORE] * 6)
+    assert find([worked], None, "", stripped, 2) == "a"
+    # Nobody has said anything new: that is somebody else with the same first question.
+    assert find([worked], None, "", stripped, 1) is None
+    assert find([worked], named("other"), "", stripped, 1) is None
+    # What was settled then is not all there.
+    asked_twice = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, settled=150, n_users=2)
+    assert find([asked_twice], None, "", stripped, 3) is None
+
+
+def test_a_name_lets_a_client_go_back_to_its_first_message() -> None:
+    session = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), hint=named("h"), head=100, n_users=1)
+    assert find([session], named("h"), "", prompt(SYSTEM, ONE, MORE), 1) == "a"
+    assert find([session], named("h"), "", prompt(SYSTEM, MORE, MORE), 1) is None
 
 
 def test_a_new_hint_does_not_hide_a_session() -> None:

@@ -1,0 +1,144 @@
+"""Models that think before they answer, on a budget: what was thought leaves the prompt again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from running import RunningProxy, llama_server, proxy, server_binary
+from talking import FILLER, Talk
+
+from bench.overhead import qwen_template
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.core.rendered import Tokens, common_prefix
+
+BUDGET, TURNS, STEPS = 512, 14, 4
+KINDS = ("resident_before", "recovered", "decoded", "omitted")
+THOUGHT = 'root ::= [a-z ]{20,30} [a-z] "\\n</think>\\n\\n" '
+SAYS = THOUGHT + "[a-z] [a-z ]{10,20} [a-z]"
+CALLS = (
+    f'{THOUGHT}"<tool_call>\\n<function=read>\\n<parameter=path>\\n'
+    'main.py\\n</parameter>\\n</function>\\n</tool_call>"'
+)
+# A checkpoint stands 4 tokens before the end of a prompt, and a message's first block begins with
+# what its template says before it.
+AGAIN = 8
+_STRIPS = "loop.index0 > ns.last_query_index"
+_KEEPS = "(preserve_thinking is defined and preserve_thinking)"
+
+
+@pytest.fixture(scope="module", params=["tiny-dense-thinks", "tiny-qwen35-thinks"])
+def port(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Qwen3.5's chat template, which strips, and does not when told so, as that of Qwen3.6."""
+    template = qwen_template().read_text(encoding="utf-8")
+    assert _STRIPS in template
+    named = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    named.write_text(template.replace(_STRIPS, f"({_STRIPS}) or {_KEEPS}"), "utf-8")
+    options = ("-np", "1", "--evoke-ram", "32", "--jinja", "--chat-template-file", str(named))
+    model = ensure(SHAPES[request.param])
+    with llama_server(server_binary(patched=True), *options, model=model) as port:
+        yield port
+
+
+@dataclass(slots=True)
+class Thinker:
+    """A conversation whose every answer is thought first; sends all of it back every time."""
+
+    running: RunningProxy
+    keeps: bool
+    talk: Talk
+    prompts: list[Tokens] = field(default_factory=list)
+
+    def ask(self, grammar: str) -> Mapping[str, Any]:
+        """The books of one request, and how many tokens are `new` in it."""
+        kwargs = {"preserve_thinking": self.keeps}
+        answer = self.talk.post(
+            max_tokens=200, temperature=1, grammar=grammar, chat_template_kwargs=kwargs
+        )
+        assert answer.status == 200, answer.body
+        reply = json.loads(answer.body)
+        message = reply["choices"][0]["message"]
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        assert len(message["reasoning_content"]) > 20
+        self.talk.messages.append(
+            {key: message[key] for key in ("role", "content", "reasoning_content")}
+        )
+        new = len(self.prompts[-1])
+        if len(self.prompts) > 1:
+            new -= common_prefix(*self.prompts[-2:])
+        books: dict[str, Any] = reply["timings"]["evoke"]
+        return {"new": new} | books
+
+    def say(self, text: str) -> Mapping[str, Any]:
+        self.talk.messages.append({"role": "user", "content": text})
+        return self.ask(SAYS)
+
+    def call(self, number: int) -> Mapping[str, Any]:
+        """One step: the model's call, made one for the template, and what came of it."""
+        books = self.ask(CALLS)
+        call = {"name": "read", "arguments": '{"path": "main.py"}'}
+        named = {"id": f"call{number}", "type": "function", "function": call}
+        assert "<function=read>" in self.talk.messages[-1]["content"]
+        self.talk.messages[-1] |= {"content": "", "tool_calls": [named]}
+        result = f"def f{number}():\n    return {number}\n" * 5
+        self.talk.messages.append({"role": "tool", "tool_call_id": named["id"], "content": result})
+        return books
+
+
+@pytest.fixture(params=["stripping", "preserving"])
+def thinker(request: pytest.FixtureRequest, port: int) -> Iterator[Thinker]:
+    """One whose template shows old thoughts or not; the session is the same to the end."""
+    with proxy(port, policy__budget=BUDGET) as running:
+        keeps = request.param == "preserving"
+        thinker = Thinker(running, keeps, Talk(running.port))
+        render = running.engine.upstream.render
+
+        async def noting(*given: Any) -> Any:
+            rendered = await render(*given)
+            thinker.prompts.append(rendered.tokens)
+            return rendered
+
+        running.engine.upstream.render = noting  # type: ignore[method-assign]
+        yield thinker
+        assert running.metric("evoke_budget_breach_total") == 0
+        for stage in ("render", "session", "slot", "decide", "plan", "splice"):
+            assert running.metric("evoke_degraded_total", stage=stage) == 0
+        for reason in ("held_row", "stale_block", "no_free_cells", "books_differ"):
+            assert running.metric("evoke_plan_failures_total", reason=reason) == 0
+        (known,) = running.engine.conversations
+        assert known.session.turns == len(thinker.prompts)
+
+
+def checked(books: Mapping[str, Any]) -> Mapping[str, Any]:
+    assert books["marker"] == "ok"
+    assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
+    assert books["n_resident_peak"] <= BUDGET
+    assert books["decoded"] <= books["new"] + AGAIN
+    return books
+
+
+def test_only_what_is_new_is_decoded(thinker: Thinker) -> None:
+    """What is new: the answer as the template shows it, and the next question."""
+    told = [
+        checked(thinker.say(f"The code in place{i} is {i}. {FILLER}")) for i in range(TURNS - 3)
+    ]
+    asked = [checked(thinker.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
+    assert told[-1]["n_prompt"] > 3 * BUDGET
+    assert asked[-1]["omitted"] > 2 * BUDGET
+    assert sum(books["recovered"] for books in asked) > 0
+
+
+def test_the_work_of_a_turn_is_stripped_when_the_next_begins(thinker: Thinker) -> None:
+    """An agent's steps show their thoughts until its user says something new."""
+    for turn in range(2):
+        thinker.talk.messages.append({"role": "user", "content": f"Do number {turn}. {FILLER}"})
+        steps = [checked(thinker.call(10 * turn + step)) for step in range(STEPS)]
+        checked(thinker.ask(SAYS))
+        assert all(books["new"] < BUDGET for books in steps[1:])
+        # More than half of the prompt before, at first: what was done is shown again without.
+        shown_again = turn > 0 and not thinker.keeps
+        assert (steps[0]["new"] > BUDGET) == shown_again
+    assert len(thinker.prompts[-1]) > 2 * BUDGET
