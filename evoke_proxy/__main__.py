@@ -48,6 +48,7 @@ _COMMANDS = {
     "build-server": ("build llama-server with our patches", _BUILD_EXAMPLES),
     "doctor": ("ask a running llama-server what it can, say what to change", ""),
     "sessions": ("what is kept on disk of conversations", ""),
+    "keys": ("who may use the proxy, as which tenant", ""),
 }
 # Imported only when chosen: serving must not need what building and the demo need.
 _ELSEWHERE = {
@@ -55,6 +56,7 @@ _ELSEWHERE = {
     "build-server": "evoke_proxy.server_build.cli",
     "doctor": "evoke_proxy.commands.doctor",
     "sessions": "evoke_proxy.commands.sessions",
+    "keys": "evoke_proxy.commands.keys",
 }
 
 

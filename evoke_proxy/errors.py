@@ -7,6 +7,8 @@
       RequestError                400 invalid_request        not a chat request we can forward
         BudgetTooSmall            400 evoke_budget_too_small budget under sinks + recent + one block
         PinBudgetExceeded         400 evoke_pin_budget_exceeded
+        Unauthenticated           401 invalid_api_key        no key, or one that nobody has
+        Forbidden                 403 evoke_forbidden        a path that is not for clients
       CapacityError               503 capacity_exceeded      sends Retry-After
         SlotsBusy                 503 slots_busy             queue full, or waited too long
       UpstreamError               502 upstream_error         something about llama-server
@@ -79,6 +81,20 @@ class PinBudgetExceeded(RequestError):
         )
         self.pinned_tokens = pinned_tokens
         self.pin_cap = pin_cap
+
+
+class Unauthenticated(RequestError):
+    """The request shows no key that counts."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """Whoever asks may not ask this."""
+
+    status = 403
+    code = "evoke_forbidden"
 
 
 class CapacityError(EvokeError):

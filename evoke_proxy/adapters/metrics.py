@@ -80,6 +80,11 @@ class Metrics:
         self.breaches = self._counter(
             "evoke_budget_breach", "Turns over their budget, or with nothing to hold it."
         )
+        self.clients_dropped = self._counter(
+            "evoke_clients_dropped", "Clients cut off for being too slow.", "reason"
+        )
+        for reason in ("slow_body", "slow_reader"):
+            self.clients_dropped.labels(reason=reason)
         self.upstream_errors = self._counter(
             "evoke_upstream_errors", "Failures of llama-server.", "kind"
         )

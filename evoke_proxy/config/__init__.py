@@ -24,9 +24,8 @@ from evoke_proxy.errors import ConfigError
 
 __all__ = [
     "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
-    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PolicyConfig", "SnapshotsConfig",
-    "UpstreamConfig",
-    "PageConfig",
+    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PageConfig", "PolicyConfig",
+    "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
     "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
@@ -68,6 +67,11 @@ class LimitsConfig:
     """What a client may ask of the proxy."""
 
     body_bytes: int = 64 * 1024 * 1024
+    header_bytes: int = 64 * 1024
+    headers: int = 128
+    idle_timeout_s: float = 60.0
+    body_timeout_s: float = 120.0
+    write_timeout_s: float = 60.0
     sessions: int = 64
     queue: int = 64
     queue_timeout_s: float = 120.0
@@ -141,6 +145,13 @@ class SnapshotsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may ask what. Without `keys_file` nobody is asked for a key: llama-server may do so."""
+
+    keys_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """What the proxy writes to standard error."""
 
@@ -165,6 +176,7 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
     page: PageConfig = field(default_factory=PageConfig)
 

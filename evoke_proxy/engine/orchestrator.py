@@ -15,8 +15,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.bounds import effective
-from evoke_proxy.core.chat import ChatRequest, freed, parse_chat
-from evoke_proxy.core.identity import hint_of
+from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.concluding import Concluding
@@ -24,7 +23,7 @@ from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
-from evoke_proxy.engine.reading import parse_object, tenant_of
+from evoke_proxy.engine.reading import read_request, tenant_of
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
@@ -175,21 +174,13 @@ class Engine:
                 await self._hold(way, request, client, error)
 
     def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
-        """The parsed request, its bytes freed of our fields; or why it cannot be parsed."""
-        if client.get("Content-Encoding", "identity").lower() != "identity":
-            return "content_encoding"
-        try:
-            body = parse_object(way.body)
-        except RequestError:
-            # llama-server says what is wrong with it, as it would directly.
-            return "not_json"
-        way.hint = hint_of(client, body)
-        named = body.get("id_slot")
-        way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None
-        request = parse_chat(dialect, body, self.config.policy.bench_fields)
-        if request.tags.given:
-            way.body = freed(way.body, body)
-        way.is_batch = request.n > 1 and isinstance(body.get("prompt"), list)
+        """The parsed request, its bytes freed of our fields; or why it cannot be parsed.
+
+        With keys of ours that is an error: llama-server might find in it what we would take out.
+        """
+        request = read_request(way, dialect, client, self.config.policy.bench_fields)
+        if isinstance(request, str) and self.config.security.keys_file:
+            raise RequestError("the request body is not JSON that can be read", "invalid_json")
         return request
 
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:

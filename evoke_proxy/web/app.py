@@ -12,7 +12,9 @@ from aiohttp import web
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, dialects, relay
+from evoke_proxy.web.access import ACCESS, Access, guarded
 from evoke_proxy.web.chat import DECISION, answer_chat, answer_count
+from evoke_proxy.web.patience import PATIENCE, Patience, punctual
 
 _log = logging.getLogger("evoke_proxy.request")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -22,9 +24,11 @@ _CLIENT_GONE = 499
 
 def create_app(engine: Engine) -> web.Application:
     """The proxy in front of `engine`, which the caller has entered and will close."""
-    middlewares = [_accounted(engine), _translated(engine)]
+    middlewares = [_accounted(engine), punctual, _translated(engine), guarded]
     limit = engine.config.limits.body_bytes
     app = web.Application(middlewares=middlewares, client_max_size=limit)
+    app[ACCESS] = Access(engine.config)
+    app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
     app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
     app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))

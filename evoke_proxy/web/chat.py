@@ -10,6 +10,7 @@ from evoke_proxy.engine import Engine
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
+from evoke_proxy.web.access import ACCESS
 from evoke_proxy.web.begun import BegunStream, check
 
 # What the engine did with the request of the current task, for its log line.
@@ -23,10 +24,11 @@ async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web
     DECISION.set("decision=refused")
     body = await request.read()
     headers = relay.request_headers(request, _REPLACED)
+    client = request.app[ACCESS].client(request)
     way: Forwarding | None = None
     stream = BegunStream(request)
     try:
-        async with engine.turn(dialect, body, request.headers, stream.wait) as way:
+        async with engine.turn(dialect, body, client, stream.wait) as way:
             target = relay.raw_target(request)
             async with engine.upstream.open("POST", target, headers, way.body) as reply:
                 if stream.response is not None:
@@ -46,7 +48,7 @@ async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web
 
 async def answer_count(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the answer."""
-    body = engine.without_fields(dialect, await request.read(), request.headers)
+    body = engine.without_fields(dialect, await request.read(), request.app[ACCESS].client(request))
     headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
     async with engine.upstream.open("POST", target, headers, body) as reply:
         return await relay.send(request, reply)

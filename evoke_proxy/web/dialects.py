@@ -38,7 +38,12 @@ _OTHER_PATHS = COUNT_PATHS.keys() | frozenset(
     """.split()
 )
 
-_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "unavailable_error"}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -11,7 +11,9 @@ from multidict import CIMultiDict
 
 from evoke_proxy.adapters.upstream import Reply, Upstream
 from evoke_proxy.core.usage import StreamEdit, with_books
-from evoke_proxy.errors import UpstreamError
+from evoke_proxy.errors import RequestError, UpstreamError
+from evoke_proxy.web.access import ACCESS
+from evoke_proxy.web.patience import PATIENCE
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +52,21 @@ def request_headers(
     request: web.Request, dropped: frozenset[str] = frozenset()
 ) -> CIMultiDict[str]:
     """The client's headers without those that end at this hop."""
-    return _without(request.headers.copy(), _HOP_BY_HOP | _REQUEST_ONLY | dropped)
+    kept = _without(request.headers.copy(), _HOP_BY_HOP | _REQUEST_ONLY | dropped)
+    return request.app[ACCESS].forwarded(kept)
 
 
 def raw_target(request: web.Request) -> str:
-    """Path and query exactly as the client spelled them."""
+    """Path and query exactly as the client spelled them.
+
+    RequestError when they do not begin with a slash: put behind the server's address, they would
+    name another one.
+    """
     spelled = request.raw_path
-    return spelled if spelled.startswith("/") else request.rel_url.raw_path_qs
+    target = spelled if spelled.startswith("/") else request.rel_url.raw_path_qs
+    if not target.startswith("/"):
+        raise RequestError("the request names no path")
+    return target
 
 
 async def passthrough(request: web.Request, upstream: Upstream) -> web.StreamResponse:
@@ -89,8 +99,9 @@ async def send(
             chunks = await _with_books(chunks, response, outcome)
         if begun is None:
             await response.prepare(request)
+        patience = request.app[PATIENCE]
         async for chunk in chunks:
-            await response.write(chunk)
+            await patience.write(request, response, chunk)
     except ConnectionResetError:
         # Seen by the write before aiohttp could cancel us.
         response.unheard = True

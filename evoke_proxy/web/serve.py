@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import sys
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, parse_listen
 from evoke_proxy.engine import Engine
 from evoke_proxy.web.app import create_app
 
-# llama-server takes long request lines and headers; aiohttp's 8 KiB would refuse some of them.
-_LINE_BYTES = 64 * 1024
 # A turn of a long conversation makes thousands of objects, and next to none of them in rings:
 # looking for those after every 700 would take a twentieth of its time.
 _NEW_OBJECTS = 20_000
@@ -22,15 +22,35 @@ _NEW_OBJECTS = 20_000
 
 def make_runner(engine: Engine) -> web.AppRunner:
     """A runner that cancels a handler when its client goes away and never touches bodies."""
+    limits = engine.config.limits
     return web.AppRunner(
         create_app(engine),
         handler_cancellation=True,
         auto_decompress=False,
         access_log=None,
-        shutdown_timeout=engine.config.limits.drain_timeout_s,
-        max_line_size=_LINE_BYTES,
-        max_field_size=_LINE_BYTES,
+        logger=_http_log(),
+        shutdown_timeout=limits.drain_timeout_s,
+        keepalive_timeout=limits.idle_timeout_s,
+        max_line_size=limits.header_bytes,
+        max_field_size=limits.header_bytes,
+        max_headers=limits.headers,
     )
+
+
+def _http_log() -> logging.Logger:
+    """Where it is said that a request was no HTTP: not what it was, which may be part of a body."""
+    log = logging.getLogger("evoke_proxy.http")
+    if not log.filters:
+        log.addFilter(_without_bytes)
+    return log
+
+
+def _without_bytes(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.args = f"not HTTP: {type(error).__name__}", ()
+        record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+    return True
 
 
 async def serve(config: Config) -> None:

@@ -1,0 +1,66 @@
+"""How long a slow client is waited for: it holds a connection, maybe a slot, that others want.
+
+Idle connections, and heads that take too long, are closed by the server that aiohttp brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import LimitsConfig
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Patience:
+    """Cuts clients off that send their request, or read their answer, too slowly."""
+
+    def __init__(self, limits: LimitsConfig, metrics: Metrics) -> None:
+        self._limits = limits
+        self._dropped = metrics.clients_dropped
+
+    async def write(self, request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
+        """Give a part of an answer to a client; ConnectionResetError when it does not read on."""
+        try:
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                await response.write(chunk)
+        except TimeoutError as error:
+            self._drop(request, "slow_reader")
+            raise ConnectionResetError("the client does not read its answer") from error
+
+    def body_due(self, request: web.Request) -> asyncio.TimerHandle | None:
+        """The client is cut off unless its body has arrived, or the handle been cancelled, in time.
+
+        None when it is here already.
+        """
+        if request.content.is_eof():
+            return None
+        loop = asyncio.get_running_loop()
+        return loop.call_later(self._limits.body_timeout_s, self._late, request)
+
+    def _late(self, request: web.Request) -> None:
+        if not request.content.is_eof():
+            self._drop(request, "slow_body")
+
+    def _drop(self, request: web.Request, reason: str) -> None:
+        if isinstance(request.transport, asyncio.WriteTransport):
+            self._dropped.labels(reason=reason).inc()
+            request.transport.abort()
+
+
+PATIENCE = web.AppKey("patience", Patience)
+
+
+@web.middleware
+async def punctual(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The body of every request is due."""
+    due = request.app[PATIENCE].body_due(request)
+    try:
+        return await handler(request)
+    finally:
+        if due is not None:
+            due.cancel()

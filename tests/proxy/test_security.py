@@ -1,0 +1,332 @@
+"""Who gets in, what gets through: keys, paths, what is no HTTP, clients that dawdle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, whole
+from running import RunningProxy, ask, proxy
+
+from evoke_proxy.adapters.secret_files import write_secret
+from evoke_proxy.config import load
+from evoke_proxy.core.keys import Caller, key_of, line_of
+from evoke_proxy.errors import ConfigError
+from evoke_proxy.web.access import Access
+
+JSON = {"Content-Type": "application/json"}
+CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
+ALICE, BOB = key_of(b"a" * 32), key_of(b"b" * 32)
+UPSTREAM_KEY = "upstream-key-of-the-proxy"
+
+
+async def _echo(exchange: Exchange) -> None:
+    await exchange.say(whole(b"ok"))
+
+
+@pytest.fixture
+def echo() -> Iterator[FakeUpstream]:
+    with fake_upstream(_echo) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secrets") / "keys"
+    people = (("alice", ALICE), ("bob", BOB))
+    write_secret(path, "".join(line_of(Caller(name, name), key) + "\n" for name, key in people))
+    return path
+
+
+@pytest.fixture
+def keyed(echo: FakeUpstream, keys: Path) -> Iterator[RunningProxy]:
+    settings = {"security__keys_file": str(keys), "upstream__api_key": UPSTREAM_KEY}
+    with proxy(echo.port, **settings) as running:
+        yield running
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {**JSON, "Authorization": f"Bearer {key}"}
+
+
+def _raw(port: int, sent: bytes, wait_s: float = 5.0) -> bytes:
+    """What comes back for these bytes until the connection ends."""
+    with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as client:
+        client.sendall(sent)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [{}, _bearer("evk_no"), {"Authorization": f"Basic {ALICE}"}, {"X-Api-Key": ""}, {":x": ALICE}],
+    ids=["none", "wrong", "basic", "empty", "odd"],
+)
+def test_nobody_gets_in_without_a_key(
+    keyed: RunningProxy, echo: FakeUpstream, shown: Mapping[str, str]
+) -> None:
+    for path in ("/v1/chat/completions", "/tokenize", "/slots/0?action=erase", "/metrics", "/"):
+        answer = ask(keyed.port, "POST", path, CHAT, {k: v for k, v in shown.items() if k[0] > ":"})
+        assert answer.status == 401, path
+        assert json.loads(answer.body)["error"]["type"] == "authentication_error"
+    assert ask(keyed.port, "POST", "/v1/messages", CHAT).status == 401
+    assert echo.requests == []
+
+
+def test_a_key_ends_here_and_ours_goes_on(keyed: RunningProxy, echo: FakeUpstream) -> None:
+    for headers in (_bearer(ALICE), {**JSON, "X-Api-Key": BOB}):
+        for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
+            assert ask(keyed.port, "POST", path, CHAT, headers).status == 200
+    heads = b"".join(seen.head for seen in echo.requests)
+    assert ALICE.encode() not in heads and BOB.encode() not in heads
+    assert heads.count(b"Authorization: Bearer " + UPSTREAM_KEY.encode()) == len(echo.requests) == 6
+
+
+def test_without_a_key_of_its_own_the_proxy_sends_none(echo: FakeUpstream, keys: Path) -> None:
+    with proxy(echo.port, security__keys_file=str(keys)) as running:
+        assert ask(running.port, "POST", "/v1/chat/completions", CHAT, _bearer(ALICE)).status == 200
+    assert b"authorization" not in echo.requests[0].head.lower()
+
+
+def test_a_key_that_is_taken_out_is_refused_at_once(echo: FakeUpstream, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+    with proxy(echo.port, security__keys_file=str(path)) as running:
+        asked = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
+        assert ask(running.port, *asked).status == 200
+        write_secret(path, line_of(Caller("bob", "bob"), BOB))
+        assert ask(running.port, *asked).status == 401
+
+
+@pytest.mark.parametrize(
+    "target",
+    """/slots /slots/0?action=erase /slots/0?action=block-load /slots/0/blocks?tenant=bob
+    /%73lots/0?action=erase //slots /./slots /v1/../slots/0?action=erase /slots%2f0 /props
+    /lora-adapters /models/load /models/unload /v1/chat/completions/ /v1/chat/completions%00
+    /v1%2fchat/completions /evoke/render /evoke/sessions /metrics http://127.0.0.1/slots
+    """.split(),
+)
+def test_what_belongs_to_others_is_not_for_clients(
+    keyed: RunningProxy, echo: FakeUpstream, target: str
+) -> None:
+    answer = ask(keyed.port, "POST", target, CHAT, _bearer(ALICE))
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (403, "evoke_forbidden")
+    assert echo.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b"not json", {}),
+        (b"\xff\xfe{}", {}),
+        (b'{"messages":[],"evoke":{"epoch":1}}', {}),
+        (b'{"messages":[],"\\u0065voke":{"epoch":1}}', {}),
+        (b'[{"messages":[]}]', {}),
+        (CHAT, {"Content-Encoding": "gzip"}),
+    ],
+    ids=["words", "bytes", "marker", "spelled", "list", "gzip"],
+)
+def test_nothing_passes_that_only_llama_server_could_read(
+    keyed: RunningProxy, echo: FakeUpstream, body: bytes, headers: Mapping[str, str]
+) -> None:
+    answer = ask(keyed.port, "POST", "/v1/chat/completions", body, {**_bearer(ALICE), **headers})
+    assert answer.status == 400
+    assert echo.requests == []
+
+
+def test_health_is_for_everybody_and_preflights_need_no_key(keyed: RunningProxy) -> None:
+    for path in ("/evoke/health", "/evoke/ready", "/health"):
+        assert ask(keyed.port, "GET", path).status == 200
+    assert ask(keyed.port, "OPTIONS", "/v1/chat/completions").status == 200
+    assert ask(keyed.port, "OPTIONS", "/slots").status == 401
+
+
+def test_keys_that_others_may_read_end_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="security.keys_file: others may read"):
+        Access(load(None, {}, {"security.keys_file": str(path)}))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1",
+        b"Content-Length: 4\r\nContent-Length: 5\r\n\r\nabcde",
+        b"Content-Length : 4\r\n\r\nabcd",
+        b"Content-Length: +4\r\n\r\nabcd",
+        b"Transfer-Encoding: xchunked\r\n\r\nabcd",
+        b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+        b"Transfer-Encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n0x3\r\nabc\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n-1\r\nabc\r\n0\r\n\r\n",
+        b"X: a\r\n b\r\n\r\n",
+        b"X: a\nY: b\r\n\r\n",
+        b"X: a\x00b\r\n\r\n",
+        b":tenant: bob\r\n\r\n",
+        b"Host: b\r\n\r\n",
+        b"".join(b"X-%d: 1\r\n" % number for number in range(200)) + b"\r\n",
+        b"X: " + b"x" * 70_000 + b"\r\n\r\n",
+    ],
+    ids="cl-te cl-cl space plus te te-te te2 vt 0x minus fold lf nul colon host many long".split(),
+)
+def test_what_two_could_read_differently_is_read_by_nobody(
+    stray: tuple[RunningProxy, FakeUpstream], lines: bytes
+) -> None:
+    running, fake = stray
+    answer = _raw(running.port, b"POST /x HTTP/1.1\r\nHost: a\r\n" + lines)
+    assert answer.startswith(b"HTTP/1.0 400 "), answer[:80]
+    assert fake.requests == []
+
+
+@pytest.fixture(scope="module")
+def stray() -> Iterator[tuple[RunningProxy, FakeUpstream]]:
+    with fake_upstream(_echo) as fake, proxy(fake.port) as running:
+        yield running, fake
+
+
+@pytest.mark.parametrize("named", ["content-length", "transfer-encoding", "host"])
+def test_a_header_that_is_called_hop_by_hop_frames_nothing_anew(
+    stray: tuple[RunningProxy, FakeUpstream], named: str
+) -> None:
+    running, fake = stray
+    fake.requests.clear()
+    head = f"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close, {named}\r\nContent-Length: 3\r\n\r\n"
+    assert _raw(running.port, head.encode() + b"abc").startswith(b"HTTP/1.1 200")
+    (seen,) = fake.requests
+    assert seen.body == b"abc" and seen.head.count(b"\r\nHost: 127.0.0.1:") == 1
+
+
+@pytest.mark.parametrize(
+    "target",
+    """@evil.example/x //evil.example/x http://evil.example/x https://u@evil.example:1/x *
+    evil.example:443 .evil.example/x :99/x /\\evil.example ?x #x https:/x /%0d%0aHost:%20x
+    /%00 /../../x""".split(),
+)
+def test_no_target_leads_to_another_server(
+    stray: tuple[RunningProxy, FakeUpstream], target: str
+) -> None:
+    """Each request that goes on goes to llama-server, or nowhere: never to the name in it."""
+    running, fake = stray
+    fake.requests.clear()
+    head = f"GET {target} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
+    status = int(_raw(running.port, head.encode()).split(b" ")[1])
+    assert (status == 200) == (len(fake.requests) == 1) and status in (200, 400, 404)
+    for seen in fake.requests:
+        assert f"\r\nHost: 127.0.0.1:{fake.port}\r\n".encode() in seen.head
+        assert seen.head.startswith(b"GET /") and b"evil.example:" not in seen.head
+
+
+def test_redirects_of_the_server_are_not_followed() -> None:
+    async def away(exchange: Exchange) -> None:
+        lines = b"HTTP/1.1 302 Found\r\nLocation: http://evil.example/\r\nContent-Length: 0\r\n\r\n"
+        await exchange.say(lines)
+
+    with fake_upstream(away) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "GET", "/x")
+        assert (answer.status, answer.headers["location"]) == (302, "http://evil.example/")
+        assert len(fake.requests) == 1
+
+
+def test_malformed_bodies_are_answered_and_break_nothing(
+    stray: tuple[RunningProxy, FakeUpstream],
+) -> None:
+    running, _ = stray
+    how = random.Random(11)
+    deep = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    bodies = [b"", b"{", b"null", b'""', b"[]", b"1e999", b'{"messages":1}', b"\x00" * 64, deep]
+    for _ in range(200):
+        body = bytearray(CHAT)
+        for _ in range(how.randint(1, 4)):
+            body[how.randrange(len(body))] = how.randrange(256)
+        bodies.append(bytes(body))
+    for number, body in enumerate(bodies):
+        path = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/completion")[number % 4]
+        assert ask(running.port, "POST", path, body, JSON).status in (200, 400), body[:80]
+    assert ask(running.port, "GET", "/evoke/health").status == 200
+
+
+def test_a_body_over_the_limit_is_not_read_to_its_end(echo: FakeUpstream) -> None:
+    with proxy(echo.port, limits__body_bytes=1000) as running:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
+        chunks = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
+        with socket.create_connection(("127.0.0.1", running.port), timeout=5) as client:
+            client.sendall(chunks)
+            assert client.recv(100).startswith(b"HTTP/1.1 413")
+    assert echo.requests == []
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /x HTTP/1.1\r\nHost"], ids=["nothing", "half"])
+def test_a_head_that_does_not_come_ends_the_connection(echo: FakeUpstream, sent: bytes) -> None:
+    with proxy(echo.port, limits__idle_timeout_s=0.3) as running:
+        began = time.monotonic()
+        assert _raw(running.port, sent) == b""
+        assert 0.2 < time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_body_that_does_not_come_ends_the_request(echo: FakeUpstream, path: str) -> None:
+    with proxy(echo.port, limits__body_timeout_s=0.3) as running:
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n".encode()
+        try:
+            assert _raw(running.port, head + b'{"messages') == b""
+        except ConnectionResetError:
+            pass
+        assert running.metric("evoke_clients_dropped_total", reason="slow_body") == 1
+        assert ask(running.port, "POST", path, CHAT, JSON).status == 200
+
+
+def test_a_client_that_does_not_read_gives_its_slot_back() -> None:
+    async def pour(exchange: Exchange) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+        await exchange.say(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        await exchange.say(*[chunked(b"data: " + b"x" * 65_000 + b"\n\n")] * 400)
+
+    with fake_upstream(pour) as fake, proxy(fake.port, limits__write_timeout_s=0.3) as running:
+        body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
+        with socket.create_connection(("127.0.0.1", running.port)) as client:
+            client.sendall(body % (len(CHAT), CHAT))
+            deadline = time.monotonic() + 10
+            while not fake.lost and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert fake.lost == 1
+        assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
+
+
+def test_no_text_of_a_prompt_is_ever_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever goes wrong, and however the text got there."""
+    secret = "hunter2-marker"
+    spoken = [whole(secret.encode()), b"HTTP/1.1 500 " + secret.encode() + b"\r\n\r\n", b"nonsense"]
+    refused = b'{"error":{"message":"%s","type":"x"}}' % secret.encode()
+    spoken += [whole(refused, b"application/json", b"400 Bad Request"), b""]
+
+    async def behave(exchange: Exchange) -> None:
+        await exchange.say(how.choice(spoken))
+        exchange.writer.close()
+
+    how = random.Random(3)
+    chat = json.dumps({"messages": [{"role": "user", "content": secret}], "stream": True}).encode()
+    bodies = (chat, chat[:-1], secret.encode(), chat.replace(b"role", b"evoke_keep"))
+    with caplog.at_level(logging.INFO):
+        for patched in (False, True):
+            with fake_upstream(behave, patched=patched) as fake, proxy(fake.port) as running:
+                for number in range(40):
+                    path = ("/v1/chat/completions", "/v1/messages", f"/{secret}")[number % 3]
+                    headers = {**JSON, "X-Api-Key": secret}
+                    try:
+                        ask(running.port, "POST", path, bodies[number % 4], headers)
+                    except OSError:
+                        pass
+                _raw(running.port, f"{secret}\r\n{secret}: {secret}\r\n\r\n".encode())
+    asyncio.run(asyncio.sleep(0))
+    assert "POST" in caplog.text
+    assert [record.getMessage() for record in caplog.records if secret in record.getMessage()] == []
+    assert secret not in caplog.text

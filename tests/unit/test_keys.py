@@ -1,0 +1,117 @@
+"""Keys of clients: what a file says, what is refused, what is never kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.__main__ import main
+from evoke_proxy.adapters.secret_files import KeyFile, read_secret, read_token, write_secret
+from evoke_proxy.core.keys import Caller, Keys, digest, key_of, line_of, presented
+from evoke_proxy.errors import ConfigError
+
+KEY = key_of(bytes(range(32)))
+
+
+def test_only_the_very_key_is_its_callers() -> None:
+    keys = Keys.parse(f"# who\n\n{line_of(Caller('alice', 'lab'), KEY)}  # since May\n")
+    assert keys.caller(KEY) == Caller("alice", "lab")
+    for other in ("", KEY[:-1], KEY + " ", KEY.lower(), digest(KEY), key_of(bytes(32))):
+        assert keys.caller(other) is None
+
+
+@given(st.text())
+def test_a_guess_is_nobody_and_nothing_breaks(guess: str) -> None:
+    keys = Keys.parse(line_of(Caller("a", "a"), KEY))
+    assert (keys.caller(guess) is None) == (guess != KEY)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "alice lab",
+        f"alice lab {KEY}",
+        f"../alice lab {digest(KEY)}",
+        f"alice lab/../x {digest(KEY)}",
+        f"alice lab&tenant=x {digest(KEY)}",
+        f"alice lab {digest(KEY).upper()}",
+        f"a t {digest('1')}\na t {digest('2')}",
+        f"a t {digest('1')}\nb t {digest('1')}",
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_its_line(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"line \d|is not 1 to 64"):
+        Keys.parse(text)
+
+
+def test_a_key_is_made_of_what_cannot_be_guessed() -> None:
+    with pytest.raises(ValueError):
+        key_of(b"short")
+    assert KEY.startswith("evk_") and len(KEY) > 40
+
+
+def test_both_ways_of_showing_a_key() -> None:
+    assert list(presented({"Authorization": "bearer  x ", "X-Api-Key": "y"})) == ["x", "y"]
+    assert list(presented({"Authorization": "Basic x"})) == []
+
+
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_secret(path, "word\n")
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_secret(path, "x") == "word\n"
+    with pytest.raises(ConfigError, match="one word of 16"):
+        read_token(path, "x")
+    for mode in (0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_secret(path, "x")
+    with pytest.raises(ConfigError, match="is no file"):
+        read_secret(tmp_path, "x")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(tmp_path / "none", "security.keys_file")
+
+
+def test_a_key_counts_from_the_moment_it_is_in_the_file_until_it_is_out(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_secret(path, "")
+    file = KeyFile(path)
+    assert file.keys.caller(KEY) is None
+    write_secret(path, line_of(Caller("a", "t"), KEY))
+    assert file.keys.caller(KEY) == Caller("a", "t")
+    write_secret(path, "nonsense")
+    assert file.keys.caller(KEY) == Caller("a", "t"), "a file that is wrong changes nothing"
+    write_secret(path, "")
+    assert file.keys.caller(KEY) is None
+
+
+def test_the_command_shows_a_key_once_and_keeps_its_hash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "keys")
+    assert main(["keys", "add", "alice", "--tenant", "lab", "--file", path]) == 0
+    key = capsys.readouterr().out.strip()
+    assert key not in Path(path).read_text() and os.stat(path).st_mode & 0o777 == 0o600
+    assert KeyFile(Path(path)).keys.caller(key) == Caller("alice", "lab")
+    assert main(["keys", "add", "alice", "--file", path]) == 2, "a name is given once"
+    assert main(["keys", "add", "../x", "--file", path]) == 2
+    assert main(["keys", "add", "bob", "--file", path]) == 0
+    capsys.readouterr()
+    assert main(["keys", "list", "--file", path]) == 0
+    assert capsys.readouterr().out == "alice lab\nbob bob\n"
+    assert main(["keys", "remove", "alice", "--file", path]) == 0
+    assert main(["keys", "remove", "alice", "--file", path]) == 2
+    assert KeyFile(Path(path)).keys.caller(key) is None
+
+
+def test_a_token_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    assert main(["keys", "token", "--file", str(path)]) == 0
+    token = read_token(path, "x")
+    assert len(token) == 64
+    assert main(["keys", "token", "--file", str(path)]) == 2
+    assert read_token(path, "x") == token
