@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from evoke_proxy import __version__
-from evoke_proxy.config import LOG_LEVELS, POLICIES, Config, load
+from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, POLICIES, Config, load
 from evoke_proxy.errors import ConfigError
 
 _EXAMPLES = """examples:
@@ -82,17 +81,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "check-config":
         print(_described(config))
         return 0
-    return _serve(config)
+    return _serve(config, lambda: load(arguments.config, os.environ, _overrides(arguments)))
 
 
-def _serve(config: Config) -> int:
+def _serve(config: Config, again: Callable[[], Config]) -> int:
     # Imported here: check-config answers without loading a web server.
+    from evoke_proxy.web import logs
     from evoke_proxy.web.serve import serve
 
-    form = "%(asctime)s %(levelname)s %(name)s %(message)s"
-    logging.basicConfig(level=config.log.level.upper(), format=form)
+    logs.set_up(config.log)
     try:
-        asyncio.run(serve(config))
+        asyncio.run(serve(config, again))
     except OSError as error:
         print(f"evoke-proxy: {error}", file=sys.stderr)
         return 1
@@ -131,6 +130,7 @@ def _add_config_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--policy", choices=POLICIES, help="how blocks are chosen")
     command.add_argument("--log-level", choices=LOG_LEVELS, help="how much to log")
+    command.add_argument("--log-format", choices=LOG_FORMATS, help="lines, or JSON objects")
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
@@ -140,6 +140,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
         "policy.budget": arguments.budget,
         "policy.name": arguments.policy,
         "log.level": arguments.log_level,
+        "log.format": arguments.log_format,
     }
 
 

@@ -11,6 +11,7 @@
         Forbidden                 403 evoke_forbidden        a path that is not for clients
       CapacityError               503 capacity_exceeded      sends Retry-After
         SlotsBusy                 503 slots_busy             queue full, or waited too long
+        Draining                  503 draining               stopping: answers end, none begin
       UpstreamError               502 upstream_error         something about llama-server
         UpstreamUnavailable       503 upstream_unavailable   refused, reset, loading
         UpstreamTimeout           504 upstream_timeout
@@ -112,6 +113,15 @@ class SlotsBusy(CapacityError):
     """The queue for a slot is full, or the wait in it was too long."""
 
     code = "slots_busy"
+
+
+class Draining(CapacityError):
+    """The proxy is stopping; whoever comes again finds the next one."""
+
+    code = "draining"
+
+    def __init__(self) -> None:
+        super().__init__("evoke-proxy is stopping and takes no new requests; try again soon")
 
 
 class UpstreamError(EvokeError):

@@ -103,27 +103,28 @@ class Forwarding:
         if "as_text" in self.outcome:
             self.headers["X-Evoke-As-Text"] = _counted([block.span for block in quoted])
 
-    def summary(self) -> str:
-        """What was decided and what it came to, for the log; never any text."""
-        parts = [f"decision={self.decision}"]
-        if self.conversation is not None:
-            parts.append(f"session={self.conversation.id}")
-        if self.lease is not None:
-            parts.append(f"slot={self.lease.slot}")
-        books = self.books
+    def facts(self) -> dict[str, Any]:
+        """What was decided and what it came to, for the log; never any text. None: not known."""
+        known, books, first = self.conversation, self.books, self.first_byte_s
+        said: dict[str, Any] = {"decision": self.decision}
+        said["session"] = known.id if known is not None else None
+        said["slot"] = self.lease.slot if self.lease is not None else None
         if books is not None:
-            parts.append(
-                f"evicted={len(self.plan.evicts)}+{len(books.auto_evicted)}"
-                f" prompt={books.n_prompt} decoded={books.decoded} recovered={books.recovered}"
-                f" resident_before={books.resident_before} omitted={books.omitted}"
-                f" peak={books.n_resident_peak}"
-            )
+            said |= {"evicted": len(self.plan.evicts), "auto_evicted": len(books.auto_evicted)}
+            said |= {"prompt": books.n_prompt} | {name: getattr(books, name) for name in _BOOKED}
+            said["peak"] = books.n_resident_peak
         if self.own_s is not None:
-            parts.append(f"own_ms={self.own_s * 1000:.2f} after_ms={self.after_s * 1000:.2f}")
-            parts += [f"{name}_ms={wait * 1000:.2f}" for name, wait in self.waits.items()]
-        if self.first_byte_s is not None:
-            parts.append(f"first_byte_ms={self.first_byte_s * 1000:.0f}")
-        return " ".join(parts)
+            said |= {"own_ms": _ms(self.own_s), "after_ms": _ms(self.after_s)}
+            said |= {f"{name}_ms": _ms(wait) for name, wait in self.waits.items()}
+        said["first_byte_ms"] = round(first * 1000) if first is not None else None
+        return said
+
+
+_BOOKED = ("decoded", "recovered", "resident_before", "omitted")
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)
 
 
 def _counted(spans: list[Span]) -> str:

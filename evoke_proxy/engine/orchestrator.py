@@ -222,6 +222,11 @@ class Engine:
         elif effective(self._policy_of(way), request).budget is not None:
             self.metrics.breaches.inc()
 
+    async def keep(self) -> None:
+        """Nobody comes any more: have on disk what is to be found there by the next proxy."""
+        if self._helped:
+            await self.keeper.keep()
+
     def _policy_of(self, way: Forwarding) -> PolicyConfig:
         known = way.conversation
         return known.session.config if known is not None else self.config.policy

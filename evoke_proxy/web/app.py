@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
-from evoke_proxy.web import admin, dialects, relay
+from evoke_proxy.web import admin, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
-from evoke_proxy.web.chat import DECISION, answer_chat, answer_count
+from evoke_proxy.web.chat import answer_chat, answer_count
+from evoke_proxy.web.draining import TRAFFIC, Traffic
 from evoke_proxy.web.patience import PATIENCE, Patience, punctual
 
-_log = logging.getLogger("evoke_proxy.request")
+_log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # What nginx calls a client that closed its connection before the answer.
 _CLIENT_GONE = 499
@@ -29,22 +29,29 @@ def create_app(engine: Engine) -> web.Application:
     app = web.Application(middlewares=middlewares, client_max_size=limit)
     app[ACCESS] = Access(engine.config)
     app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
+    app[TRAFFIC] = Traffic(lambda: engine.draining)
     app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
     app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))
     app.on_response_prepare.append(relay.drop_filled_in)
+    app.on_response_prepare.append(logs.tell_id)
     return app
 
 
 def _dispatch(engine: Engine) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        if request.method == "POST" and request.path in dialects.ANSWER_PATHS:
-            return await answer_chat(request, engine, dialects.ANSWER_PATHS[request.path])
-        if request.method == "POST" and request.path in dialects.COUNT_PATHS:
-            return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
-        return await relay.passthrough(request, engine.upstream)
+        with request.app[TRAFFIC].one():
+            return await _answer(request, engine)
 
     return handle
+
+
+async def _answer(request: web.Request, engine: Engine) -> web.StreamResponse:
+    if request.method == "POST" and request.path in dialects.ANSWER_PATHS:
+        return await answer_chat(request, engine, dialects.ANSWER_PATHS[request.path])
+    if request.method == "POST" and request.path in dialects.COUNT_PATHS:
+        return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
+    return await relay.passthrough(request, engine.upstream)
 
 
 def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
@@ -81,7 +88,8 @@ def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
         began, status = time.monotonic(), _CLIENT_GONE
-        DECISION.set("decision=relay")
+        logs.identify(request)
+        logs.FACTS.set({"decision": "relay"})
         try:
             response = await handler(request)
             status = response.status
@@ -100,8 +108,7 @@ def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
 
 def _log_summary(request: web.Request, label: str, status: int, seconds: float) -> None:
     """One line, never any text of the prompt."""
-    request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex[:12]
     quiet = label in ("/metrics", "/health") or label.startswith("/evoke/")
-    level = logging.DEBUG if quiet else logging.INFO
-    what = f"{request.method} {label} {status} {DECISION.get()} ms={seconds * 1000:.0f}"
-    _log.log(level, "id=%s %s", request_id[:64], what)
+    what = {"method": request.method, "path": label, "status": status}
+    facts = {**what, **(logs.FACTS.get() or {}), "ms": round(seconds * 1000)}
+    logs.summarize(logging.DEBUG if quiet else logging.INFO, facts)

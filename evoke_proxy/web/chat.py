@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-
 from aiohttp import web
 
 from evoke_proxy.engine import Engine
@@ -12,16 +10,15 @@ from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
 from evoke_proxy.web.access import ACCESS
 from evoke_proxy.web.begun import BegunStream, check
+from evoke_proxy.web.logs import FACTS
 
-# What the engine did with the request of the current task, for its log line.
-DECISION = ContextVar("DECISION", default="decision=relay")
 # The body may grow or shrink by the spliced fields; our own header is for us.
 _REPLACED = frozenset(("content-length", "x-evoke-session"))
 
 
 async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
     """Forward a request with what the engine added, relay the answer as it comes."""
-    DECISION.set("decision=refused")
+    FACTS.set({"decision": "refused"})
     body = await request.read()
     headers = relay.request_headers(request, _REPLACED)
     client = request.app[ACCESS].client(request)
@@ -43,7 +40,7 @@ async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web
         return await stream.fail(error)
     finally:
         if way is not None:
-            DECISION.set(way.summary())
+            FACTS.set(way.facts())
 
 
 async def answer_count(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:

@@ -1,4 +1,5 @@
-"""Runs the application on its addresses until SIGTERM, then lets the streams finish."""
+"""Runs the application on its addresses: SIGHUP reads the settings again, SIGTERM lets the streams
+finish and ends it."""
 
 from __future__ import annotations
 
@@ -7,17 +8,26 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, parse_listen
+from evoke_proxy.config.reloading import reloaded
 from evoke_proxy.engine import Engine
+from evoke_proxy.errors import ConfigError
+from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
+from evoke_proxy.web.draining import TRAFFIC
+
+_log = logging.getLogger(__name__)
 
 # A turn of a long conversation makes thousands of objects, and next to none of them in rings:
 # looking for those after every 700 would take a twentieth of its time.
 _NEW_OBJECTS = 20_000
+# What has not ended in its time is cut off; so long it may take to notice.
+_CUT_S = 1.0
 
 
 def make_runner(engine: Engine) -> web.AppRunner:
@@ -29,7 +39,7 @@ def make_runner(engine: Engine) -> web.AppRunner:
         auto_decompress=False,
         access_log=None,
         logger=_http_log(),
-        shutdown_timeout=limits.drain_timeout_s,
+        shutdown_timeout=_CUT_S,
         keepalive_timeout=limits.idle_timeout_s,
         max_line_size=limits.header_bytes,
         max_field_size=limits.header_bytes,
@@ -53,10 +63,11 @@ def _without_bytes(record: logging.LogRecord) -> bool:
     return True
 
 
-async def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT; then refuse new connections and wait for answers under way.
+async def serve(config: Config, again: Callable[[], Config]) -> None:
+    """Serve until SIGTERM or SIGINT; then refuse new requests and wait for answers under way.
 
-    Raises OSError when an address cannot be bound.
+    `again` reads the configuration anew, for SIGHUP. Raises OSError when an address cannot be
+    bound.
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
     stop = asyncio.Event()
@@ -64,14 +75,41 @@ async def serve(config: Config) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     async with Engine(config) as engine:
+        loop.add_signal_handler(signal.SIGHUP, _reload, engine, again)
         runner = make_runner(engine)
         await runner.setup()
         try:
             await _listen(runner, config)
             await stop.wait()
-            engine.draining = True
+            await drain(engine, runner)
         finally:
             await runner.cleanup()
+
+
+async def drain(engine: Engine, runner: web.AppRunner) -> None:
+    """Take no new requests, let those under way end within `limits.drain_timeout_s`, and keep on
+    disk what is to outlive us."""
+    engine.draining = True
+    limit_s = engine.config.limits.drain_timeout_s
+    _log.info("stopping: answers under way have %g s to end", limit_s)
+    left = await runner.app[TRAFFIC].ended(limit_s)
+    if left:
+        _log.warning("stopping: %d answers are cut off after %g s", left, limit_s)
+    await engine.keep()
+
+
+def _reload(engine: Engine, again: Callable[[], Config]) -> None:
+    """Take over what can be of the settings as they are now; all stays when they are broken."""
+    try:
+        found = reloaded(engine.config, again())
+    except ConfigError as error:
+        _log.error("settings not reloaded, the old ones stay: %s", error)
+        return
+    engine.adjust(found.config)
+    logs.set_up(found.config.log)
+    _log.info("settings reloaded; changed: %s", ", ".join(found.applied) or "nothing")
+    if found.waiting:
+        _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
 
 
 async def _listen(runner: web.AppRunner, config: Config) -> None:

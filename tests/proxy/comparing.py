@@ -21,7 +21,7 @@ Sides = Callable[[Ask], tuple[Any, Any]]
 _EACH_TIME = frozenset(
     "id item_id call_id tool_call_id created created_at completed_at timings".split()
 )
-_HOP = frozenset(("keep-alive", "connection", "content-length"))
+_HOP = frozenset(("keep-alive", "connection", "content-length", "x-request-id"))
 
 
 def stripped(value: Any, also: frozenset[str] = frozenset()) -> Any:

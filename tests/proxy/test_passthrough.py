@@ -67,7 +67,7 @@ def _comparable(answer: Answer) -> tuple[object, ...]:
     headers = {
         name: value
         for name, value in answer.headers.items()
-        if name not in ("keep-alive", "connection", "content-length")
+        if name not in ("keep-alive", "connection", "content-length", "x-request-id")
     }
     return answer.status, answer.reason, headers, body
 

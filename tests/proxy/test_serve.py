@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import re
 import signal
 import socket
@@ -33,10 +34,12 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def _serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def _serving(
+    *arguments: str, log: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A proxy process and the port it says it listens on."""
     command = _command("serve", "--listen", "127.0.0.1:0", *arguments)
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as said:
         process = subprocess.Popen(command, stderr=said, text=True)
         try:
             yield process, _first_port(process, said)
@@ -60,7 +63,7 @@ async def _slow_stream(exchange: Exchange) -> None:
     await exchange.say(*[chunked(b"x")] * 10, b"0\r\n\r\n", pause_s=0.1)
 
 
-def test_sigterm_lets_an_answer_finish_and_exits_0() -> None:
+def test_while_it_stops_new_requests_are_refused_in_their_dialect() -> None:
     with (
         fake_upstream(_slow_stream) as fake,
         _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
@@ -70,9 +73,81 @@ def test_sigterm_lets_an_answer_finish_and_exits_0() -> None:
         answer = connection.getresponse()
         assert answer.read(1) == b"x"
         process.send_signal(signal.SIGTERM)
+        while (ready := ask(port, "GET", "/evoke/ready")).status == 200:
+            time.sleep(0.01)
+        assert "accepting" in json.loads(ready.body)["failed"]
+        assert ask(port, "GET", "/evoke/health").status == 200
+        refused = ask(port, "POST", "/v1/chat/completions", CHAT)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        assert json.loads(refused.body)["error"]["code"] == "draining"
+        refused = ask(port, "POST", "/v1/messages", CHAT)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+        assert json.loads(refused.body)["error"]["type"] == "overloaded_error"
+        assert ask(port, "GET", "/v1/models").status == 503
         assert answer.read() == b"x" * 9
         assert process.wait(timeout=10) == 0
         connection.close()
+
+
+async def _endless_stream(exchange: Exchange) -> None:
+    await exchange.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await exchange.say(*[chunked(b"x")] * 600, pause_s=0.1)
+
+
+def test_what_does_not_end_in_its_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVOKE_LIMITS_DRAIN_TIMEOUT_S", "0.3")
+    with (
+        fake_upstream(_endless_stream) as fake,
+        _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/chat/completions", CHAT)
+        answer = connection.getresponse()
+        assert answer.read(1) == b"x"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+        connection.close()
+
+
+def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:
+    path, log = tmp_path / "evoke.yaml", tmp_path / "log"
+    path.write_text("policy: {budget: 512}\nlog: {format: json}\n")
+    upstream = f"http://127.0.0.1:{free_port()}"
+    with _serving("--upstream", upstream, "--config", str(path), log=log) as (process, port):
+
+        def reload(text: str, said: str) -> dict[str, object]:
+            path.write_text(text)
+            process.send_signal(signal.SIGHUP)
+            return _logged(log, said)
+
+        done = reload("policy: {budget: 1024}\nlog: {format: json}", "settings reloaded")
+        assert done["message"] == "settings reloaded; changed: policy.budget"
+        broken = reload("policy: {budgte: 1}", "not reloaded")
+        assert broken["level"] == "error" and "policy.budget?" in str(broken["message"])
+        more = "log: {format: json, level: debug}\nembedder: {device: cpu}\n"
+        waiting = reload("policy: {budget: 1024}\n" + more, "restart")
+        assert waiting["message"] == "settings that need a restart: embedder.device"
+        assert ask(port, "GET", "/evoke/health", None, {"X-Request-Id": "mine-7"}).status == 200
+        line = _logged(log, "mine-7")
+        assert (line["request_id"], line["path"], line["status"]) == (
+            "mine-7",
+            "/evoke/health",
+            200,
+        )
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 0
+
+
+def _logged(log: Path, said: str) -> dict[str, object]:
+    """The first object of a log that says this, once it is there."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for line in log.read_text().splitlines():
+            if said in line and line.startswith("{") and line.endswith("}"):
+                found: dict[str, object] = json.loads(line)
+                return found
+        time.sleep(0.02)
+    raise AssertionError(f"{said!r} is not in {log.read_text()}")
 
 
 def test_sigterm_ends_an_idle_proxy_whose_upstream_is_away() -> None:

@@ -96,6 +96,17 @@ class Keeper:
         alone = self.on and self._config.one_at_a_time and not server.patched
         return 1 if alone else server.n_slots
 
+    async def keep(self) -> None:
+        """Save what slots hold of conversations and no snapshot has yet."""
+        self.stop()
+        if self._ahead:
+            await asyncio.wait(self._ahead)
+        for known in list(self._conversations):
+            try:
+                await self._places.keep(known.id, known.tenant)
+            except EvokeError as error:
+                _log.warning("session %s is not kept: %s", known.id, error)
+
     def stop(self) -> None:
         """Leave off whatever is decoded ahead: somebody wants the server."""
         for task in self._ahead:

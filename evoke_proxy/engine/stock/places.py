@@ -14,7 +14,7 @@ from evoke_proxy.core.ahead import kind_of
 from evoke_proxy.core.costs import cost_of
 from evoke_proxy.core.held import Held, SlotLook, restarted
 from evoke_proxy.core.rendered import Tokens, common_prefix
-from evoke_proxy.core.snapshots import Match
+from evoke_proxy.core.snapshots import STEP, Match
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.stock.calls import Client, Prefilled
 from evoke_proxy.engine.stock.parts import Parts
@@ -175,10 +175,23 @@ class Places:
             label = self.label(seat, kind_of(seat.request), seat.boundary)
             await self._parts.states.save(done.slot, seat.boundary, label, client)
 
+    async def keep(self, id: str, tenant: str) -> None:
+        """Save what a conversation's slot holds, if that can be told and is worth it."""
+        held, states = self.held.get(id), self._parts.states
+        if held is None or not held.exact or states.worth_saving(tenant, held.tokens):
+            return
+        if held.still(await self._parts.calls.looks({})) and await self._parts.facts.fresh({}):
+            branch = self._branches.get(id, id)
+            label = self._labelled(tenant, branch, STEP, held.tokens)
+            await states.save(held.slot, held.tokens, label, {})
+
     def label(self, seat: Seat, kind: str, tokens: Tokens) -> Label:
         """What a snapshot of these tokens is of."""
+        return self._labelled(seat.tenant, seat.branch, kind, tokens)
+
+    def _labelled(self, tenant: str, branch: str, kind: str, tokens: Tokens) -> Label:
         seconds = self._parts.facts.costs.prefill.seconds(len(tokens))
-        return Label(seat.tenant, self._parts.facts.fingerprint, seat.branch, kind, seconds)
+        return Label(tenant, self._parts.facts.fingerprint, branch, kind, seconds)
 
     def _learn(self, seat: Seat, state: Held | None, done: Prefilled, reuse: int) -> None:
         """What a prefill shows of promises."""
