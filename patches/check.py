@@ -119,8 +119,13 @@ def touched(patch: Path, tree: Path) -> list[str]:
 
 
 def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
-    """The release with the series and our sources, built and asked to hold a conversation."""
-    tree = work / "tree"
+    """The release with the series and our sources, built and asked to hold a conversation.
+
+    What an interrupted run has compiled is there for the next one; of a release that is done with
+    only the server stays.
+    """
+    cache = work / pin.stem
+    tree = cache / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     shutil.copytree(pristine_source(pin, cache_dir(), _say), tree)
     shutil.copytree(overlay, tree, dirs_exist_ok=True)
@@ -128,13 +133,14 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
         shutil.copy2(own, tree / place)
     _say(f"compiling {pin.requirement} with the series")
     try:
-        server = ensure_server(patched=False, source=tree, flags=_QUICK, cache=work / pin.stem)
-        return _pytest(server, _SMOKE) or _COMPILES
+        server = ensure_server(patched=False, source=tree, flags=_QUICK, cache=cache)
     except BuildError as error:
         return "does not compile: " + _first_error(str(error))
-    finally:
-        shutil.rmtree(work / pin.stem / "trees", ignore_errors=True)
-        shutil.rmtree(tree, ignore_errors=True)
+    failed = _pytest(server, _SMOKE)
+    if not failed:
+        shutil.rmtree(cache / "trees", ignore_errors=True)
+        shutil.rmtree(tree)
+    return failed or _COMPILES
 
 
 def _alone(series: Series, work: Path) -> Iterator[tuple[str, str]]:
@@ -146,9 +152,11 @@ def _alone(series: Series, work: Path) -> Iterator[tuple[str, str]]:
                 shutil.copy2(path, folder)
             shutil.copytree(PATCHES / "src", Path(folder) / "src")
             try:
-                server = ensure_server(patches=Path(folder), flags=_QUICK, cache=_pin_cache(work))
                 own = OWN_TESTS[patch.name[:4]]
-                failed = _pytest(server, own) if own else _kv_block(_pin_cache(work))
+                if own:
+                    failed = _pytest(_on_the_pin(Path(folder), work), own)
+                else:
+                    failed = _kv_block(Path(folder), work)
                 yield patch.name, failed or "passed"
             except BuildError as error:
                 yield patch.name, "does not compile: " + _first_error(str(error))
@@ -164,20 +172,34 @@ def _pin_cache(work: Path) -> Path:
     return cache
 
 
-def _kv_block(cache: Path) -> str:
-    """The test of rows alone, linked with the library that was just built; "" when it passes."""
+def _on_the_pin(patches: Path, work: Path) -> Path:
+    """The server of the pin with these patches."""
+    return ensure_server(patches=patches, flags=_QUICK, cache=_pin_cache(work))
+
+
+def _kv_block(patches: Path, work: Path) -> str:
+    """The test of rows alone, linked with the library of these patches; "" when it passes."""
+    program = _on_the_pin(patches, work).with_name("kv_block")
+    if not program.exists():
+        shutil.rmtree(program.parent)  # made again: the tree may be at other patches by now
+        _on_the_pin(patches, work)
+        linked = _linked(program, work / "pin")
+        if linked:
+            return linked
+    done = subprocess.run([program, bundled_model()], capture_output=True, text=True)
+    return "" if done.returncode == 0 else f"failed: {done.stdout.splitlines()[-1:]}"
+
+
+def _linked(program: Path, cache: Path) -> str:
+    """Why the test of rows does not link; "" when it did."""
     (tree,) = (cache / "trees").iterdir()
     libraries = sorted(str(path) for path in tree.glob("build/**/lib*.a"))
-    program = cache / "kv_block"
     includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]
     command = ["g++", "-std=c++17", str(TESTS / "kv_block/kv_block.cpp"), *includes]
     command += ["-o", str(program), "-Wl,--start-group", *libraries, "-Wl,--end-group"]
     command += ["-fopenmp", "-lpthread", "-ldl"]
-    linked = subprocess.run(command, capture_output=True, text=True)
-    if linked.returncode != 0:
-        return "does not link: " + _first_error(linked.stderr)
-    done = subprocess.run([program, bundled_model()], capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"failed: {done.stdout.splitlines()[-1:]}"
+    done = subprocess.run(command, capture_output=True, text=True)
+    return "" if done.returncode == 0 else "does not link: " + _first_error(done.stderr)
 
 
 def _pytest(server: Path, tests: Sequence[str]) -> str:
@@ -213,11 +235,24 @@ def document(
         built = compiled.get(pin.requirement, "")
         cells = [pin.requirement, *words, f"`{tried.where}`" if tried.where else "", built]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *summary([tried for _, tried in rows[1:]], list(compiled.values()))]
     if alone:
         lines += ["", "Each patch on the pin with those before it, built, and its own tests:", ""]
         lines += ["| patch | its tests |", "|---|---|"]
     lines += [f"| {name} | {word} |" for name, word in alone]
     return "\n".join(lines) + "\n"
+
+
+def summary(others: Sequence[Tried], built: Sequence[str]) -> Iterator[str]:
+    """How many of the other releases take the series, and how."""
+    exact = sum(tried.words == ("exact",) * len(tried.words) for tried in others if tried.applies)
+    applies = sum(tried.applies for tried in others)
+    yield f"Of {len(others)} other releases {applies} take the whole series (at least {MIN_APPLIES}"
+    yield f"must): {exact} exactly, {applies - exact} with an inexact place. The other"
+    yield f"{len(others) - applies} need a refresh first."
+    if built:
+        good = sum(word == _COMPILES for word in built)
+        yield f"Of these {len(built)} were built and tested, {good} of them compile and pass."
 
 
 def _first_error(text: str) -> str:

@@ -1,13 +1,15 @@
 """Random operations and nonsense against servers of every shape, built with sanitizers.
 
-Half of the operations are those of a client, held against bookkeeping of our own; half are calls
-that no client would make. A report of a sanitizer, a leak, a crash, an answer that takes a minute
-or a state that disagrees ends it, with the seed that repeats it.
+Of the operations some are those of a client, held against bookkeeping of our own, some are calls
+that no client would make, and some are made by several clients at once who hang up. A report of a
+sanitizer, a leak, a crash, an answer that takes two minutes or a state that disagrees ends it, with
+the seed that repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/contract")]
 
+from crowd import jostle  # noqa: E402
 from llama import Llama, running  # noqa: E402
 from nonsense import torment  # noqa: E402
 from operations import play  # noqa: E402
@@ -29,7 +32,11 @@ from evoke_proxy.server_build import ensure_server  # noqa: E402
 
 _SHAPES = ("dense", "bos", "moe", "gemma", "jamba", "lfm2", "qwen2vl", "qwen35")
 _UNIFIED, _SEPARATE = ("-np", "2", "-kvu"), ("-np", "2", "-no-kvu")
+_FEW = ("-c", "1024", "--ctx-logical", "4096")
+_NORMED = ("--kv-eviction", "3", "--kv-aggregation", "norm_sum", "--kv-evictable-tokens", "256")
+_ON_DISK = ("--evoke-ram", "2", "--evoke-disk", "{folder}/blocks:8")
 _PIECE = 500  # operations before others get their turn: what is wrong everywhere shows early
+_ASAN = "detect_leaks=1:handle_abort=1:allocator_may_return_null=1"
 _USUAL = ("-c", "4096", "--evoke-ram", "4", "-t", "1")
 
 
@@ -50,6 +57,22 @@ CASES = (
     Case("tiny-dense", (*_SEPARATE, "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
     Case("tiny-dense", (*_UNIFIED, "-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0")),
     Case("tiny-gemma", (*_SEPARATE, "-fa", "on", "--swa-full")),
+    Case("tiny-gemma2", (*_UNIFIED, "-fa", "on")),
+    Case("tiny-gpt-oss", (*_SEPARATE, "-fa", "off")),
+    # more context than cells; what leaves is chosen in every way
+    Case("tiny-dense", (*_FEW, *_SEPARATE, "-fa", "on", "--kv-eviction", "1")),
+    Case("tiny-dense", (*_FEW, *_UNIFIED, "-fa", "off", "--kv-eviction", "2")),
+    Case("tiny-dense", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "3")),
+    Case("tiny-moe", (*_FEW, *_SEPARATE, "-fa", "off", *_NORMED)),
+    Case("tiny-gemma", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "1")),
+    Case("tiny-gemma2", (*_FEW, *_SEPARATE, "-fa", "on", "--kv-eviction", "3")),
+    Case("tiny-jamba", (*_FEW, *_SEPARATE, "-fa", "on", "--kv-eviction", "2")),
+    Case("tiny-qwen35", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "3")),
+    Case("tiny-qwen2vl", (*_FEW, *_UNIFIED, "-fa", "off", "--kv-eviction", "1")),
+    # host memory that does not hold what is saved
+    Case("tiny-dense", (*_SEPARATE, "-fa", "on", *_ON_DISK)),
+    Case("tiny-lfm2", (*_UNIFIED, "-fa", "on", *_ON_DISK)),
+    Case("tiny-bos", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "2", *_ON_DISK)),
 )
 
 
@@ -58,33 +81,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if not args.plain:
         os.environ["EVOKE_PATCHED_SERVER"] = str(ensure_server(sanitize=True))
-    done, began, seed = 0, time.monotonic(), args.seed
+    cases = [case for case in CASES if args.only in str(case)]
+    if not cases:
+        raise SystemExit(f"no case has {args.only!r} in its line")
+    done, began, turns = 0, time.monotonic(), _turns(cases, args.seed)
     while done < args.operations:
-        for case in CASES:
-            if args.only in str(case) and done < args.operations:
-                count = min(args.piece, args.operations - done)
-                took = time.monotonic() - began
-                print(f"{done:>7} {took:6.0f} s  seed {seed}  {case}", flush=True)
-                with watched(case) as server:
-                    play(server, count // 2, seed)
-                    torment(server, count - count // 2, seed)
-                done += count
-        seed += 1
-    print(f"{done} operations on {len(CASES)} kinds of servers: nothing found")
+        seed, case = next(turns)
+        piece = min(args.piece, args.operations - done)
+        took = time.monotonic() - began
+        print(f"{done:>7} {took:6.0f} s  seed {seed}  {case}", flush=True)
+        with watched(case) as server:
+            operate(server, piece, seed)
+        done += piece
+    print(f"{done} operations on {len(cases)} kinds of servers: nothing found")
     return 0
+
+
+def _turns(cases: Sequence[Case], seed: int) -> Iterator[tuple[int, Case]]:
+    """Every case with one seed, then every case with the next, without end."""
+    for each in itertools.count(seed):
+        yield from ((each, case) for case in cases)
+
+
+def operate(server: Llama, count: int, seed: int) -> None:
+    """So many operations of the three kinds."""
+    play(server, count * 2 // 5, seed)
+    torment(server, count * 3 // 10, seed)
+    jostle(server, count - count * 2 // 5 - count * 3 // 10, seed)
 
 
 @contextmanager
 def watched(case: Case) -> Iterator[Llama]:
     """A server of this kind; RuntimeError when a sanitizer has something to say about it."""
     with tempfile.TemporaryDirectory() as folder:
-        reports = Path(folder)
+        reports = Path(folder, "reports")
+        reports.mkdir()
         where = f"log_path={reports}/report"
-        os.environ["ASAN_OPTIONS"] = f"{where}:detect_leaks=1:allocator_may_return_null=1"
+        os.environ["ASAN_OPTIONS"] = f"{where}:{_ASAN}"
         os.environ["UBSAN_OPTIONS"] = f"{where}:print_stacktrace=1"
         model = ensure(SHAPES[case.shape])
         try:
-            with running(True, *_USUAL, *case.options, model=model) as server:
+            options = [option.format(folder=folder) for option in case.options]
+            with running(True, *_USUAL, *options, model=model) as server:
                 yield server
         finally:
             found = [path.read_text(errors="replace") for path in sorted(reports.iterdir())]

@@ -129,7 +129,7 @@ def torment(server: Llama, requests: int, seed: int = 7) -> Counter[tuple[str, i
             server.erase(0)
             server.complete(prompt, 0, n_predict=1)
             server.act("block-save", name="a", p0=64, p1=128)
-        kind, status = _one(server, chance)
+        kind, status = one(server, chance)
         seen[kind, status] += 1
         state = server.slot(0)
         assert sum(b - a for a, b in state["resident"]) == state["n_resident"]
@@ -138,7 +138,8 @@ def torment(server: Llama, requests: int, seed: int = 7) -> Counter[tuple[str, i
     return seen
 
 
-def _one(server: Llama, chance: random.Random) -> tuple[str, int]:
+def one(server: Llama, chance: random.Random) -> tuple[str, int]:
+    """One call, its answer checked: (action, status)."""
     luck = chance.random()
     if luck < 0.05:
         path = f"/slots/{chance.choice(SLOTS)}/blocks?tenant={chance.choice(TENANTS)}"

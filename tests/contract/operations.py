@@ -28,6 +28,12 @@ class Model:
     saved: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     hashes: dict[tuple[int, ...], str] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
+    cells: int = 0
+    evicts: bool = False  # without a budget too, when no cell is free
+
+    def __post_init__(self) -> None:
+        evoke = self.server.get("/props")["evoke"]
+        self.cells, self.evicts = evoke["limits"]["n_cells"], evoke["kv_eviction"]["mode"] != "off"
 
     def chat(self, slot: int, marked: bool = True) -> None:
         more = self.server.tokens(story(self.chance.randint(5, 60), self.chance.randint(0, 99)))
@@ -36,16 +42,18 @@ class Model:
             prompt = more
         answer = self.server.complete(prompt, slot, marked=marked, n_predict=4)
         self.held[slot] = prompt + answer["tokens"][:-1]
-        if marked:
-            evoke = answer["timings"]["evoke"]
+        if not marked:
+            self.budget[slot] = 0
+        evoke = answer["timings"].get("evoke")
+        assert evoke or not (marked or self.evicts)
+        if evoke:
             assert sum(evoke[part] for part in PARTS) == len(prompt)
             budget = self.budget[slot]
             assert evoke["budget"] == budget
-            assert evoke["n_resident"] <= (budget or MOST_TOKENS * 2) or evoke["budget_breaches"]
-        else:
-            # a stranger never reads a cache with text missing
+            assert evoke["n_resident"] <= (budget or self.cells) or evoke["budget_breaches"]
+        if not marked and (not evoke or (len(prompt) <= self.cells and not evoke["auto_evicted"])):
+            # a stranger never reads a cache with text missing, but for what left while it was read
             assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(prompt)
-            self.budget[slot] = 0
 
     def stranger(self, slot: int) -> None:
         self.chat(slot, marked=False)
@@ -157,9 +165,11 @@ class Model:
         settings = {"mode": "sum", "window": window, "per_head": per_head, "queries": window // 4}
         self.server.act("attn-capture", slot, layers=layers, **settings)
         self.chat(slot)
-        answer = self.server.get(f"/slots/{slot}/attention")
+        body = {"bounds": self.server.slot(slot)["resident"], "with_queries": True}
+        answer = self.server.post(f"/slots/{slot}?action=attention", body)
         assert answer["n_obs"] > 0
         assert abs(answer["total"] - answer["n_obs"]) < 1e-4 * answer["n_obs"], answer
+        assert all(answer["key_bounds"]["known"])
 
     def drop(self, slot: int) -> None:
         names = [name for name in sorted(self.saved) if self.chance.random() < 0.2]

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 
+from crowd import jostle
 from llama import Llama
 from nonsense import rendered, torment
 
-REQUESTS = 600
+REQUESTS, JOSTLED = 500, 200
 
 
 def test_nonsense_is_refused_and_nothing_breaks(two: Llama) -> None:
     seen = torment(two, REQUESTS)
     assert {200, 400, 404, 409} <= {status for _, status in seen}
     assert len({action for action, status in seen if status == 200}) >= 5
+
+
+def test_several_clients_at_once_some_of_whom_hang_up(two: Llama) -> None:
+    seen = jostle(two, JOSTLED)
+    assert seen.total() == JOSTLED and seen["gone"] > seen["slot"] > 0
 
 
 def test_rendering_nonsense(two: Llama) -> None:
