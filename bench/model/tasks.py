@@ -11,6 +11,8 @@ but the standard library, so that benches can make sessions of their own from th
 * rereads: the same, one of them read again with some settings changed
 * paraphrase: five facts, asked in words that share no content word with how they were told
 * unknown: five facts told, three near misses asked that never were
+* rereads-numbers: rereads whose values are numbers
+* unknown-said: unknown, of what the user says of himself and no line of a file
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from bench.model import facts, text, vocab
 from bench.model.facts import Fact
@@ -196,11 +199,13 @@ def _updates(rng: random.Random) -> _Plan:
     return _Plan(told, [known(fact) for fact in asked], _about(chosen))
 
 
-def _two_files(rng: random.Random) -> Mapping[str, list[Fact]]:
+def _two_files(
+    rng: random.Random, settings: Sequence[str] = vocab.SETTINGS
+) -> Mapping[str, list[Fact]]:
     paths: dict[str, None] = {}
     while len(paths) < 2:
         paths[facts.file_name(rng)] = None
-    names = rng.sample(vocab.SETTINGS, 3)
+    names = rng.sample(settings, 3)
     return {path: [facts.setting(rng, path, name) for name in names] for path in paths}
 
 
@@ -211,8 +216,8 @@ def _files(rng: random.Random) -> _Plan:
     return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
 
 
-def _rereads(rng: random.Random) -> _Plan:
-    files = _two_files(rng)
+def _rereads(rng: random.Random, settings: Sequence[str] = vocab.SETTINGS) -> _Plan:
+    files = _two_files(rng, settings)
     told = [reading(path, lines) for path, lines in files.items()]
     path = rng.choice(list(files))
     changed = rng.sample(files[path], rng.choice((1, 2)))
@@ -228,8 +233,8 @@ def _paraphrase(rng: random.Random) -> _Plan:
     return _Plan([telling(fact) for fact in chosen], probes, _about(chosen))
 
 
-def _unknown(rng: random.Random) -> _Plan:
-    chosen = draw_facts(rng, 5)
+def _unknown(rng: random.Random, kinds: Sequence[str] = facts.KINDS) -> _Plan:
+    chosen = draw_facts(rng, 5, kinds)
     keys = {fact.key for fact in chosen}
     probes: list[Probe] = []
     while len(probes) < 3:
@@ -241,6 +246,7 @@ def _unknown(rng: random.Random) -> _Plan:
     return _Plan([_told(fact) for fact in chosen], probes, about)
 
 
+_NUMBERS = [name for name in vocab.SETTINGS if name not in vocab.CODE_SETTINGS]
 _PLANS: Mapping[str, Callable[[random.Random], _Plan]] = {
     "facts5": _facts(5),
     "facts12": _facts(12),
@@ -251,5 +257,7 @@ _PLANS: Mapping[str, Callable[[random.Random], _Plan]] = {
     "rereads": _rereads,
     "paraphrase": _paraphrase,
     "unknown": _unknown,
+    "rereads-numbers": partial(_rereads, settings=_NUMBERS),
+    "unknown-said": partial(_unknown, kinds=("my", "para")),
 }
 TASKS = ("needle", *_PLANS)

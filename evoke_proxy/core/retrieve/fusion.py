@@ -19,24 +19,26 @@ _DEPTH = 128
 
 def ranked(scores: Scores, depth: int = _DEPTH) -> Order:
     """Indexes of the highest scores above 0, best first; of equal ones the last comes first."""
-    positive = np.flatnonzero(scores > 0)
-    if len(positive) > depth:
-        least = np.partition(scores[positive], len(positive) - depth)[len(positive) - depth]
-        positive = positive[scores[positive] >= least]
-    return positive[np.lexsort((-positive, -scores[positive]))][:depth]
+    # The last first: a stable sort leaves equal ones as they are.
+    positive = np.flatnonzero(scores > 0)[::-1]
+    found = scores[positive]
+    if len(found) > depth:
+        among = found >= np.partition(found, len(found) - depth)[len(found) - depth]
+        positive, found = positive[among], found[among]
+    return positive[np.argsort(-found, kind="stable")[:depth]]
 
 
-def reciprocal(scores: Scores) -> Scores:
-    """(k + 1) / (k + rank) of each score: 1 for the best, 0 for what is not ranked.
+def by_rank(scores: Scores, worth: Scores) -> Scores:
+    """What each score is worth times its reciprocal rank, (k + 1) / (k + rank): all of it for the
+    best, nothing for what is not ranked.
 
     Equal scores share the rank of the first of them.
     """
     order = ranked(scores)
-    ordered = scores[order]
-    shares = np.zeros(len(scores))
-    first = np.searchsorted(-ordered, -ordered, "left")
-    shares[order] = (_K + 1) / (_K + 1 + first)
-    return shares
+    falling = -scores[order]
+    found = np.zeros(len(scores))
+    found[order] = worth[order] * ((_K + 1) / (_K + 1 + np.searchsorted(falling, falling, "left")))
+    return found
 
 
 def in_turns(orders: Sequence[Order]) -> list[tuple[int, int]]:

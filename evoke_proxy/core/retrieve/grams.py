@@ -7,6 +7,8 @@ taken apart once.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -43,32 +45,54 @@ class Lookalikes:
         for gram in grams:
             self._having.setdefault(gram, array("q")).append(number)
 
-    def like(self, word: str) -> list[tuple[str, float]]:
-        """Other words that look like this one, with how much (Dice's coefficient of their bigrams,
-        0.5 to 1), the most alike first."""
-        if not comparable(word):
-            return []
-        mine = _grams(word, 2)
-        pairs = [(other, _alike(word, other, mine)) for other in self._candidates(word)]
-        found = [(other, alike) for other, alike in pairs if alike >= _ALIKE and other != word]
-        return sorted(found, key=lambda pair: (-pair[1], pair[0]))
+    def like(self, words: Sequence[str]) -> list[list[tuple[str, float]]]:
+        """For each word others that look like it, with how much (Dice's coefficient of their
+        bigrams, 0.5 to 1), the most alike first."""
+        asked = [word for word in words if comparable(word)]
+        found: dict[str, list[tuple[str, float]]] = {}
+        for word, others in zip(asked, self._candidates(asked), strict=True):
+            mine = _grams(word, 2)
+            pairs = [(other, _alike(word, other, mine)) for other in others if other != word]
+            likely = [pair for pair in pairs if pair[1] >= _ALIKE]
+            found[word] = sorted(likely, key=lambda pair: (-pair[1], pair[0]))
+        return [found.get(word, []) for word in words]
 
-    def _candidates(self, word: str) -> list[str]:
-        grams = _grams(word, 3)
-        most = max(_NEVER_PRUNED, int(_MAX_SHARE * len(self._words)))
-        having = [self._having[gram] for gram in grams if gram in self._having]
-        rows = [np.array(row) for row in having if len(row) <= most]
-        if not rows:
-            return []
-        shared = np.bincount(np.concatenate(rows))
-        numbers = np.flatnonzero(shared > 0)
-        counts, sizes = shared[numbers], np.frombuffer(self._sizes, np.int64)[numbers]
-        alike: npt.NDArray[np.float64] = 2 * counts / (len(grams) + sizes)
+    def _candidates(self, words: Sequence[str]) -> list[list[str]]:
+        """For each word those that share most of its trigrams; all of them are looked for at once,
+        because each step costs as much for one as for all."""
+        shapes, shared_by, counts = self._sharing(words)
+        if not shared_by:
+            return [[] for _ in words]
+        asker = np.repeat(np.arange(len(words)), counts) * len(self._words)
+        pairs = np.sort(np.array(shared_by) + asker)
+        firsts = np.flatnonzero(np.concatenate(([True], pairs[1:] != pairs[:-1])))
+        shared = np.diff(firsts, append=len(pairs))
+        which, numbers = np.divmod(pairs[firsts], len(self._words))
+        mine, sizes = np.array(shapes)[which], np.frombuffer(self._sizes, np.int64)[numbers]
+        alike: npt.NDArray[np.float64] = 2 * shared / (mine + sizes)
         # One that holds the other shares all that is inside the shorter.
-        likely = (alike >= _LEAST) | (counts >= np.minimum(len(grams), sizes) - 2)
-        numbers, alike = numbers[likely], alike[likely]
-        best = np.lexsort((numbers, -alike))[:_CANDIDATES]
-        return [self._words[i] for i in numbers[best].tolist()]
+        likely = (alike >= _LEAST) | (shared >= np.minimum(mine, sizes) - 2)
+        which, numbers, alike = which[likely], numbers[likely], alike[likely]
+        order = np.lexsort((numbers, -alike, which))
+        ends = np.searchsorted(which, np.arange(len(words) + 1))
+        return [
+            [self._words[i] for i in numbers[order[start : min(end, start + _CANDIDATES)]].tolist()]
+            for start, end in pairwise(ends.tolist())
+        ]
+
+    def _sharing(self, words: Sequence[str]) -> tuple[list[int], array[int], list[int]]:
+        """How many trigrams each word has; the numbers of the words that share them, once for each
+        that is not too common; and how many of these are for each word."""
+        most = max(_NEVER_PRUNED, int(_MAX_SHARE * len(self._words)))
+        shapes, numbers, counts = [], array("q"), []
+        for word in words:
+            before, grams = len(numbers), _grams(word, 3)
+            for gram in grams & self._having.keys():
+                if len(self._having[gram]) <= most:
+                    numbers.extend(self._having[gram])
+            shapes.append(len(grams))
+            counts.append(len(numbers) - before)
+        return shapes, numbers, counts
 
 
 def comparable(word: str) -> bool:

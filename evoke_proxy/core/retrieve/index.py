@@ -14,9 +14,10 @@ from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve.edges import closed, cut_off
-from evoke_proxy.core.retrieve.fusion import Order, in_turns, ranked, reciprocal
+from evoke_proxy.core.retrieve.fusion import Order, by_rank, in_turns, ranked
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
 from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
+from evoke_proxy.core.retrieve.terms import spelled
 from evoke_proxy.core.retrieve.words import Evidence, Numbers, Postings, Scores, summed
 
 # What blocks can be ranked by.
@@ -45,19 +46,22 @@ _CLOSELY = 48
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Clause:
-    """What one clause makes of the blocks: their order, and how much speaks for each, 0 to 1."""
+    """What one clause makes of the blocks: their order, and how much speaks for each; more than 1
+    counts as 1, and of that `share`."""
 
     order: Order
     evidence: Scores
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Looking:
     """One question's look-ups: the index of the first block of its own, how many texts each clause
-    may read again, and what words have said so far, see `_heard`."""
+    may read again, which words each clause asks about and what they say, see `_hear`."""
 
     own: int
     closely: int
+    asked: dict[str, Sequence[str]] = field(default_factory=dict)
     heard: dict[str, tuple[Evidence, Evidence]] = field(default_factory=dict)
 
 
@@ -90,7 +94,10 @@ class Index:
         places = in_turns([clause.order for clause in clauses])
         if places:
             at, which = np.array(places, np.int64).T
-            evidence = np.stack([clause.evidence for clause in clauses])[which, at]
+            evidence = np.zeros(len(at))
+            for number, clause in enumerate(clauses):
+                its = which == number
+                evidence[its] = clause.share * np.minimum(clause.evidence[at[its]], 1.0)
             mine = at >= own
             place = np.where(mine, mine.cumsum(), (~mine).cumsum()) - 1
             found[at] = evidence / (1 + place / _HALF_PLACE)
@@ -173,10 +180,11 @@ class Index:
         asked = list(zip(question.parts, cosines, strict=True))
         if len(asked) > 1 + question.leans:
             asked.append((question.text, None))
+        self._hear([text for text, _ in asked], looking)
         clauses = [self._clause(text, near, looking) for text, near in asked]
         if question.leans:
             at = len(question.parts) - 1
-            clauses[at] = replace(clauses[at], evidence=_LEANING * clauses[at].evidence)
+            clauses[at] = replace(clauses[at], share=_LEANING)
         return clauses
 
     def _cosines(self, question: Question) -> Sequence[Scores | None]:
@@ -196,23 +204,23 @@ class Index:
         total = self._said(text, looking)
         if cosines is not None:
             near = standing_out(cosines)
-            total += near * reciprocal(near)
+            total += by_rank(near, near)
         if "names" in self._signals:
             self._add_named(total, text)
-        return _Clause(ranked(total), np.minimum(total, 1.0))
+        return _Clause(ranked(total), total)
 
     def _said(self, text: str, looking: _Looking) -> Scores:
         """What words and their lookalikes say."""
-        asked = self._postings.telling(text)
-        heard = [self._heard(term, looking) for term in asked]
+        asked = looking.asked[text]
+        heard = [looking.heard[term] for term in asked]
         words, grams = "words" in self._signals, "grams" in self._signals
         said = np.zeros(len(self._held))
         if words:
             scores, covered = self._summed([exact for exact, _ in heard])
-            said = covered * reciprocal(scores)
+            said = by_rank(scores, covered)
         if grams and not (words and all(alike is exact for exact, alike in heard)):
             scores, covered = self._summed([alike for _, alike in heard])
-            said = np.maximum(said, _LOOKALIKE * covered * reciprocal(scores))
+            said = np.maximum(said, _LOOKALIKE * by_rank(scores, covered))
         wanted = phrases(text, asked)
         return self._together(wanted, said, looking) if wanted else said
 
@@ -224,21 +232,20 @@ class Index:
         best = [i for i in best if said[i] >= LEAST * said[best[0]]]
         texts = [self._spaced[number] for number in self._numbers[best].tolist()]
         counts = [sum(phrase in text for phrase in wanted) for text in texts]
-        shares = np.zeros(len(said))
-        shares[best] = counts
-        shares[looking.own :] = max(counts, default=0)
-        together: Scores = said * weights(shares)
+        if not any(counts):
+            return said
+        together: Scores = LEAST * said
+        together[best] = said[best] * weights(np.array(counts, np.float64))
+        together[looking.own :] = said[looking.own :]
         return together
 
-    def _heard(self, term: str, looking: _Looking) -> tuple[Evidence, Evidence]:
-        """What a word says by itself, and together with those that look like it."""
-        known = looking.heard.get(term)
-        if known is None:
-            exact = self._postings.exact(term)
-            grams = "grams" in self._signals
-            known = exact, self._postings.alike(term, exact) if grams else exact
-            looking.heard[term] = known
-        return known
+    def _hear(self, texts: Sequence[str], looking: _Looking) -> None:
+        """Find out what each word says by itself, and together with those that look like it."""
+        looking.asked.update((text, self._postings.telling(text)) for text in texts)
+        terms = dict.fromkeys(term for asked in looking.asked.values() for term in asked)
+        exact = {term: self._postings.exact(term) for term in terms}
+        alike = self._postings.alike(exact) if "grams" in self._signals else exact
+        looking.heard.update((term, (exact[term], alike[term])) for term in terms)
 
     def _summed(self, evidence: Iterable[Evidence]) -> tuple[Scores, Scores]:
         scores, covered = summed(evidence, len(self._postings))
@@ -253,7 +260,7 @@ class Index:
     def _add_named(self, total: Scores, text: str) -> None:
         """More for every block whose path, file name, tool or id stands in a text."""
         most = max(_NAME_BLOCKS, _NAME_SHARE * len(self._held))
-        found = [np.array(self._names[name]) for name in _spelled(text) & self._names.keys()]
+        found = [np.array(self._names[name]) for name in spelled(text) & self._names.keys()]
         rare = [numbers for numbers in found if len(numbers) <= most]
         if rare:
             named = np.zeros(len(self._postings))
@@ -282,13 +289,6 @@ class Index:
             if ends and behind:
                 shared[i + 1] = max(shared[i + 1], worth * scores[i])
         return shared
-
-
-def _spelled(query: str) -> set[str]:
-    """Everything in a text that could be a name: words with what is in and after their slashes."""
-    runs = query.lower().split()
-    bare = (run.strip("\"'`.,;:!?()[]{}<>*") for run in runs)
-    return {form for run in bare for form in (run, run.rsplit("/", 1)[-1]) if form}
 
 
 def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:

@@ -91,34 +91,34 @@ class VectorRows:
         where there is none; None when no text has a vector of that length."""
         if not self._owners or not vectors or vectors[0].shape[0] != self._rows.shape[1]:
             return None
-        found = np.full((len(vectors), size), np.nan)
         firsts, owners = np.array(self._firsts), np.array(self._owners)
-        exact = self._used * len(vectors) <= _ALL_PRODUCTS
-        if exact:
-            nearest = (
-                np.maximum.reduceat(one, firsts)
-                for one in _products(self._rows[: self._used], vectors)
-            )
+        if self._used * len(vectors) <= _ALL_PRODUCTS:
+            products = _products(self._rows[: self._used], vectors)
+            nearest = [np.maximum.reduceat(one, firsts) for one in products]
         else:
-            means = _products(self._means[: len(firsts)], vectors)
-            count = _LOOKED_AT // len(vectors)
-            nearest = (
-                self._looked(*pair, firsts, count) for pair in zip(vectors, means, strict=True)
-            )
+            nearest = self._looked(vectors, firsts)
+        found = np.full((len(vectors), size), np.nan)
         for line, near in zip(found, nearest, strict=True):
             line[owners] = near
         return found
 
-    def _looked(self, vector: Vectors, near: Vectors, firsts: Numbers, count: int) -> Vectors:
-        """What a vector has in common with the mean of each text, and of so many of the highest
+    def _looked(self, vectors: Sequence[Vectors], firsts: Numbers) -> list[Vectors]:
+        """What each vector has in common with the mean of each text, and of so many of the highest
         with the best piece."""
-        behind = max(0, len(near) - count)
-        chosen = np.sort(np.argpartition(near, behind)[behind:])
-        counts = np.append(firsts[1:], self._used)[chosen] - firsts[chosen]
-        starts = np.cumsum(counts) - counts
-        rows = np.repeat(firsts[chosen] - starts, counts) + np.arange(int(counts.sum()))
-        near[chosen] = np.maximum.reduceat(self._rows[rows] @ vector, starts)
-        return near
+        nearest = list(_products(self._means[: len(firsts)], vectors))
+        behind = max(0, len(firsts) - _LOOKED_AT // len(vectors))
+        counts = np.diff(firsts, append=self._used)
+        for vector, near in zip(vectors, nearest, strict=True):
+            chosen = np.sort(np.argpartition(near, behind)[behind:])
+            count = counts[chosen]
+            ends = count.cumsum()
+            starts = ends - count
+            rows = np.arange(ends[-1]) + np.repeat(firsts[chosen] - starts, count)
+            # There is no row that is not there: nothing is ever clipped, and nothing is checked.
+            near[chosen] = np.maximum.reduceat(
+                self._rows.take(rows, axis=0, mode="clip") @ vector, starts
+            )
+        return nearest
 
     def topical(self, topic: Vectors, size: int) -> Scores | None:
         """[size]: of a unit vector with the mean of each text; as `cosines` otherwise."""

@@ -30,8 +30,7 @@ def terms(text: str) -> list[str]:
     Text without spaces between its words is taken two characters at a time.
     """
     found: list[str] = []
-    for match in _WORD.finditer(text):
-        word = match.group()
+    for word in _WORD.findall(text):
         lowered = word.lower()
         found.append(lowered)
         if not lowered.isalnum():
@@ -41,6 +40,13 @@ def terms(text: str) -> list[str]:
     if not text.isascii():
         found += [run[i : i + 2] for run in _UNSPACED.findall(text) for i in range(len(run) - 1)]
     return found
+
+
+def spelled(query: str) -> set[str]:
+    """Everything in a text that could be a name: words with what is in and after their slashes."""
+    runs = query.lower().split()
+    bare = (run.strip("\"'`.,;:!?()[]{}<>*") for run in runs)
+    return {form for run in bare for form in (run, run.rsplit("/", 1)[-1]) if form}
 
 
 def _parts(word: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +66,7 @@ class Postings:
                 having = self._having[term] = (array("l"), array("d"))
                 self._lookalikes.add(term)
             having[0].append(number)
-            having[1].append(float(count))
+            having[1].append(count)
         return number
 
     def ask_about(self, numbers: Numbers) -> None:
@@ -82,18 +82,24 @@ class Postings:
         """What a word says about the texts that have exactly it."""
         return self._evidence(term, *self._found(term))
 
-    def alike(self, term: str, exact: Evidence) -> Evidence:
-        """What a word says about the texts that have it or one that looks like it, `exact` being
-        what it says by itself: the very same where no other word is asked."""
-        if term in FUNCTION_WORDS or len(exact.numbers) > max(1.0, _COMMON_SHARE * self._count):
-            return exact
-        others = [(self._found(word), like**2) for word, like in self._lookalikes.like(term)]
-        if not others:
-            return exact
-        found = [
-            self._found(term),
-            *((numbers, counts * like) for (numbers, counts), like in others),
+    def alike(self, said: Mapping[str, Evidence]) -> dict[str, Evidence]:
+        """What words say about the texts that have them or one that looks like them, `said` being
+        what they say by themselves: the very same where no other word is asked."""
+        most = max(1.0, _COMMON_SHARE * self._count)
+        rare = [
+            term
+            for term, exact in said.items()
+            if len(exact.numbers) <= most and term not in FUNCTION_WORDS
         ]
+        others = zip(rare, self._lookalikes.like(rare), strict=True)
+        return {**said, **{term: self._with(term, like) for term, like in others if like}}
+
+    def _with(self, term: str, others: Sequence[tuple[str, float]]) -> Evidence:
+        """What a word says together with others, each with how much it looks like it."""
+        found = [self._found(term)]
+        for word, like in others:
+            numbers, counts = self._found(word)
+            found.append((numbers, counts * like**2))
         together = np.concatenate([one for one, _ in found])
         weights = np.concatenate([one for _, one in found])
         unique, at = np.unique(together, return_inverse=True)
