@@ -6,16 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.quality.arms import CEILING, CORE, OURS, RATIOS, Arm, Variant, ladder
+from bench.quality.arms import CEILING, CONTROLS, OURS, RATIOS, Arm, Variant, ladder
 from bench.quality.sessions import Script, scripts
 from evoke_proxy.config import POLICIES
+
+ABLATED_AT = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Sessions of one kind. All get the ceiling and our own policy, the first `core` of them (None:
-    all) the two controls beside it, the first `wide` every policy, the first `ablated` the variants
-    of our own. `times`: how many of the task's sessions are told and asked in one."""
+    """Sessions of one kind. All get the ceiling and our own policy, the first `core` of them the
+    two controls beside it, at compressions `controls`, the first `wide` every other policy at
+    ABLATED_AT, the first `ablated` the variants. `times`: how many of the task's sessions are told
+    and asked in one."""
 
     name: str
     task: str
@@ -24,13 +27,19 @@ class Cell:
     times: int = 1
     wide: int = 0
     ablated: int = 0
-    core: int | None = None
+    core: int = 3
+    controls: Sequence[float] = (ABLATED_AT,)
 
-    def policies(self, session: int) -> Sequence[str]:
+    def arms(self, session: int, ratios: Sequence[float]) -> list[Arm]:
         """Those that the session of this number is run under."""
+        found = ladder((CEILING, OURS), ratios)
+        if session < self.core:
+            within = [ratio for ratio in ratios if ratio in self.controls]
+            found += [Arm(name, ratio) for name in CONTROLS for ratio in within]
         if session < self.wide:
-            return POLICIES
-        return CORE if self.core is None or session < self.core else (CEILING, OURS)
+            others = (name for name in POLICIES if name not in (CEILING, OURS, *CONTROLS))
+            found += [Arm(name, ABLATED_AT) for name in others]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +70,24 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     "multi-fact": ("facts5", "facts12", "facts20", "codes"),
 }
 FULL = (
-    Cell("needle", "needle", 4000, 40, core=10, wide=8),
-    Cell("facts5", "facts5", 4000, 8, core=3),
-    Cell("facts12", "facts12", 4000, 10, core=5, wide=4, ablated=4),
-    Cell("facts20", "facts20", 4000, 4, core=2),
-    Cell("codes", "codes", 4000, 3, times=3),
-    Cell("updates", "updates", 4000, 4, times=3),
-    Cell("files", "files", 4000, 4, times=3),
-    Cell("rereads", "rereads", 4000, 4, times=3),
-    Cell("paraphrase", "paraphrase", 4000, 6, times=2, core=4, ablated=6),
-    Cell("unknown", "unknown", 4000, 4, times=4),
+    Cell("needle", "needle", 4000, 40, core=10, wide=8, controls=RATIOS),
+    Cell("facts5", "facts5", 4000, 8, core=2, controls=RATIOS),
+    Cell("facts12", "facts12", 4000, 6, core=4, wide=4, ablated=4, controls=RATIOS),
+    Cell("facts20", "facts20", 4000, 4, core=1, controls=RATIOS),
+    Cell("codes", "codes", 4000, 3, times=3, core=1, controls=RATIOS),
+    Cell("updates", "updates", 4000, 12),
+    Cell("files", "files", 4000, 6, times=2),
+    Cell("rereads", "rereads-numbers", 2500, 12),
+    Cell("paraphrase", "paraphrase", 4000, 6, times=2, ablated=6),
+    Cell("unknown", "unknown-said", 4000, 5, times=4),
     Cell("long", "facts12", 7000, 4, core=2),
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
-BLOCKS = (32, 128, 256, 512)
-LOOK_UPS = (2, 4, 16)  # blocks of an InfLLM look-up, beside its 8
-ABLATED_AT = 8.0
-# A larger block does not fit an eighth of a session beside the sinks and the latest tokens.
-_BLOCK_AT_MOST = 256
+# Sizes of blocks, each at the highest compression at which some fit beside the sinks and the
+# latest tokens.
+BLOCKS = {32: 16.0, 128: 16.0, 256: 8.0, 512: 3.6}
+# Blocks of an InfLLM look-up, beside its 8, where so many fit and where more do not.
+LOOK_UPS = {2: 8.0, 4: 8.0, 16: 3.6}
 
 
 def batches(
@@ -98,9 +107,7 @@ def batches(
         key=lambda item: item[0],
     )
     main = [
-        Unit(cell.name, drawn[cell][i], arm)
-        for _, cell, i in order
-        for arm in ladder(cell.policies(i), ratios)
+        Unit(cell.name, drawn[cell][i], arm) for _, cell, i in order for arm in cell.arms(i, ratios)
     ]
     found = [Batch(base, main)]
     for settings, arms in _by_settings(variants(embedder)):
@@ -156,14 +163,12 @@ def _by_meaning(setting: Mapping[str, Any]) -> list[Variant]:
     def changed(policy: str, ratio: float, what: str = "", **settings: object) -> Variant:
         label = f"embedder+{what}" if what else "embedder"
         dotted = {f"policy.{name}": value for name, value in settings.items()}
-        cells = ("facts12", "paraphrase") if policy == OURS and not what else ("paraphrase",)
-        return Variant(Arm(policy, ratio, label), cells, {**setting, **dotted})
+        return Variant(Arm(policy, ratio, label), ("paraphrase",), {**setting, **dotted})
 
     found = [changed(OURS, ratio) for ratio in RATIOS]
-    for size in BLOCKS:
-        ratio = RATIOS[0] if size > _BLOCK_AT_MOST else ABLATED_AT
+    for size, ratio in BLOCKS.items():
         found.append(changed(OURS, ratio, f"block{size}", block_tokens=size))
-    found.append(changed("infllm", ABLATED_AT))
-    for blocks in LOOK_UPS:
-        found.append(changed("infllm", ABLATED_AT, f"k{blocks}", infllm_blocks=blocks))
+    found += [changed("infllm", ratio) for ratio in dict.fromkeys(LOOK_UPS.values())]
+    for blocks, ratio in LOOK_UPS.items():
+        found.append(changed("infllm", ratio, f"k{blocks}", infllm_blocks=blocks))
     return found
