@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 TESTS  ?= tests
+# Test files that run at once; the servers they start use one core each.
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
 
@@ -14,7 +16,7 @@ demo: venv
 	@$(BIN)/evoke-proxy demo
 
 test: build .venv/clients
-	@$(BIN)/python tests/run.py --continue-on-collection-errors $(TESTS)
+	@$(BIN)/python tests/run.py -n $(JOBS) --dist loadfile --continue-on-collection-errors $(TESTS)
 
 check: venv
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build.cache import cache_dir
 
 VERSION = "1.18.33"
-INSTALL_S, TURN_S = 200, 60
+INSTALL_S, TURN_S = 200, 120
 BUDGET = 6000
 # Answers of a model with random weights are noise; a little of it is enough.
 ANSWER_TOKENS = 24
