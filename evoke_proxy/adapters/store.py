@@ -1,4 +1,4 @@
-"""The index of snapshots: one SQLite file in WAL mode, every snapshot a row.
+"""The index of snapshots, and records of budgeted sessions: one SQLite file in WAL mode.
 
 Rows are small and local: calls take well under a millisecond and may run in the event loop.
 """
@@ -9,10 +9,12 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Snapshot
 from evoke_proxy.errors import ConfigError
 
@@ -24,14 +26,28 @@ CREATE TABLE IF NOT EXISTS snapshots (
   created REAL NOT NULL, used REAL NOT NULL, hits REAL NOT NULL, pinned INTEGER NOT NULL,
   suspect INTEGER NOT NULL, tokens BLOB NOT NULL)
 """
+_RECORDS = """
+CREATE TABLE IF NOT EXISTS records (
+  id TEXT PRIMARY KEY, tenant TEXT NOT NULL, used REAL NOT NULL, packed BLOB NOT NULL)
+"""
 _COLUMNS = (
     "id, tenant, fingerprint, branch, kind, n_bytes, checksum, prefill_s, created, used, hits,"
     " pinned, suspect, tokens"
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What outlives a restart of one budgeted session; `used` in seconds since the epoch."""
+
+    id: str
+    tenant: str
+    used: float
+    packed: bytes
+
+
 class Store:
-    """Snapshots as they were last put; every change is on disk when a call returns."""
+    """Snapshots and records; a process that dies loses no change."""
 
     def __init__(self, path: Path) -> None:
         """Open or create it, for its owner alone. ConfigError when it is no index of ours."""
@@ -40,8 +56,11 @@ class Store:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
+            # A dead process loses nothing then; a machine that loses power may lose the last rows,
+            # and files and rows are made to agree at start.
+            self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(_TABLE)
+            self._db.execute(_RECORDS)
             self._check_version()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"snapshots.directory: {path} cannot be used: {error}") from error
@@ -50,12 +69,19 @@ class Store:
         """No call after this."""
         self._db.close()
 
-    def put(self, snapshot: Snapshot) -> None:
-        """Add it, or replace the one of its id."""
+    def add(self, snapshot: Snapshot, packed: bytes) -> None:
+        """Add one, its tokens as `pack` has made them of it."""
         marks = ",".join("?" * (_COLUMNS.count(",") + 1))
         self._db.execute(
-            f"INSERT OR REPLACE INTO snapshots ({_COLUMNS}) VALUES ({marks})", _row(snapshot)
+            f"INSERT INTO snapshots ({_COLUMNS}) VALUES ({marks})", (*_values(snapshot), packed)
         )
+
+    def mark(self, id: str, **values: float) -> None:
+        """Change `used`, `hits`, `pinned` or `suspect` of one, and nothing else of it; nothing when
+        it is not there."""
+        assert values.keys() <= {"used", "hits", "pinned", "suspect"}
+        changes = ", ".join(f"{name} = ?" for name in values)
+        self._db.execute(f"UPDATE snapshots SET {changes} WHERE id = ?", (*values.values(), id))
 
     def remove(self, id: str) -> None:
         """Forget it; nothing when it is not there."""
@@ -65,6 +91,22 @@ class Store:
         """Every snapshot, the latest used first."""
         for row in self._db.execute(f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"):
             yield _snapshot(row)
+
+    def put_record(self, record: Record) -> None:
+        """Add it, or replace the one of its id."""
+        row = (record.id, record.tenant, record.used, record.packed)
+        self._db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+
+    def remove_record(self, id: str) -> None:
+        """Forget it; nothing when it is not there."""
+        self._db.execute("DELETE FROM records WHERE id = ?", (id,))
+
+    def records(self) -> Iterator[Record]:
+        """Every record, the latest used first."""
+        for row in self._db.execute(
+            "SELECT id, tenant, used, packed FROM records ORDER BY used DESC"
+        ):
+            yield Record(*row)
 
     def generation(self) -> int:
         """Another number than before whenever another process has changed something."""
@@ -78,12 +120,16 @@ class Store:
         self._db.execute(f"PRAGMA user_version={_VERSION}")
 
 
-def _row(item: Snapshot) -> tuple[object, ...]:
-    packed = zlib.compress(item.tokens.astype("<i4").tobytes(), 1)
+def pack(tokens: Tokens) -> bytes:
+    """Tokens as a row has them; of a long prompt it takes a while."""
+    return zlib.compress(tokens.astype("<i4").tobytes(), 1)
+
+
+def _values(item: Snapshot) -> tuple[object, ...]:
     return (
         *(item.id, item.tenant, item.fingerprint, item.branch, item.kind, item.n_bytes),
         *(item.checksum, item.prefill_s, item.created, item.used, item.hits),
-        *(int(item.pinned), int(item.suspect), packed),
+        *(int(item.pinned), int(item.suspect)),
     )
 
 

@@ -26,8 +26,8 @@ from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.rendered import MessageSpan
 from evoke_proxy.core.segment import Shares
-from evoke_proxy.core.session import Turn
 from evoke_proxy.core.splice import prepend
+from evoke_proxy.core.turn import Turn
 
 # A block is worth its tokens when it has at least half as much to do with the question as the best
 # of all blocks, resident or not, and something at all. In 204 questions of the quality bench's

@@ -8,8 +8,9 @@ from typing import Any
 
 # What two calls and a look into the index take, seconds.
 _OVERHEAD_S = 0.02
-# Of `min_gain`, for a save: it is seldom known how often it will be restored.
-_SAVE_SHARE = 0.05
+# Of `min_gain`, for a save: it is seldom known how often it will be restored. The second is for
+# one in front of a request, which is that much later for it.
+_SAVE_SHARE, _WAITED_SHARE = 0.05, 0.5
 # A short prefill says more about overheads than about speed.
 _TELLING_TOKENS = 64
 _NEW_SHARE = 0.3
@@ -71,17 +72,18 @@ class Costs:
         cost = self.restore.seconds(n_bytes) + _OVERHEAD_S
         return self.prefill.seconds(gain) > self.min_gain * cost
 
-    def worth_saving(self, gain: int, n_tokens: int) -> bool:
+    def worth_saving(self, gain: int, n_tokens: int, waited_for: bool = False) -> bool:
         """Whether a snapshot of `n_tokens` pays that is `gain` tokens ahead of the one there is.
 
-        How often it will be restored is unknown, how often saves may be
-        made is bounded.
+        How often it will be restored is unknown, how often saves may be made is bounded: while
+        nobody waits a small gain will do. One that a request has `waited_for` has to pay with its
+        first restore. What was never measured is taken to be worth it then if half of it is new.
         """
         if not self.prefill.value or not self.save.value:
-            return True
-        n_bytes = n_tokens * self.bytes_per_token
-        cost = self.save.seconds(n_bytes)
-        return self.prefill.seconds(gain) > self.min_gain * _SAVE_SHARE * cost
+            return not waited_for or 2 * gain >= n_tokens or not self.min_gain
+        cost = self.save.seconds(n_tokens * self.bytes_per_token)
+        share = self.min_gain * (_WAITED_SHARE if waited_for else _SAVE_SHARE)
+        return self.prefill.seconds(gain) > share * cost
 
 
 def cost_of(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[int, int, int]:

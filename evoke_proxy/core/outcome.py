@@ -12,7 +12,7 @@ from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.naming import called, unknown
 from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.policies import recovers_text
-from evoke_proxy.core.session import Turn
+from evoke_proxy.core.turn import Turn
 
 
 def outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str, Any]:

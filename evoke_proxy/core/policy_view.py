@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from evoke_proxy.core.block_table import BlockTable, Mask, Numbers
 from evoke_proxy.core.blocks import Span, clipped, without
+from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.retrieve import Index
 from evoke_proxy.core.task import Task
 
@@ -18,8 +19,9 @@ class PolicyView:
     [0, n_past) will not be decoded, [n_past, n_tokens) is the tail. `resident` are all rows of the
     slot, those past `n_past` too: they are of another text and go when the request starts.
     `adopt_to` above 0 says that the slot holds something else and that the saved blocks cover
-    [0, adopt_to) without a gap. `stale` are labels of useless copies. `recovered` are blocks that
-    came back in this turn or lately, None: none. `held` rows stay, in blocks of their own.
+    [0, adopt_to) without a gap; `left` are the rows that were in the slot when a restart took them,
+    which choosing counts as resident. `stale` are labels of useless copies. `recovered` are blocks
+    that came back in this turn or lately, None: none. `held` rows stay, in blocks of their own.
     `attention` is how much each block was last looked at, 0 to 1, 0.5 the mean; `looked` the turn
     it last had that or was made. None while nobody has captured it.
     """
@@ -34,6 +36,7 @@ class PolicyView:
     n_free: int = 1 << 30
     max_tokens: int | None = None
     adopt_to: int = 0
+    left: tuple[Span, ...] = ()
     stale: tuple[str, ...] = ()
     index: Index = field(default_factory=Index)
     task: Task = field(default_factory=Task)
@@ -65,3 +68,12 @@ class PolicyView:
         top = self.resident[-1].end if self.resident else 0
         rows = clipped(self.resident, Span(self.n_past, max(self.n_past, top - 1)))
         return without(rows, self.held)
+
+    def came_back(self, plan: Plan) -> list[str]:
+        """The labels of what a plan brings back, but for what a restart alone had taken."""
+        labels = [load.label for load in plan.loads]
+        if plan.adopt is not None and self.left:
+            fresh = self.blocks.labelled(frozenset(plan.adopt.labels))
+            fresh &= ~self.blocks.within(self.left)
+            labels += [block.label for block in self.blocks.pick(fresh)]
+        return labels

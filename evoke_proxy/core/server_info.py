@@ -15,9 +15,10 @@ class ServerInfo:
 
     `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
     says it to a person; both are empty when it is `patched`. `adopts`: saved blocks can be put into
-    an emptied slot, so that a session comes back to one without being decoded again. `capturable`
-    are the layers whose attention it can capture. `n_ctx` is how many tokens
-    a slot's context may have, resident or not; None where only the server knows.
+    an emptied slot, so that a session comes back to one without being decoded again. `spills`:
+    copies can be written to disk, where a restart leaves them. `capturable` are the layers whose
+    attention it can capture. `n_ctx` is how many tokens a slot's context may have, resident or not;
+    None where only the server knows.
     """
 
     lacking: str
@@ -26,6 +27,7 @@ class ServerInfo:
     sleeping: bool = False
     build: str = ""
     adopts: bool = False
+    spills: bool = False
     capturable: tuple[int, ...] = ()
     n_ctx: int | None = None
 
@@ -45,6 +47,7 @@ class ServerInfo:
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),
+            spills="disk" in _features(props.get("evoke")),
             capturable=_capturable(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),
         )

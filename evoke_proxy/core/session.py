@@ -8,7 +8,7 @@ how calls are made.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,28 +24,12 @@ from evoke_proxy.core.layout import Layout, wire_name
 from evoke_proxy.core.plan import Plan, Save
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question, asked
+from evoke_proxy.core.question import asked
+from evoke_proxy.core.recorded import Recorded
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.retrieve import Index, pieces
 from evoke_proxy.core.task import Task
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """One request of a session on one slot; `config` is the configured one as the request wants it.
-
-    `divergence` is the position where the client's history left the known one, None if it did not.
-    """
-
-    number: int
-    request: ChatRequest
-    rendered: Rendered
-    slot: SlotView
-    view: PolicyView
-    config: PolicyConfig
-    divergence: int | None
-    question: Question
-    task: Task
+from evoke_proxy.core.turn import Turn
 
 
 class Session:
@@ -71,6 +55,8 @@ class Session:
         self._turn_marks: dict[int, tuple[bool, float]] = {}
         self._planned: tuple[PolicyView, Plan] | None = None
         self._doubtful: dict[str, Span] = {}
+        self._left: tuple[Span, ...] = ()
+        self._lost: dict[str, Span] = {}
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -78,6 +64,25 @@ class Session:
             f"<Session {self.id} turns={self.turns} tokens={len(layout.tokens)}"
             f" blocks={len(layout.blocks)} saved={int(layout.in_pool.sum()) + len(layout.ranges)}>"
         )
+
+    @classmethod
+    def recalled(cls, recorded: Recorded, config: PolicyConfig) -> Session:
+        """One that was written down; what is there of it is not known before `found`."""
+        session = cls(recorded.id, recorded.tenant, config)
+        session.turns, session.layout, session._task = (
+            recorded.turns,
+            recorded.layout,
+            recorded.task,
+        )
+        session._decoded, session._left = recorded.layout.tokens, recorded.left
+        session._turn_marks, session._recovered = dict(recorded.marks), dict(recorded.recovered)
+        return session
+
+    def recorded(self, view: SlotView) -> Recorded:
+        """What outlives a restart. `view` must show the slot as the last reply left it."""
+        self._left = view.resident
+        place = (self.id, self.tenant, self.turns, self.layout, self._left)
+        return Recorded(*place, self._task, dict(self._turn_marks), dict(self._recovered))
 
     @property
     def tokens(self) -> Tokens:
@@ -130,9 +135,8 @@ class Session:
         """llama-server has run the whole plan."""
         self._moved(plan)
         self.layout = replace(self.layout, guessed=frozenset())
-        self._planned = (turn.view, plan)
-        self._task = turn.task
-        self._recovered |= {load.label: turn.number for load in plan.loads}
+        self._planned, self._task, self._left = (turn.view, plan), turn.task, ()
+        self._recovered |= dict.fromkeys(turn.view.came_back(plan), turn.number)
 
     def failed(self, unknown: Collection[str] = ()) -> None:
         """llama-server refused a plan and changed nothing; these labels it does not know, or knows
@@ -164,14 +168,26 @@ class Session:
         self.layout = self.layout.with_saved(ranges)
 
     def lost(self, adopts: bool) -> None:
-        """llama-server restarted: every copy is gone, and so is every row."""
+        """llama-server restarted: every row is gone, and so are the copies that are not `found`."""
         self._adopts = adopts
         blocks = self.layout.blocks
+        self._lost |= {block.label: block.span for block in blocks.pick(blocks.copied)}
+        self._lost |= {item.label: item.span for item in self.layout.ranges}
         blocks = blocks.with_copies(np.zeros(len(blocks), np.bool_))
         self.layout = replace(
             self.layout, blocks=blocks, ranges=(), stale=frozenset(), resident=(), n_past=0
         )
         self._doubtful = {}
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """The labels of what may come back."""
+        return self.layout.saved.union(item.label for item in self.layout.ranges)
+
+    def found(self, copies: Mapping[str, Span]) -> None:
+        """llama-server has these copies, by label, of those that it may have lost."""
+        lost, self._lost = self._lost, {}
+        self.learn((label, span) for label, span in lost.items() if copies.get(label) == span)
 
     def unsaved(self, view: SlotView) -> list[Save]:
         """Copies of the resident blocks that have none. `view` must show the slot as this session's
@@ -251,6 +267,7 @@ class Session:
             n_free=view.n_free,
             max_tokens=request.max_tokens,
             adopt_to=adopt_to,
+            left=self._left if adopt_to else (),
             stale=tuple(sorted(layout.stale)),
             index=self._index,
             task=task,

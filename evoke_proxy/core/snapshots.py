@@ -176,10 +176,12 @@ def _over_room(
 
 
 def has_room(
-    snapshots: Collection[Snapshot], bounds: Bounds, n_bytes: int, free_bytes: int
+    snapshots: Collection[Snapshot], bounds: Bounds, tenant: str, n_bytes: int, free_bytes: int
 ) -> bool:
-    """Whether another of `n_bytes` can be had at all, once what may go has gone."""
-    pinned = sum(item.n_bytes for item in snapshots if item.pinned)
+    """Whether another of `n_bytes` of a tenant can be had at all, once what may go has gone."""
+    pinned = [item for item in snapshots if item.pinned]
     loose = sum(item.n_bytes for item in snapshots if not item.pinned)
-    fits = pinned + n_bytes <= bounds.max_bytes
+    theirs = sum(item.n_bytes for item in pinned if item.tenant == tenant)
+    fits = sum(item.n_bytes for item in pinned) + n_bytes <= bounds.max_bytes
+    fits &= not bounds.tenant_bytes or theirs + n_bytes <= bounds.tenant_bytes
     return fits and free_bytes + loose - n_bytes >= bounds.min_free_bytes

@@ -10,7 +10,7 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.attention import NO_CAPTURE, Capture, captured_for, layers_of
 from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.session import Turn
+from evoke_proxy.core.turn import Turn
 from evoke_proxy.engine.conversations import Conversation
 
 

@@ -10,6 +10,7 @@ from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.reading import tenant_of
+from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
@@ -31,6 +32,7 @@ class Concluding:
         chores: Chores,
         hurried: Callable[[], bool],
         writeback: Writeback,
+        records: Records,
     ) -> None:
         self._metrics = metrics
         self._slots = slots
@@ -41,6 +43,7 @@ class Concluding:
         self._chores = chores
         self._hurried = hurried
         self._writeback = writeback
+        self._records = records
 
     def conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """Book the reply and give the slot back: at once, or when the engine is done with it."""
@@ -80,6 +83,7 @@ class Concluding:
             self._slots.release(lease)
         for gone in self._conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
+            self._records.forget(gone.id)
             if gone.labels:
                 self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
         self._keeper.parted(way, client)

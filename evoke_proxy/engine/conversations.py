@@ -11,7 +11,9 @@ from typing import Any
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.attention import Capture
 from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.held import Held
 from evoke_proxy.core.identity import Hint, find
+from evoke_proxy.core.recorded import Seated
 from evoke_proxy.core.rendered import Rendered, Tokens
 from evoke_proxy.core.session import Session
 from evoke_proxy.core.side import is_side
@@ -37,9 +39,11 @@ class Conversation:
     it; `epoch` is that of its slot when its last request was marked, None when it was not. A
     `passing` one is a side request: forgotten after its only turn, and nothing goes on from it.
     `awaited` are by label the embedder's keys of the texts of blocks that are being embedded.
-    `asked` is its latest request on an unpatched server, `drift` where and why one departed from
-    the one before it. With an `own_budget` it keeps the budget that it has been given, whatever
-    the others get.
+    `asked` is its latest request on an unpatched server, `held` what it has left there, `branch`
+    the line of snapshots it goes on (empty: one of its own), `drift` where and why a request
+    departed from the one before it. With an `own_budget` it keeps the budget that it has been
+    given, whatever the others get. `unsure` says that a restart may have cost it rows and copies,
+    `was_in` is the slot it had when the proxy was another.
     """
 
     session: Session
@@ -55,10 +59,14 @@ class Conversation:
     epoch: int | None = None
     n_resident: int = 0
     capture: Capture | None = None
+    unsure: bool = False
+    was_in: int | None = None
     in_use: int = 0
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     asked: Asked | None = None
     own_budget: bool = False
+    held: Held | None = None
+    branch: str = ""
     drift: dict[str, Any] | None = None
 
     @property
@@ -147,6 +155,15 @@ class Conversations:
         self._known[known.id] = known
         return known
 
+    def recall(self, seated: Seated) -> None:
+        """One that was written down, the latest used now; nothing of it is certain."""
+        session = Session.recalled(seated.session, self._policy)
+        layout = session.layout
+        place = (*seated.edges, layout.generation)
+        known = Conversation(session, layout.tokens, *place, hint=seated.hint)
+        known.epoch, known.was_in, known.unsure = seated.epoch, seated.slot, True
+        self._known[known.id] = known
+
     def of_request(
         self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str
     ) -> Conversation:
@@ -189,15 +206,19 @@ class Conversations:
             del self._known[known.id]
         return surplus
 
-    def lost(self, adopts: bool) -> None:
-        """llama-server restarted: nothing of any of them is there any more.
+    def lost(self, adopts: bool) -> dict[str, int]:
+        """llama-server restarted: nothing of any of them is there any more, but for copies on its
+        disk. What another proxy has left may still be where it was: the slots of these, by id.
 
         `adopts` is what the one that is there now does, see ServerInfo.
         """
         self._adopts = adopts
-        for known in self._known.values():
+        left = {known.id: known.was_in for known in self if known.was_in is not None}
+        for known in self:
             known.session.lost(adopts)
-            known.epoch, known.n_resident = None, 0
+            known.epoch = known.epoch if known.was_in is not None else None
+            known.n_resident, known.unsure, known.was_in = 0, True, None
+        return left
 
 
 def _read(known: Conversation, rendered: Rendered) -> None:

@@ -13,8 +13,8 @@ from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.identity import Hint
 from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Plan
-from evoke_proxy.core.session import Turn
 from evoke_proxy.core.sse import Observer
+from evoke_proxy.core.turn import Turn
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.waiting import Lease, Patience

@@ -24,6 +24,7 @@ from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.planning import Planner
 from evoke_proxy.engine.reading import read_request, tenant_of
+from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
@@ -59,22 +60,25 @@ class Engine:
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(self.embedding, config.policy)
-        self._planner = Planner(
-            *(self.upstream, self.metrics, self._seating, self.conversations),
-            *(self._vectors, lambda: self.server),
-        )
         self.keeper = Keeper(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations)
+        )
+        self._records = Records(self.upstream, self.keeper.vault if self.keeper.on else None)
+        self._planner = Planner(
+            *(self.upstream, self.metrics, self._seating, self.conversations),
+            *(self._vectors, self._records, lambda: self.server),
         )
         self._chores = Chores()
         self._concluding = Concluding(
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
             *(self.keeper, self._chores, lambda: self.draining),
-            Writeback(self.upstream, self.metrics, self._slots, self._chores),
+            Writeback(self.upstream, self.metrics, self._slots, self._chores, self._records),
+            self._records,
         )
 
     async def __aenter__(self) -> Engine:
         await self.keeper.__aenter__()
+        self._records.recall(self.conversations)
         await self.embedding.__aenter__()
         await self.upstream.__aenter__()
         await self._chores.__aenter__()
@@ -258,7 +262,9 @@ class Engine:
     def _started(self, server: ServerInfo) -> None:
         """A server has appeared: whatever was in the one before is gone."""
         self._slots.restart(self.keeper.n_places(server))
-        self.conversations.lost(server.adopts)
+        for id, slot in self.conversations.lost(server.adopts).items():
+            self._slots.pool.moved(id, slot)
+        self._records.spills = server.spills
         self.keeper.restarted(server)
 
 

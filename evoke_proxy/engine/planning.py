@@ -21,13 +21,14 @@ from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.session import Turn
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.core.truncate import prompt_limit, truncate_messages
+from evoke_proxy.core.turn import Turn
 from evoke_proxy.engine.attending import Attending
 from evoke_proxy.engine.calls import run_plan, slot_in
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import PlanRefused
@@ -45,6 +46,7 @@ class Planner:
         seating: Seating,
         conversations: Conversations,
         vectors: BlockVectors,
+        records: Records,
         server: Callable[[], ServerInfo],
     ) -> None:
         self._upstream = upstream
@@ -52,6 +54,7 @@ class Planner:
         self._seating = seating
         self._conversations = conversations
         self._vectors = vectors
+        self._records = records
         self._attending = Attending(upstream, server)
         self._server = server
 
@@ -76,6 +79,8 @@ class Planner:
         lease = await self._seating.acquire(
             way, known.id, tenant, known.passing, self._seating.wanted(way)
         )
+        if known.unsure:
+            await self._records.ground(known, lease.slot, client)
         request, changed = self._truncated(way, request, rendered)
         if changed or lease.waited:
             way.stage = "render"

@@ -17,15 +17,10 @@ from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.calls import run_plan
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
-from evoke_proxy.engine.waiting import Lease, SlotQueue
+from evoke_proxy.engine.waiting import Lease, SlotQueue, until_over
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
-
-# llama-server looks for a closed connection after a second without any result, and an answer to
-# us is a result: asking more often would keep it from noticing that its client is gone.
-_ASK_AGAIN_S = 1.5
-_ASK_TIMES = 40
 
 
 class Seating:
@@ -105,15 +100,13 @@ class Seating:
     async def until_idle(
         self, slot: int, tenant: str, client: Mapping[str, str], enough: Callable[[], bool]
     ) -> None:
-        """Wait until llama-server is done with a slot: it may not know yet that a client is gone.
+        """Wait until llama-server is done with a slot, or `enough` says that it was waited."""
 
-        Not for ever, and no longer once `enough` says so.
-        """
-        for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
-            await asyncio.sleep(wait_s)
+        async def busy() -> bool:
             answer = await self._upstream.slot(slot, tenant, client)
-            if enough() or not answer.get("is_processing"):
-                return
+            return bool(answer.get("is_processing"))
+
+        await until_over(busy, enough)
 
     async def make_room(
         self, victim: Conversation | None, view: SlotView, client: Mapping[str, str]

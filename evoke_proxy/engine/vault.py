@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import PART, WHOLE, SnapshotFiles
-from evoke_proxy.adapters.store import Store
+from evoke_proxy.adapters.store import Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
@@ -44,6 +45,10 @@ class Vault:
         self._store: Store | None = None
         self._known: dict[str, Snapshot] = {}
         self._generation = -1
+        # Files go behind our back, one after the other: deleting a large one takes a disk long.
+        self._sweeper = ThreadPoolExecutor(1, "vault")
+        self._latest: Future[None] | None = None
+        self._overdue: set[str] = set()
 
     def open(self, claim: bool = True) -> None:
         """Take over what is there, files and index made to agree; ConfigError when unusable."""
@@ -61,6 +66,7 @@ class Vault:
 
     def close(self) -> None:
         """Let another process have it."""
+        self._sweeper.shutdown()
         if self._store is not None:
             self._store.close()
         self.files.free()
@@ -69,6 +75,11 @@ class Vault:
         """Other bounds, at once; the directory stays what it was."""
         self._bounds = _bounds(config)
         self.trim()
+
+    @property
+    def busy(self) -> bool:
+        """Whether files are on their way out."""
+        return self._latest is not None and not self._latest.done()
 
     @property
     def snapshots(self) -> Collection[Snapshot]:
@@ -83,9 +94,10 @@ class Vault:
         mine = (tenant, fingerprint)
         return [item for item in self.snapshots if (item.tenant, item.fingerprint) == mine]
 
-    def has_room(self, n_bytes: float) -> bool:
-        """Whether one more of this size can be kept at all."""
-        return has_room(self.snapshots, self._bounds, int(n_bytes), self.files.free_bytes())
+    def has_room(self, tenant: str, n_bytes: float) -> bool:
+        """Whether one more of this size can be kept for a tenant at all."""
+        free = self.files.free_bytes()
+        return has_room(self.snapshots, self._bounds, tenant, int(n_bytes), free)
 
     @staticmethod
     def part() -> str:
@@ -98,17 +110,23 @@ class Vault:
         Raises SnapshotUnusable when it is not what it should be; nothing is left of it then.
         """
         id, now = part.removesuffix(PART), time.time()
-        seal = (part, id + WHOLE, n_bytes, tokens)
-        checksum = await asyncio.to_thread(self.files.seal, *seal)
+
+        def seal() -> tuple[str, bytes]:
+            return self.files.seal(part, id + WHOLE, n_bytes, tokens), pack(tokens)
+
+        checksum, packed = await asyncio.to_thread(seal)
         new = Snapshot(
             *(id, label.tenant, label.fingerprint, label.branch, label.kind, n_bytes, checksum),
             *(label.prefill_s, now, now),
             tokens=tokens,
         )
-        self._put(new)
+        assert self._store is not None
+        self._store.add(new, packed)
+        self._known[new.id] = new
         for old in superseded(self.snapshots, new):
             self.delete(old, "superseded")
         self.trim()
+        await self._swept()
         return new
 
     async def verify(self, snapshot: Snapshot) -> None:
@@ -118,13 +136,12 @@ class Vault:
             await asyncio.to_thread(self.files.verify, *check)
         except SnapshotUnusable as error:
             self.set_aside(snapshot, error.reason)
+            await self._swept()
             raise
 
     def begin_restore(self, snapshot: Snapshot) -> None:
         """From here on it is suspect: should llama-server die of it, it is not tried again."""
-        current = self._current(snapshot)
-        if current is not None:
-            self._put(replace(current, suspect=True))
+        self._mark(snapshot, suspect=True)
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
         """llama-server has lived through it."""
@@ -132,31 +149,39 @@ class Vault:
         if current is None:  # deleted meanwhile
             return
         hits = hits_at(current, now, self._bounds.half_life_s) + useful
-        used = now if useful else current.used
-        self._put(replace(current, suspect=False, used=used, hits=hits))
+        self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
         """Out of the index, its file kept for whoever wants to look at it."""
         _log.warning("snapshot %s set aside: %s", snapshot.id, reason)
         self._metrics.snapshots_bad.labels(reason=reason).inc()
-        self.files.set_aside(_name(snapshot))
         self._remove(snapshot)
+        self._sweep(self.files.set_aside, _name(snapshot))
 
     def delete(self, snapshot: Snapshot, reason: str) -> None:
         """Delete it, row first: a file without a row is a leaving, the reverse a lie."""
         self._metrics.snapshots_gone.labels(reason=reason).inc()
         self._remove(snapshot)
-        self.files.discard(_name(snapshot))
+        self._sweep(self.files.discard, _name(snapshot))
 
     def pin(self, snapshot: Snapshot, pinned: bool) -> None:
         """A pinned one is never deleted for room, age or a newer one."""
-        self._put(replace(snapshot, pinned=pinned))
+        self._mark(snapshot, pinned=pinned)
+
+    def discard(self, part: str, overdue: bool = False) -> None:
+        """Delete what llama-server has written and is no snapshot. One that is `overdue` may still
+        be written: it is deleted again with every later one, and at the next start."""
+        self._overdue |= {part} if overdue else set()
+        for name in self._overdue | {part}:
+            self._sweep(self.files.discard, name)
 
     def trim(self) -> None:
         """Be within the bounds again."""
         free = self.files.free_bytes()
         for snapshot, reason in surplus(self.snapshots, self._bounds, free, time.time()):
             self.delete(snapshot, reason)
+        for part in self._overdue:
+            self._sweep(self.files.discard, part)
         self._metrics.snapshots.set(len(self._known))
         self._metrics.snapshot_bytes.set(sum(item.n_bytes for item in self._known.values()))
 
@@ -164,6 +189,25 @@ class Vault:
         """What readiness shows of it."""
         n_bytes = sum(item.n_bytes for item in self.snapshots)
         return {"snapshots": len(self._known), "bytes": n_bytes}
+
+    def records(self) -> Sequence[Record]:
+        """Of budgeted sessions, the latest used first; those that are too old are gone."""
+        assert self._store is not None
+        found, oldest = list(self._store.records()), time.time() - self._bounds.max_age_s
+        for record in found:
+            if record.used < oldest:
+                self._store.remove_record(record.id)
+        return [record for record in found if record.used >= oldest]
+
+    def put_record(self, record: Record) -> None:
+        """Write a session down, instead of what was written of it before."""
+        assert self._store is not None
+        self._store.put_record(record)
+
+    def remove_record(self, id: str) -> None:
+        """A session is not to go on; nothing when it was not written down."""
+        assert self._store is not None
+        self._store.remove_record(id)
 
     def _reconcile(self) -> None:
         """Rows without their file go, files without a row too, and whatever was being restored."""
@@ -179,6 +223,8 @@ class Vault:
         for name in sizes:
             self.files.discard(name)
         self.trim()
+        if self._latest is not None:
+            self._latest.result()
 
     def _current(self, snapshot: Snapshot) -> Snapshot | None:
         """As the index has it now: whoever looks after it may have pinned or deleted it."""
@@ -189,10 +235,29 @@ class Vault:
         self._generation = self._store.generation()
         self._known = {item.id: item for item in self._store.all()}
 
-    def _put(self, snapshot: Snapshot) -> None:
+    def _mark(self, snapshot: Snapshot, **values: float) -> None:
+        """Change these fields of it and nothing that somebody else may have changed."""
         assert self._store is not None
-        self._store.put(snapshot)
-        self._known[snapshot.id] = snapshot
+        self._store.mark(snapshot.id, **values)
+        current = self._current(snapshot)
+        if current is not None:
+            self._known[snapshot.id] = replace(current, **values)  # type: ignore[arg-type]
+
+    def _sweep(self, work: Callable[[str], None], name: str) -> None:
+        """Have a file moved or deleted; what cannot be is found at the next start."""
+
+        def swept() -> None:
+            try:
+                work(name)
+            except OSError as error:
+                _log.warning("%s stays where it is: %s", name, error.strerror)
+
+        self._latest = self._sweeper.submit(swept)
+
+    async def _swept(self) -> None:
+        """Wait until all of that is done."""
+        if self._latest is not None:  # they go one after the other
+            await asyncio.wrap_future(self._latest)
 
     def _remove(self, snapshot: Snapshot) -> None:
         assert self._store is not None

@@ -14,6 +14,23 @@ from evoke_proxy.errors import SlotsBusy
 Patience = Callable[[], Awaitable[None]]
 
 
+# llama-server looks for a closed connection after a second without any result, and an answer to
+# us is a result: asking more often would keep it from noticing that its client is gone.
+_ASK_AGAIN_S = 1.5
+_ASK_TIMES = 40
+
+
+async def until_over(busy: Callable[[], Awaitable[bool]], enough: Callable[[], bool]) -> None:
+    """Wait until llama-server is done with a request whose client is gone: it may not know yet.
+
+    Not for ever, and no longer once `enough` says so.
+    """
+    for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
+        await asyncio.sleep(wait_s)
+        if not await busy() or enough():
+            return
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A slot until it is released; `victim` is the session whose rows may still be in it."""

@@ -20,6 +20,7 @@ from evoke_proxy.core.rendered import SlotView
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import PlanRefused
 
@@ -37,12 +38,18 @@ class Writeback:
     """Conversations whose blocks are to be copied, and one task that does it when it can."""
 
     def __init__(
-        self, upstream: Upstream, metrics: Metrics, slots: SlotQueue, chores: Chores
+        self,
+        upstream: Upstream,
+        metrics: Metrics,
+        slots: SlotQueue,
+        chores: Chores,
+        records: Records,
     ) -> None:
         self._upstream = upstream
         self._metrics = metrics
         self._slots = slots
         self._chores = chores
+        self._records = records
         self._waiting: dict[str, tuple[Conversation, Mapping[str, str]]] = {}
         self._running = False
 
@@ -92,7 +99,9 @@ class Writeback:
         if view.epoch != known.epoch or view.busy:
             return True
         expect = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
-        saves = known.session.unsaved(view)
+        session = known.session
+        # To come back after a restart it needs what was generated, too.
+        saves = session.save_all(view).saves if self._records.on else session.unsaved(view)
         for batch in _batches(saves[: _room(answer, saves)]):
             if not self._slots.pool.idle() or known.in_use:
                 return False
@@ -103,6 +112,7 @@ class Writeback:
             if known.in_use or known.session.turns != turns:
                 return False  # its blocks may have other names by now
             known.session.saved_all(Plan(saves=batch))
+        await self._records.keep(known, view, answer.get("blocks") or (), client)
         return True
 
 

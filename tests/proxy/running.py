@@ -71,6 +71,16 @@ def llama_server(
             yield port
 
 
+def process_on(port: int) -> int:
+    """The llama-server that serves this port."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (folder / "cmdline").exists():
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"llama-server") and str(port).encode() in words:
+                return int(folder.name)
+    raise AssertionError(f"no llama-server on {port}")
+
+
 class ThreadedLoop:
     """An event loop in a thread, for servers that sync tests talk to over sockets."""
 

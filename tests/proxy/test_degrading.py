@@ -12,7 +12,8 @@ from talking import FILLER, Talk, events
 
 from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.plan import Load, Plan
-from evoke_proxy.core.session import Session, Turn
+from evoke_proxy.core.session import Session
+from evoke_proxy.core.turn import Turn
 
 JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'

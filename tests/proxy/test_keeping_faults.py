@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from keeping import Chat, House, decoded, long_chat, settled
-from running import RunningProxy, ask
+from running import RunningProxy, ask, process_on
 
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
@@ -200,21 +200,11 @@ def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
         names.append(name)
         setattr(calls, action, asked)
         if kill:
-            os.kill(_process_on(kill), signal.SIGKILL)
+            os.kill(process_on(kill), signal.SIGKILL)
         return await asked(slot, name, client)
 
     setattr(calls, action, noted)
     return names
-
-
-def _process_on(port: int) -> int:
-    """The llama-server that serves this port."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (folder / "cmdline").exists():
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"llama-server") and str(port).encode() in words:
-                return int(folder.name)
-    raise AssertionError(f"no llama-server on {port}")
 
 
 def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Evict, Load, Plan
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView
-from evoke_proxy.core.session import Session, Turn
+from evoke_proxy.core.session import Session
+from evoke_proxy.core.turn import Turn
 
 CONFIG = PolicyConfig(
     budget=512, recovery="breadcrumb", block_tokens=8, sink_tokens=0, reserve_tokens=64

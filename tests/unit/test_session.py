@@ -22,7 +22,8 @@ from evoke_proxy.core.plan import Plan, Stream
 from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.rendered import MessageSpan, Rendered
-from evoke_proxy.core.session import Session, Turn
+from evoke_proxy.core.session import Session
+from evoke_proxy.core.turn import Turn
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
 CONFIG = PolicyConfig(

@@ -146,9 +146,13 @@ def test_what_stays_is_within_the_bounds_or_pinned(
 def test_room_is_what_may_go_and_what_is_free() -> None:
     known = [snapshot("a", [1]), snapshot("b", [1], pinned=True)]
     bounds = replace(ROOMY, max_bytes=3000, min_free_bytes=500)
-    assert has_room(known, bounds, 2000, 2000)
-    assert not has_room(known, bounds, 2001, 10**9)
-    assert not has_room(known, bounds, 2000, 1400)
+    assert has_room(known, bounds, "t", 2000, 2000)
+    assert not has_room(known, bounds, "t", 2001, 10**9)
+    assert not has_room(known, bounds, "t", 2000, 1400)
+    quota = replace(bounds, tenant_bytes=1500)  # a pinned one of 1000 is in it
+    assert has_room(known, quota, known[1].tenant, 500, 2000)
+    assert not has_room(known, quota, known[1].tenant, 501, 2000)
+    assert has_room(known, quota, "another", 1500, 2000)
 
 
 def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
@@ -162,8 +166,17 @@ def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
     assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
     assert costs.worth_saving(gain=101, n_tokens=1000)  # 0.1 s of decoding for a second's stall
     assert not costs.worth_saving(gain=99, n_tokens=1000)
+    # in front of a request it must pay at its first restore: a second
+    assert costs.worth_saving(gain=1001, n_tokens=1000, waited_for=True)
+    assert not costs.worth_saving(gain=999, n_tokens=1000, waited_for=True)
     costs.min_gain = 0.0  # whatever it costs
-    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)
+    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9, waited_for=True)
+
+
+def test_a_request_is_not_held_up_for_a_first_save_that_adds_little() -> None:
+    costs = Costs(stall_share=0.1)
+    assert costs.worth_saving(500, 1000, waited_for=True)
+    assert not costs.worth_saving(499, 1000, waited_for=True)
 
 
 def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None:

@@ -52,8 +52,8 @@ def choice(view: PolicyView, config: PolicyConfig, recovers: bool) -> moves.Choi
     def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
         def fill(room: int) -> Mask:
             rest = (given.resident | given.loadable) & ~given.must
-            local = newest(given, rest & given.resident, _window(config, room))
-            worth = values + np.where(given.resident, config.margin, 0.0)
+            local = newest(given, rest & given.settled, _window(config, room))
+            worth = values + np.where(given.settled, config.margin, 0.0)
             best = by_value(rest & ~local, worth, given.blocks)
             left = room - int(given.lengths[local].sum())
             return local | first_fit(best, given.lengths, left)

@@ -87,7 +87,7 @@ def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, choice:
     return Plan(
         adopt=Adopt(view.adopt_to, tuple(block.label for block in blocks), spans),
         drops=_drops(view, True),
-        stream=_stream(view, config, choice, loads, loads),
+        stream=_stream(view, config, choice, loads, loads & ~given.settled),
         infeasible=chosen.infeasible,
         reason=_reason(view, config, chosen, capacity),
     )

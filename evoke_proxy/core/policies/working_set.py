@@ -18,13 +18,14 @@ _STRIDE = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The blocks of a view, and what may be done with each. `must` may not leave, or has to come
-    back."""
+    """The blocks of a view, and what may be done with each. `settled` ones are resident, or were
+    before a restart. `must` may not leave, or has to come back."""
 
     blocks: BlockTable
     lengths: Positions
     resident: Mask
     loadable: Mask
+    settled: Mask
     must: Mask
     loose_rows: int
 
@@ -50,10 +51,12 @@ def candidates(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates
     starts, ends, lengths = blocks.starts, blocks.ends, blocks.lengths
     resident = view.in_cache & (not adopts)
     loadable = view.in_pool & (ends <= cursor) & ~resident & recovers
+    settled = loadable & blocks.within(view.left) if adopts else resident
     stays = blocks.pinned | (starts < sink_tokens) | ((starts < cursor) & (cursor <= ends))
     stays |= blocks.within(view.held)
     loose = 0 if adopts else count(view.kept_rows) - int(lengths[resident].sum())
-    return Candidates(blocks, lengths, resident, loadable, stays & (resident | loadable), loose)
+    must = stays & (resident | loadable)
+    return Candidates(blocks, lengths, resident, loadable, settled, must, loose)
 
 
 def filled(given: Candidates, capacity: int | None, fill: Callable[[int], Mask]) -> WorkingSet:
@@ -74,13 +77,13 @@ def choose(
 ) -> WorkingSet:
     """What must stay, then the most valuable of the rest, as long as it fits `capacity` tokens.
 
-    A block that does not fit is passed over for a smaller one of less value. A resident block is
+    A block that does not fit is passed over for a smaller one of less value. A settled block is
     worth `margin` more than one that would have to be moved: one number, or one a block. None for
     `capacity` takes everything.
     """
 
     def fill(room: int) -> Mask:
-        worth = values + np.where(given.resident, margin, 0.0)
+        worth = values + np.where(given.settled, margin, 0.0)
         order = by_value((given.resident | given.loadable) & ~given.must, worth, given.blocks)
         return first_fit(order, given.lengths, room)
 

@@ -108,7 +108,7 @@ class Facts:
         part = self._vault.part()
         try:
             copied = await self._calls.save(smallest, part, client)
-            self._vault.files.receive(part, copied.n_bytes)
+            await asyncio.to_thread(self._vault.files.receive, part, copied.n_bytes)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"
@@ -119,7 +119,7 @@ class Facts:
             where = self._vault.files.directory
             return f"{where} is not the --slot-save-path of llama-server ({error})"
         finally:
-            self._vault.files.discard(part)
+            self._vault.discard(part)
         return ""
 
 

@@ -64,7 +64,7 @@ class Keeper:
         self._chores = Chores()
         self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
         known = (self._calls, self._facts, self._states)
-        parts = Parts(config.snapshots, *known, slots, metrics)
+        parts = Parts(config.snapshots, *known, slots, conversations, metrics)
         self._places = Places(parts)
         self._look_ahead = LookAhead(parts, self._places)
         self._ahead: set[asyncio.Task[None]] = set()
@@ -89,7 +89,7 @@ class Keeper:
     @property
     def busy(self) -> bool:
         """Whether anything is decoded ahead or written now."""
-        return self._chores.busy
+        return self._chores.busy or self.vault.busy
 
     def n_places(self, server: ServerInfo) -> int:
         """How many requests may run on a server at a time."""
@@ -103,7 +103,7 @@ class Keeper:
             await asyncio.wait(self._ahead)
         for known in list(self._conversations):
             try:
-                await self._places.keep(known.id, known.tenant)
+                await self._places.keep(known)
             except EvokeError as error:
                 _log.warning("session %s is not kept: %s", known.id, error)
 
@@ -166,7 +166,7 @@ class Keeper:
             return
         way.seat = seat
         self._note_drift(known, seat)
-        await self._places.prepare(way, seat, known.id, client)
+        await self._places.prepare(way, seat, known, client)
         if seat.slot is not None and request.dialect != "messages":  # there it cannot be said
             place = {"id_slot": orjson.dumps(seat.slot)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
@@ -216,12 +216,11 @@ class Keeper:
         """The slot is given back: use the time until the next request."""
         if not self.on:
             return
-        self._places.keep_only([known.id for known in self._conversations])
         ready = way.seat is not None and way.conversation is not None and way.observer.done
         if not ready or not self._config.look_ahead:
             return
         assert way.seat is not None and way.conversation is not None
-        ahead = self._look_ahead.run(way.conversation.id, way.seat, client)
+        ahead = self._look_ahead.run(way.conversation, way.seat, client)
         task = self._chores.run(ahead, "decoding ahead")
         self._ahead.add(task)
         task.add_done_callback(self._ahead.discard)

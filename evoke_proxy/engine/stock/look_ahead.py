@@ -11,6 +11,7 @@ from evoke_proxy.core.ahead import next_turns
 from evoke_proxy.core.held import Held
 from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import STEP
+from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.stock.calls import Client
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
@@ -30,12 +31,12 @@ class LookAhead:
         self._places = places
         self._one = asyncio.Lock()
 
-    async def run(self, id: str, seat: Seat, client: Client) -> None:
+    async def run(self, known: Conversation, seat: Seat, client: Client) -> None:
         """Take the conversation as far as its next turn is known."""
         result = "failed"
         try:
             async with self._one:
-                result = await self._run(id, seat, client)
+                result = await self._run(known, seat, client)
         except asyncio.CancelledError:
             result = "cancelled"
             raise
@@ -47,47 +48,50 @@ class LookAhead:
             if result:
                 self._parts.metrics.look_aheads.labels(result=result).inc()
 
-    async def _run(self, id: str, seat: Seat, client: Client) -> str:
+    async def _run(self, known: Conversation, seat: Seat, client: Client) -> str:
         """What became of it; empty when there was nothing to do."""
-        stable = self._parts.facts.stability(seat.request.has_tools)
-        answer = seat.answer.message(b'"reasoning_content"' in seat.body)
-        if answer is None or not stable.ahead or len(seat.prompt) < self._parts.config.min_tokens:
+        short = len(seat.prompt) < self._parts.config.min_tokens
+        if short or not self._parts.facts.stability(seat.request.has_tools).ahead:
             return ""
         if not self._parts.facts.memory.ahead.trusted:
             return "given_up"
+        held = known.held
+        if held is None or not self._parts.slots.pool.idle():
+            return "skipped"
+        answer = seat.answer.message(b'"reasoning_content"' in seat.body)
+        if answer is None:
+            return ""
         first, second = next_turns(seat.body, answer)
         renders = self._parts.calls.render(first, client), self._parts.calls.render(second, client)
         one, other = await asyncio.gather(*renders)
         tokens = one[: common_prefix(one, other)]
-        held = self._places.held.get(id)
-        if held is None or not self._parts.slots.pool.idle():
+        looks = await self._parts.calls.looks(client)
+        if known.held is not held or not self._parts.slots.pool.idle() or not held.still(looks):
             return "skipped"
-        if not held.still(await self._parts.calls.looks(client)):
-            return "skipped"
-        await self._decode(id, held, tokens, client)
-        await self._save(id, seat, tokens, client)
+        await self._decode(known, held, tokens, client)
+        await self._save(known, seat, tokens, client)
         return "done"
 
-    async def _decode(self, id: str, held: Held, tokens: Tokens, client: Client) -> None:
+    async def _decode(
+        self, known: Conversation, held: Held, tokens: Tokens, client: Client
+    ) -> None:
         shared = common_prefix(held.tokens, tokens)
-        ends = [*range(shared + _STEP, len(tokens), _STEP), len(tokens)]
-        for end in ends:
-            known = min(shared, end)
-            going = Held(held.slot, tokens[:known], False, time.monotonic(), held.look, cut=True)
-            self._places.held[id] = going
+        going = Held(held.slot, tokens[:shared], False, time.monotonic(), held.look, cut=True)
+        for end in [*range(shared + _STEP, len(tokens), _STEP), len(tokens)]:
+            known.held = going
             done = await self._parts.calls.prefill(tokens[:end], held.slot, client)
             self._parts.facts.costs.prefilled(done.decoded, done.seconds)
-            left = replace(going, tokens=tokens[:end], exact=True, ahead_from=shared)
-            self._places.held[id], shared = left, end
+            going = replace(going, tokens=tokens[:end])
         looks = await self._parts.calls.looks(client)
-        start = common_prefix(held.tokens, tokens)
-        ahead = Held(held.slot, tokens, True, time.monotonic(), ahead_from=start)
-        self._places.noted(id, ahead, looks)
+        ahead = Held(held.slot, tokens, True, time.monotonic(), ahead_from=shared)
+        self._places.noted(known, ahead, looks)
 
-    async def _save(self, id: str, seat: Seat, tokens: Tokens, client: Client) -> None:
+    async def _save(self, known: Conversation, seat: Seat, tokens: Tokens, client: Client) -> None:
         if self._parts.states.worth_saving(seat.tenant, tokens):
             return
-        held = self._places.held[id]
+        held = known.held
+        if held is None:
+            return
         if (wait_s := self._parts.states.save_in_s()) > 0:
             await asyncio.sleep(wait_s)
             if not held.still(await self._parts.calls.looks(client)):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.stock.calls import StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
@@ -14,11 +15,13 @@ from evoke_proxy.engine.waiting import SlotQueue
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One keeper's settings, its calls and what they told, its snapshots, the slots, its books."""
+    """One keeper's settings, its calls and what they told, its snapshots, the slots, who
+    is known, its books."""
 
     config: SnapshotsConfig
     calls: StockCalls
     facts: Facts
     states: States
     slots: SlotQueue
+    conversations: Conversations
     metrics: Metrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,37 +14,34 @@ from evoke_proxy.core.costs import cost_of
 from evoke_proxy.core.held import Held, SlotLook, restarted
 from evoke_proxy.core.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots import STEP, Match
+from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.stock.calls import Client, Prefilled
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.vault import Label
+from evoke_proxy.engine.waiting import until_over
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
 
 
 class Places:
-    """`held` is what every conversation has left, by its id."""
+    """Where conversations are; what each has left is its `held`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.held: dict[str, Held] = {}
-        self._branches: dict[str, str] = {}
 
-    def keep_only(self, ids: Sequence[str]) -> None:
-        """Forget what forgotten conversations have left."""
-        self.held = {id: self.held[id] for id in ids if id in self.held}
-        self._branches = {id: self._branches[id] for id in ids if id in self._branches}
-
-    async def prepare(self, way: Forwarding, seat: Seat, id: str, client: Client) -> None:
+    async def prepare(
+        self, way: Forwarding, seat: Seat, known: Conversation, client: Client
+    ) -> None:
         """Put as much of the prompt into a slot as is cheaper to restore than to decode, and save
         its boundary when that is worth it; `seat.slot` is where the request is to go then."""
         assert way.lease is not None
         way.stage = "look"
         seat.before = await self._look(client)
-        seat.branch = self._branches.get(id, id)
-        held = self.held.pop(id, None)
+        seat.branch = known.branch or known.id
+        held, known.held = known.held, None
         state = self._live(held, way.lease.slot, seat.before)
         memory = self._parts.facts.memory
         memory.looked(held, seat.before)
@@ -60,7 +56,7 @@ class Places:
         if restored is not None:
             state, way.decision, seat.in_ram = restored, "restored", None
             assert seat.match is not None
-            seat.branch = self._branches[id] = seat.match.snapshot.branch
+            seat.branch = known.branch = seat.match.snapshot.branch
         seat.slot = self._pinned(seat, way.lease.slot)
         await self._save(way, seat, state, reuse, client)
 
@@ -86,7 +82,8 @@ class Places:
 
     async def _look(self, client: Client) -> Sequence[SlotLook] | None:
         looks = await self._parts.calls.looks(client)
-        if looks is not None and restarted(self.held.values(), looks):
+        left = [known.held for known in self._parts.conversations if known.held is not None]
+        if looks is not None and restarted(left, looks):
             self.emptied()
             self._parts.facts.forget()
             await self._parts.facts.learn(client)
@@ -94,7 +91,8 @@ class Places:
 
     def emptied(self) -> None:
         """llama-server has started anew: neither slots nor RAM hold anything."""
-        self.held.clear()
+        for known in self._parts.conversations:
+            known.held = None
         self._parts.facts.memory.ram_since = time.monotonic()
 
     async def _restore(
@@ -147,7 +145,7 @@ class Places:
         """Decode up to the boundary and no further, save that; not when it is there already."""
         if len(seat.boundary) < self._parts.config.min_tokens or _at(state, seat.boundary):
             return
-        why_not = self._parts.states.worth_saving(seat.tenant, seat.boundary)
+        why_not = self._parts.states.worth_saving(seat.tenant, seat.boundary, waited_for=True)
         if not why_not and self._parts.states.save_in_s() > 0:
             why_not = "rate"
         pool = self._parts.slots.pool
@@ -175,14 +173,13 @@ class Places:
             label = self.label(seat, kind_of(seat.request), seat.boundary)
             await self._parts.states.save(done.slot, seat.boundary, label, client)
 
-    async def keep(self, id: str, tenant: str) -> None:
+    async def keep(self, known: Conversation) -> None:
         """Save what a conversation's slot holds, if that can be told and is worth it."""
-        held, states = self.held.get(id), self._parts.states
-        if held is None or not held.exact or states.worth_saving(tenant, held.tokens):
+        held, states = known.held, self._parts.states
+        if held is None or not held.exact or states.worth_saving(known.tenant, held.tokens):
             return
         if held.still(await self._parts.calls.looks({})) and await self._parts.facts.fresh({}):
-            branch = self._branches.get(id, id)
-            label = self._labelled(tenant, branch, STEP, held.tokens)
+            label = self._labelled(known.tenant, known.branch or known.id, STEP, held.tokens)
             await states.save(held.slot, held.tokens, label, {})
 
     def label(self, seat: Seat, kind: str, tokens: Tokens) -> Label:
@@ -235,7 +232,7 @@ class Places:
         slot, now = self._found(seat, looks, cached + decoded + made), time.monotonic()
         # Where nobody knows in which slot it was, llama-server may have it in RAM all the same.
         left = Held(slot.id if slot is not None else -1, seat.prompt, False, now, slot)
-        self.held[way.conversation.id] = left
+        way.conversation.held = left
         pool = self._parts.slots.pool
         if len(pool) > 1 and slot is not None and pool.slot_of(way.conversation.id) != slot.id:
             pool.moved(way.conversation.id, slot.id)
@@ -258,18 +255,28 @@ class Places:
         return mine[0] if len(mine) == 1 else None
 
     async def until_idle(self, seat: Seat, client: Client, enough: Callable[[], bool]) -> None:
-        """Wait until llama-server has noticed that its client is gone."""
-        for wait_s in (0.0, 0.05, *[1.5] * 40):
-            await asyncio.sleep(wait_s)
-            looks = await self._parts.calls.looks(client)
-            mine = [look for look in looks or () if seat.slot in (None, look.id)]
-            if enough() or not any(look.busy for look in mine):
-                return
+        """Wait until llama-server has noticed that its client is gone.
 
-    def noted(self, id: str, held: Held, looks: Sequence[SlotLook] | None) -> None:
+        Where nobody knows which slot it is in: until every request has ended that began since.
+        """
+        known = {(look.id, look.task) for look in seat.before or ()}
+        first: list[set[tuple[int, int | None]]] = []
+
+        async def busy() -> bool:
+            looks = [look for look in await self._parts.calls.looks(client) or () if look.busy]
+            if seat.slot is not None:
+                return any(look.id == seat.slot for look in looks)
+            running = {(look.id, look.task) for look in looks} - known
+            first.append(running)
+            return bool(running & first[0])
+
+        await until_over(busy, enough)
+
+    @staticmethod
+    def noted(known: Conversation, held: Held, looks: Sequence[SlotLook] | None) -> None:
         """More was decoded for a conversation while it is idle."""
         look = next((look for look in looks or () if look.id == held.slot), None)
-        self.held[id] = replace(held, look=look)
+        known.held = replace(held, look=look)
 
 
 def _at(state: Held | None, tokens: Tokens) -> bool:

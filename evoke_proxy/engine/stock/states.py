@@ -15,7 +15,7 @@ from evoke_proxy.core.snapshots import Match, Snapshot, best
 from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.vault import Label, Vault
-from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected
+from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
@@ -92,8 +92,9 @@ class States:
         """It was restored, llama-server lives, and its client left before its use could show."""
         self._vault.end_restore(match.snapshot, useful=False)
 
-    def worth_saving(self, tenant: str, tokens: Tokens) -> str:
-        """Why these tokens are not worth a snapshot now; empty when they are."""
+    def worth_saving(self, tenant: str, tokens: Tokens, waited_for: bool = False) -> str:
+        """Why these tokens are not worth a snapshot now; empty when they are. `waited_for`: a
+        request is held up for as long as it takes."""
         facts = self._facts
         if facts.reduced:
             return "reduced"
@@ -102,9 +103,9 @@ class States:
         gain = len(tokens) - (there.shared if there is not None else 0)
         if not gain:
             return "there"
-        if not facts.costs.worth_saving(gain, len(tokens)):
+        if not facts.costs.worth_saving(gain, len(tokens), waited_for):
             return "cheap"
-        if not self._vault.has_room(len(tokens) * facts.costs.bytes_per_token):
+        if not self._vault.has_room(tenant, len(tokens) * facts.costs.bytes_per_token):
             return "room"
         return ""
 
@@ -127,7 +128,7 @@ class States:
             self._unsaved(part, "failed", str(error))
             return False
         except UpstreamError as error:
-            self._unsaved(part, "failed", str(error))
+            self._unsaved(part, "failed", str(error), isinstance(error, UpstreamTimeout))
             raise
         now = time.monotonic()
         self._facts.costs.saved(copied.n_tokens, copied.n_bytes, copied.seconds, now)
@@ -157,8 +158,8 @@ class States:
         else:
             self._metrics.saves.labels(result="saved").inc()
 
-    def _unsaved(self, part: str, result: str, why: str) -> None:
-        self._vault.files.discard(part)
+    def _unsaved(self, part: str, result: str, why: str, overdue: bool = False) -> None:
+        self._vault.discard(part, overdue)
         self._metrics.saves.labels(result=result).inc()
         _log.warning("a slot was not saved: %s", why)
 

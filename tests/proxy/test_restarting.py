@@ -1,0 +1,123 @@
+"""A budgeted session goes on after a restart as if there had been none: of llama-server, killed, of
+the proxy, of both. Next to it runs the same conversation that nothing happens to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import RunningProxy, ask, llama_server, process_on, proxy, server_binary
+from talking import FILLER, Talk
+
+BUDGET = 448
+FACT = "My favorite number is 68285."
+TURNS = [FACT, *(f"Turn {number}. {FILLER}" for number in range(7))]
+KINDS = ("decoded", "recovered", "resident_before", "omitted")
+
+
+@dataclass(slots=True)
+class House:
+    """A patched server with a disk tier, a proxy in front of it; either may be started again."""
+
+    folder: Path
+    _server: ExitStack = field(default_factory=ExitStack)
+    _proxy: ExitStack = field(default_factory=ExitStack)
+    port: int = 0
+    running: RunningProxy | None = None
+
+    def start(self, what: str) -> None:
+        """Kill what runs of it, without a word, and start it again; it has the port it had."""
+        rested(self.running)
+        if what in ("proxy", "both"):
+            self._proxy.close()
+        if what in ("server", "both"):
+            if self.port:
+                os.kill(process_on(self.port), signal.SIGKILL)
+            self._server.close()
+            options = ["-np", "1", "--evoke-ram", "64", "--evoke-disk", str(self.folder / "blocks")]
+            served = llama_server(server_binary(patched=True), *options, port=self.port)
+            self.port = self._server.enter_context(served)
+        if what in ("proxy", "both"):
+            given = {"snapshots__directory": str(self.folder / "index"), "policy__budget": BUDGET}
+            self.running = self._proxy.enter_context(proxy(self.port, **given))
+
+    def close(self) -> None:
+        self._proxy.close()
+        self._server.close()
+
+
+def rested(running: RunningProxy | None) -> None:
+    """Wait until what follows an answer is done: copies, files, the record."""
+    if running is None:
+        return
+    running.quiet()
+    deadline = time.monotonic() + 20
+    while running.engine._chores.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def house(folder: Path) -> Iterator[House]:
+    folder.mkdir()
+    made = House(folder)
+    try:
+        made.start("both")
+        yield made
+    finally:
+        made.close()
+
+
+def turn(talk: Talk, port: int, text: str) -> dict[str, Any]:
+    """One more turn: what was said, with probabilities, and the engine's books."""
+    talk.port = port
+    talk.messages.append({"role": "user", "content": text})
+    answer = talk.post(logprobs=True, top_logprobs=5)
+    assert answer.status == 200, answer.body
+    reply = json.loads(answer.body)
+    (choice,) = reply["choices"]
+    talk.messages.append({"role": "assistant", "content": choice["message"]["content"]})
+    tops = [item["top_logprobs"] for item in choice["logprobs"]["content"]]
+    likely = {(i, one["id"]): one["logprob"] for i, top in enumerate(tops) for one in top}
+    return {"text": choice["message"]["content"], "likely": likely} | reply["timings"]["evoke"]
+
+
+def resident(port: int) -> object:
+    """Which rows are in the slot."""
+    return json.loads(ask(port, "GET", "/slots/0/blocks").body)["resident"]
+
+
+def test_a_killed_server_a_new_proxy_and_both_cost_a_session_nothing(tmp_path: Path) -> None:
+    events = ["server", "proxy", "both"]
+    texts = [*TURNS, "What is my favorite number?", "Go on.", "And once more?"]
+    with house(tmp_path / "restarted") as subject, house(tmp_path / "never") as control:
+        talks = [Talk(0, "chat") for _ in range(2)]
+        for number, text in enumerate(texts):
+            event = events[number - len(TURNS)] if number >= len(TURNS) else ""
+            if event:
+                subject.start(event)
+            rested(control.running)
+            assert subject.running is not None and control.running is not None
+            mine = turn(talks[0], subject.running.port, text)
+            theirs = turn(talks[1], control.running.port, text)
+            # the same rows, if in other cells, which moves sums by their rounding
+            assert resident(subject.port) == resident(control.port)
+            assert mine["text"] == theirs["text"]
+            assert mine["likely"] == pytest.approx(theirs["likely"], abs=0.05 if event else 0)
+            assert mine["n_resident_peak"] <= BUDGET and mine["marker"] == "ok"
+            assert sum(mine[kind] for kind in KINDS) == mine["n_prompt"]
+            kept = [books["recovered"] + books["resident_before"] for books in (mine, theirs)]
+            assert mine["decoded"] == theirs["decoded"] and kept[0] == kept[1]
+            if event in ("server", "both"):
+                assert mine["decoded"] < 20 and mine["resident_before"] == 0
+            for name in ("evoke_degraded_total", "evoke_budget_breach_total"):
+                assert not subject.running.metric(name)
+        assert "68285" in talks[0].messages[2 * len(TURNS) + 2]["content"]
