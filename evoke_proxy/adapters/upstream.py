@@ -99,7 +99,7 @@ class Upstream:
     """One llama-server; use as an async context manager."""
 
     def __init__(self, config: UpstreamConfig) -> None:
-        self._config = config
+        self.config = config
         self.url = config.url.rstrip("/")
         self._client: aiohttp.ClientSession | None = None
 
@@ -110,7 +110,7 @@ class Upstream:
         connector._factory = factory
         self._client = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._config.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_NEVER_ADDED,
@@ -167,7 +167,7 @@ class Upstream:
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         with _mapped(self.url):
-            async with asyncio.timeout(None if patient else self._config.call_timeout_s):
+            async with asyncio.timeout(None if patient else self.config.call_timeout_s):
                 with _timed(name):
                     headers = self.own_headers(client)
                     async with self.open(method, target, headers, data) as reply:
@@ -185,6 +185,9 @@ class Upstream:
         question = asked + body + b"}"
         return Rendered.parse(await self.call("POST", "/evoke/render", question, client, "render"))
 
+    async def load(self, client: Mapping[str, str] | None) -> None:
+        """Have its model loaded; the only one of a llama-server is."""
+
     async def run(
         self, slot: int, action: str, body: Mapping[str, Any], client: Mapping[str, str]
     ) -> dict[str, Any]:
@@ -201,8 +204,8 @@ class Upstream:
     def own_headers(self, client: Mapping[str, str] | None = None) -> dict[str, str]:
         """Headers of a call of ours, with the configured key or else the client's credentials."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._config.api_key:
-            return headers | {"Authorization": f"Bearer {self._config.api_key}"}
+        if self.config.api_key:
+            return headers | {"Authorization": f"Bearer {self.config.api_key}"}
         given = client or {}
         return headers | {name: given[name] for name in _AUTHENTICATION if name in given}
 

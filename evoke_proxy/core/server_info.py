@@ -14,17 +14,19 @@ class ServerInfo:
     """The answer of `GET /props`.
 
     `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
-    says it to a person; both are empty when it is `patched`. `adopts`: saved blocks can be put into
-    an emptied slot, so that a session comes back to one without being decoded again. `spills`:
-    copies can be written to disk, where a restart leaves them. `capturable` are the layers whose
-    attention it can capture. `n_ctx` is how many tokens a slot's context may have, resident or not;
-    None where only the server knows.
+    says it to a person; both are empty when it is `patched`. `routes`: it has no model itself and
+    hands requests to servers that have. `adopts`: saved blocks can be put into an emptied slot, so
+    that a session comes back to one without being decoded again. `spills`: copies can be written
+    to disk, where a restart leaves them. `capturable` are the layers whose attention it can
+    capture. `n_ctx` is how many tokens a slot's context may have, resident or not; None where only
+    the server knows.
     """
 
     lacking: str
     reason: str
     n_slots: int = 1
     sleeping: bool = False
+    routes: bool = False
     build: str = ""
     adopts: bool = False
     spills: bool = False
@@ -44,6 +46,7 @@ class ServerInfo:
             lacking=lacking,
             reason=reason,
             n_slots=int(props.get("total_slots") or 1),
+            routes=props.get("role") == "router",
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),

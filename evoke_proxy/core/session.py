@@ -69,20 +69,17 @@ class Session:
     def recalled(cls, recorded: Recorded, config: PolicyConfig) -> Session:
         """One that was written down; what is there of it is not known before `found`."""
         session = cls(recorded.id, recorded.tenant, config)
-        session.turns, session.layout, session._task = (
-            recorded.turns,
-            recorded.layout,
-            recorded.task,
-        )
-        session._decoded, session._left = recorded.layout.tokens, recorded.left
+        session.turns, session._task = recorded.turns, recorded.task
+        session.layout, session._left = recorded.layout, recorded.left
+        session._decoded = recorded.layout.tokens
         session._turn_marks, session._recovered = dict(recorded.marks), dict(recorded.recovered)
         return session
 
     def recorded(self, view: SlotView) -> Recorded:
         """What outlives a restart. `view` must show the slot as the last reply left it."""
-        self._left = view.resident
-        place = (self.id, self.tenant, self.turns, self.layout, self._left)
-        return Recorded(*place, self._task, dict(self._turn_marks), dict(self._recovered))
+        self._left, marks = view.resident, (dict(self._turn_marks), dict(self._recovered))
+        known = (self.id, self.tenant, self.turns, self.layout)
+        return Recorded(*known, self._left, self._task, *marks)
 
     @property
     def tokens(self) -> Tokens:
@@ -178,11 +175,6 @@ class Session:
             self.layout, blocks=blocks, ranges=(), stale=frozenset(), resident=(), n_past=0
         )
         self._doubtful = {}
-
-    @property
-    def copies(self) -> frozenset[str]:
-        """The labels of what may come back."""
-        return self.layout.saved.union(item.label for item in self.layout.ranges)
 
     def found(self, copies: Mapping[str, Span]) -> None:
         """llama-server has these copies, by label, of those that it may have lost."""

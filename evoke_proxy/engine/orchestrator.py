@@ -13,15 +13,17 @@ from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
-from evoke_proxy.config import Config, PolicyConfig
-from evoke_proxy.core.bounds import effective
+from evoke_proxy.config import Config
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.concluding import Concluding
 from evoke_proxy.engine.conversations import Conversations
+from evoke_proxy.engine.degrading import Degrading
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.planning import Planner
 from evoke_proxy.engine.reading import read_request, tenant_of
 from evoke_proxy.engine.records import Records
@@ -33,13 +35,10 @@ from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.engine.writeback import Writeback
 from evoke_proxy.errors import (
     CapacityError,
-    EvokeError,
-    PlanRefused,
     RequestError,
     UpstreamError,
     UpstreamProtocolError,
     UpstreamRejected,
-    UpstreamTimeout,
     UpstreamUnavailable,
 )
 
@@ -47,31 +46,43 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Everything behind the web: use as an async context manager."""
+    """Everything behind the web: use as an async context manager.
 
-    def __init__(self, config: Config) -> None:
+    Behind a llama-server that is a router each `model` has one of its own, inside that of the
+    `router`: slots and conversations are the model's, books and snapshots go to the same place.
+    """
+
+    def __init__(self, config: Config, router: Engine | None = None, model: str = "") -> None:
         self.config = config
-        self.metrics = Metrics()
-        self.upstream = Upstream(config.upstream)
-        self.embedding = Embedding(config.embedder, self.metrics)
+        self._router = router
+        self.metrics: Metrics = router.metrics if router else Metrics()
+        own = OneModel(router.upstream, model) if router else Upstream(config.upstream)
+        self.upstream: Upstream = own
+        embedding = Embedding(config.embedder, self.metrics) if router is None else router.embedding
+        self.embedding: Embedding = embedding
         self.draining = False
+        self._models = Models(self.upstream, lambda name: Engine(self.config, self, name))
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(self.embedding, config.policy)
-        self.keeper = Keeper(
-            *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations)
+        self.keeper: Keeper = Keeper(
+            *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
+            router.keeper.vault if router else None,
         )
-        self._records = Records(self.upstream, self.keeper.vault if self.keeper.on else None)
+        self._records = Records(
+            self.upstream, self.keeper.vault if self.keeper.on and not router else None
+        )
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, self._records, lambda: self.server),
         )
+        self._degrading = Degrading(self.metrics, self._planner, lambda: self.config.policy)
         self._chores = Chores()
         self._concluding = Concluding(
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
-            *(self.keeper, self._chores, lambda: self.draining),
+            *(self.keeper, self._chores, lambda: (router or self).draining),
             Writeback(self.upstream, self.metrics, self._slots, self._chores, self._records),
             self._records,
         )
@@ -79,16 +90,19 @@ class Engine:
     async def __aenter__(self) -> Engine:
         await self.keeper.__aenter__()
         self._records.recall(self.conversations)
-        await self.embedding.__aenter__()
+        if self._router is None:
+            await self.embedding.__aenter__()
         await self.upstream.__aenter__()
         await self._chores.__aenter__()
         await self._watch.look()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._models.close()
         await self._chores.__aexit__()
         await self.keeper.__aexit__()
-        await self.embedding.__aexit__()
+        if self._router is None:
+            await self.embedding.__aexit__()
         await self.upstream.__aexit__()
 
     @property
@@ -105,7 +119,13 @@ class Engine:
     @property
     def _helped(self) -> bool:
         """Whether an unpatched server is there, whose slots are to be kept."""
-        return self.keeper.on and self.server.lacking in ("unpatched", "unsupported")
+        unpatched = self.server.lacking in ("unpatched", "unsupported")
+        return self.keeper.on and unpatched and not self.server.routes
+
+    async def _routes(self, client: Mapping[str, str]) -> bool:
+        """Whether there is a router in front of us whose models' slots are to be kept."""
+        await self._watch.look(client)
+        return self.keeper.on and self.server.routes
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure of llama-server; it is asked again what it is when it may be another."""
@@ -129,6 +149,13 @@ class Engine:
         wrong fields of ours, SlotsBusy when no slot gets free. Anything else that fails here is
         counted, and the request goes on without a plan.
         """
+        inner = await self._models.of(body, client) if await self._routes(client) else None
+        if inner is not None:
+            for engine in self._models:  # what one decodes ahead, another waits for
+                engine.keeper.stop()
+            async with inner.turn(dialect, body, client, patience) as way:
+                yield way
+            return
         way = Forwarding(body, _now())
         AWAITED.set(way.waits)
         try:
@@ -173,9 +200,9 @@ class Engine:
         except (RequestError, CapacityError, ConnectionResetError):  # the last: our client is gone
             raise
         except Exception as error:
-            self._degrade(way, error)
-            if not way.helped:
-                await self._hold(way, request, client, error)
+            if isinstance(error, UpstreamError):
+                self.upstream_failed(error)
+            await self._degrading.run(way, request, client, error)
 
     def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed.
@@ -195,45 +222,11 @@ class Engine:
             return self.server.lacking
         return request.bypass
 
-    def _degrade(self, way: Forwarding, error: Exception) -> None:
-        """Go on without a plan: our fault, or llama-server's, must not cost the answer."""
-        way.decision, way.marked, way.headers = f"degraded:{way.stage}", False, {}
-        self.metrics.degraded.labels(stage=way.stage).inc()
-        if isinstance(error, UpstreamError):
-            self.upstream_failed(error)
-        if isinstance(error, UpstreamRejected):
-            # Its message may quote the prompt.
-            error = PlanRefused(f"status {error.status}", str(error.error.get("type")))
-        if isinstance(error, EvokeError):
-            _log.warning("no plan, failed at %s: %s", way.stage, error)
-        else:
-            _log.error("no plan, failed at %s", way.stage, exc_info=error)
-
-    async def _hold(
-        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], error: Exception
-    ) -> None:
-        """Leave the budget to llama-server alone; count a breach when not even that works."""
-        if way.stage == "seat":
-            return
-        try:
-            # One that is gone, or hangs, would only be waited for once more.
-            if not isinstance(error, UpstreamUnavailable | UpstreamTimeout):
-                await self._planner.hold(way, request, client)
-        except Exception as again:
-            _log.warning("the budget is not held either: %s", type(again).__name__)
-        if way.marked:
-            way.decision += ":held"
-        elif effective(self._policy_of(way), request).budget is not None:
-            self.metrics.breaches.inc()
-
     async def keep(self) -> None:
         """Nobody comes any more: have on disk what is to be found there by the next proxy."""
-        if self._helped:
-            await self.keeper.keep()
-
-    def _policy_of(self, way: Forwarding) -> PolicyConfig:
-        known = way.conversation
-        return known.session.config if known is not None else self.config.policy
+        for engine in (self, *self._models):
+            if engine._helped:
+                await engine.keeper.keep()
 
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""
@@ -257,7 +250,8 @@ class Engine:
 
     def sessions_summary(self) -> list[dict[str, Any]]:
         """Every session known, the latest used first."""
-        return [known.summary(self._slots.pool) for known in reversed(list(self.conversations))]
+        own = [known.summary(self._slots.pool) for known in reversed(list(self.conversations))]
+        return own + [summary for inner in self._models for summary in inner.sessions_summary()]
 
     def _started(self, server: ServerInfo) -> None:
         """A server has appeared: whatever was in the one before is gone."""

@@ -63,7 +63,9 @@ class Records:
         seated = Seated(session, known.hint, edges, view.id, view.epoch)
         if self.spills:
             on_disk = {block.get("name") for block in blocks if block.get("on_disk")}
-            names = sorted(known.session.copies - on_disk)
+            layout = known.session.layout
+            copies = layout.saved.union(item.label for item in layout.ranges)
+            names = sorted(copies - on_disk)
             if names:
                 spill = {"names": names, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)

@@ -63,11 +63,18 @@ def llama_server(
     binary: str, *options: str, port: int = 0, model: Path | None = None
 ) -> Iterator[int]:
     """A llama-server, with the bundled model and on a free port unless others are given."""
-    port = port or free_port()
     named = str(model or bundled_model())
-    command = [binary, "-m", named, "--port", str(port), "-t", "1", "-c", "8192"]
+    with any_server(binary, "-m", named, "-t", "1", "-c", "8192", *options, port=port) as served:
+        yield served
+
+
+@contextmanager
+def any_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
+    """A llama-server with these options and no other, on a free port unless one is given."""
+    port = port or free_port()
     with tempfile.TemporaryDirectory() as folder:
-        with serving([*command, *options], port, Path(folder) / "llama-server.log"):
+        log = Path(folder) / "llama-server.log"
+        with serving([binary, "--port", str(port), *options], port, log):
             yield port
 
 
@@ -116,7 +123,8 @@ class RunningProxy:
     def quiet(self) -> None:
         """Wait until no conversation is in use, 10 s at most."""
         deadline = time.monotonic() + 10
-        while any(known.in_use for known in self.engine.conversations):
+        engines = [self.engine, *self.engine._models]
+        while any(known.in_use for engine in engines for known in engine.conversations):
             assert time.monotonic() < deadline, "a request is still under way"
             time.sleep(0.01)
 

@@ -51,7 +51,9 @@ class Keeper:
         slots: SlotQueue,
         seating: Seating,
         conversations: Conversations,
+        vault: Vault | None = None,
     ) -> None:
+        """A `vault` that is given is open, and stays so."""
         self.on = bool(config.snapshots.directory)
         self._config = config.snapshots
         self._metrics = metrics
@@ -59,7 +61,8 @@ class Keeper:
         self._seating = seating
         self._conversations = conversations
         self._calls = StockCalls(upstream)
-        self.vault = Vault(config.snapshots, metrics)
+        self._opens = self.on and vault is None
+        self.vault = vault or Vault(config.snapshots, metrics)
         self._facts = Facts(config.snapshots, self._calls, self.vault)
         self._chores = Chores()
         self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
@@ -70,7 +73,7 @@ class Keeper:
         self._ahead: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Keeper:
-        if self.on:
+        if self._opens:
             self.vault.open()
         await self._chores.__aenter__()
         return self
@@ -78,7 +81,7 @@ class Keeper:
     async def __aexit__(self, *_: object) -> None:
         self.stop()
         await self._chores.__aexit__()
-        if self.on:
+        if self._opens:
             self.vault.close()
 
     def adjust(self, config: SnapshotsConfig) -> None:
@@ -119,7 +122,7 @@ class Keeper:
         """
         self._facts.forget()
         self._places.emptied()
-        if self.on and not server.sleeping and not server.patched:
+        if self.on and not (server.sleeping or server.patched or server.routes):
             self._chores.run(self._facts.learn(None), "learning what llama-server is")
 
     async def check(self) -> str:

@@ -1,0 +1,79 @@
+"""One model of a llama-server that routes to several."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+
+from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.core.splice import edit_top_level
+
+# As any other call, but that the router does what it was started to do.
+_LOADING = "/tokenize?"
+
+
+class OneModel(Upstream):
+    """Our calls about a model say which they mean.
+
+    Its router is entered and left on its own. What clients send names a model itself.
+    """
+
+    def __init__(self, router: Upstream, model: str) -> None:
+        super().__init__(router.config)
+        self._router = router
+        self._model = model
+
+    async def __aenter__(self) -> OneModel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterable[bytes] | None = None,
+    ) -> AsyncIterator[Reply]:
+        """As of any llama-server; no model is loaded for it."""
+        query = f"model={quote(self._model, safe='')}&autoload=false"
+        if target != _LOADING:
+            target += ("&" if "?" in target else "?") + query
+        async with self._router.open(method, target, headers, body) as reply:
+            yield reply
+
+    async def call(
+        self,
+        method: str,
+        target: str,
+        body: object = None,
+        client: Mapping[str, str] | None = None,
+        name: str = "other",
+        patient: bool = False,
+    ) -> dict[str, Any]:
+        """As of any llama-server."""
+        if isinstance(body, dict):
+            body = body | {"model": self._model}
+        elif isinstance(body, bytes):
+            body = edit_top_level(body, {"model": orjson.dumps(self._model)}, ())
+        answer = await super().call(method, target, body, client, name, patient)
+        if target == "/v1/models":  # a router tells of all of them
+            answer["data"] = [it for it in answer.get("data") or () if it.get("id") == self._model]
+        return answer
+
+    async def info(self, client: Mapping[str, str] | None = None) -> ServerInfo:
+        """What the model's server is, without what is not routed to it: block calls."""
+        props = await self.call("GET", "/props", client=client)
+        return ServerInfo.parse({key: props[key] for key in props if key != "evoke"})
+
+    async def load(self, client: Mapping[str, str] | None) -> None:
+        """Have it loaded as a request would; raises UpstreamError when that fails."""
+        asked = {"content": ""}
+        await self.call("POST", _LOADING, asked, client, "load", patient=True)
