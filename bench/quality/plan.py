@@ -75,12 +75,12 @@ FULL = (
     Cell("facts12", "facts12", 4000, 6, core=4, wide=4, ablated=4, controls=RATIOS),
     Cell("facts20", "facts20", 4000, 4, core=1, controls=RATIOS),
     Cell("codes", "codes", 4000, 3, times=3, core=1, controls=RATIOS),
-    Cell("updates", "updates", 4000, 12),
-    Cell("files", "files", 4000, 6, times=2),
-    Cell("rereads", "rereads-numbers", 2500, 12),
+    Cell("updates", "updates", 4000, 13),
+    Cell("files", "files", 4000, 7, times=2),
+    Cell("rereads", "rereads-numbers", 2500, 13),
     Cell("paraphrase", "paraphrase", 4000, 6, times=2, ablated=6),
     Cell("unknown", "unknown-said", 4000, 5, times=4),
-    Cell("long", "facts12", 7000, 4, core=2),
+    Cell("long", "facts12", 7000, 5, core=2),
 )
 QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
 # Sizes of blocks, each at the highest compression at which some fit beside the sinks and the

@@ -39,7 +39,7 @@ class Lookalikes:
         if not comparable(word):
             return
         number = len(self._words)
-        grams = _grams(word, 3)
+        grams = _trigrams(word)
         self._words.append(word)
         self._sizes.append(len(grams))
         for gram in grams:
@@ -51,7 +51,7 @@ class Lookalikes:
         asked = [word for word in words if comparable(word)]
         found: dict[str, list[tuple[str, float]]] = {}
         for word, others in zip(asked, self._candidates(asked), strict=True):
-            mine = _grams(word, 2)
+            mine = _bigrams(word)
             pairs = [(other, _alike(word, other, mine)) for other in others if other != word]
             likely = [pair for pair in pairs if pair[1] >= _ALIKE]
             found[word] = sorted(likely, key=lambda pair: (-pair[1], pair[0]))
@@ -86,7 +86,7 @@ class Lookalikes:
         most = max(_NEVER_PRUNED, int(_MAX_SHARE * len(self._words)))
         shapes, numbers, counts = [], array("q"), []
         for word in words:
-            before, grams = len(numbers), _grams(word, 3)
+            before, grams = len(numbers), _trigrams(word)
             for gram in grams & self._having.keys():
                 if len(self._having[gram]) <= most:
                     numbers.extend(self._having[gram])
@@ -100,13 +100,18 @@ def comparable(word: str) -> bool:
     return _SHORTEST <= len(word) <= _LONGEST and word.isalnum() and not word.isdigit()
 
 
-def _grams(word: str, n: int) -> set[str]:
+def _bigrams(word: str) -> set[str]:
     padded = f"^{word}$"
-    return {padded[i : i + n] for i in range(len(padded) - n + 1)}
+    return {padded[i : i + 2] for i in range(len(padded) - 1)}
+
+
+def _trigrams(word: str) -> set[str]:
+    padded = f"^{word}$"
+    return set(map("".join, zip(padded, padded[1:], padded[2:], strict=False)))
 
 
 def _alike(word: str, other: str, mine: set[str]) -> float:
-    theirs = _grams(other, 2)
+    theirs = _bigrams(other)
     # One digit of a code makes another code; part of it is still a part of it.
     dice = 2 * len(mine & theirs) / (len(mine) + len(theirs)) if (word + other).isalpha() else 0.0
     return max(dice, _HOLDS) if word in other or other in word else dice
