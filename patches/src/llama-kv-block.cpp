@@ -183,10 +183,20 @@ struct llama_kv_block_access {
         return res;
     }
 
+    // the basis that keys and values of a quantised cache are in: whether it is another one here, its size in later releases
+    template <typename Cache> static auto rotation(const Cache & kv, int) -> decltype(std::make_pair(kv.attn_rot_k, kv.attn_rot_v)) {
+        return { kv.attn_rot_k, kv.attn_rot_v };
+    }
+
+    template <typename Cache> static auto rotation(const Cache & kv, long) -> decltype(std::make_pair(kv.n_rot_k, kv.n_rot_v)) {
+        return { kv.n_rot_k, kv.n_rot_v };
+    }
+
     static uint64_t layout(const llama_kv_cache & kv) {
         uint64_t h = kv_block_mix(kv.layers.size(), kv.v_trans);
-        h = kv_block_mix(h, kv.attn_rot_k);
-        h = kv_block_mix(h, kv.attn_rot_v);
+        const auto turned = rotation(kv, 0);
+        h = kv_block_mix(h, turned.first);
+        h = kv_block_mix(h, turned.second);
         for (const auto & layer : kv.layers) {
             h = kv_block_mix(h, layer.il);
             h = kv_block_mix(h, layer.k->type);

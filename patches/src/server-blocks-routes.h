@@ -2,6 +2,13 @@
 
 #pragma once
 
+// what /props says of the block calls; once, before the first request
+void server_routes::update_blocks() {
+    server_context_meta with = *meta;
+    with.evoke = ctx_server.blocks.props();
+    meta = std::make_unique<server_context_meta>(std::move(with));
+}
+
 // run one call on the main loop and answer with what it says
 std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_http_req & req, server_blocks_call call) {
     auto res = create_response();
