@@ -17,6 +17,8 @@ BARS = {3.6: 0.98, 8.0: 0.97, 16.0: 0.95}
 _DISCARD_SLACK = 0.05
 # How near to the ceiling the oracle must be: answers change both ways where the model is unsure.
 _ORACLE_LEAST, _ORACLE_P = 0.99, 0.05
+# Where the model does not know what nobody has evicted, nothing can be said of evicting.
+_CEILING_LEAST, _ENOUGH = 0.98, 50
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
@@ -165,9 +167,26 @@ def checks(found: Mapping[str, Any]) -> list[Row]:
         for ratio, least in BARS.items()
         for check in _checks_of(found["rows"], cell, ratio, least)
     ]
+    made += [_of_ceiling(row) for row in found["rows"] if _tells_ceiling(row)]
     faults = len(found["violations"])
     said = "books sum and peak <= budget, every turn"
     return [*made, {"bar": said, "wanted": "0 faults", "measured": str(faults), "ok": not faults}]
+
+
+def _tells_ceiling(row: Row) -> bool:
+    """Whether a cell, or several that are one, has questions enough to say what the model knows."""
+    parts = {cell for cells in HEADLINES.values() for cell in cells} - HEADLINES.keys()
+    return row["arm"] == CEILING and row["cell"] not in parts and row["n"] >= _ENOUGH
+
+
+def _of_ceiling(row: Row) -> Row:
+    low, high = row["recall_95"]
+    return {
+        "bar": f"{row['cell']}: {CEILING}",
+        "wanted": f">= {_CEILING_LEAST:.0%}: the model can be asked this",
+        "measured": f"{row['recall']:.1%} of {row['n']} facts ({low:.1%} to {high:.1%})",
+        "ok": row["recall"] >= _CEILING_LEAST,
+    }
 
 
 def _checks_of(rows: Sequence[Row], cell: str, ratio: float, least: float) -> list[Row]:

@@ -111,6 +111,15 @@ def test_every_variant_has_the_arm_without_its_last_change_beside_it() -> None:
     assert len(against) > 50 and alone <= set(against.values())  # others are held against it
 
 
+@pytest.mark.parametrize(("wrong", "ok"), [(1, True), (2, False)])
+def test_a_model_that_does_not_know_the_answers_is_no_ruler(wrong: int, ok: bool) -> None:
+    records = [record("a", CEILING, "0" * wrong + "1" * (60 - wrong), cell="files")]
+    bars = {check["bar"]: check for check in checks(summarise(records))}
+    assert bars["files: no_eviction"]["ok"] is ok
+    few = checks(summarise([record("a", CEILING, "0001")]))
+    assert not any("no_eviction" in check["bar"] for check in few)
+
+
 @pytest.mark.parametrize(("answers", "ok"), [("1" * 20, True), ("0" + "1" * 19, False)])
 def test_the_oracle_must_be_the_ceiling(answers: str, ok: bool) -> None:
     records = [record("a", CEILING, "1" * 20), record("a", Arm("oracle", 8.0), answers)]
