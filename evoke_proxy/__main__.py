@@ -124,6 +124,9 @@ def _add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--listen", action="append", metavar="HOST:PORT", help="address to serve on, repeatable"
     )
+    command.add_argument(
+        "--admin-listen", action="append", metavar="HOST:PORT", help="where to operate it"
+    )
     command.add_argument("--upstream", metavar="URL", help="where llama-server is")
     command.add_argument(
         "--budget", type=int, metavar="N", help="tokens a session may keep resident"
@@ -136,6 +139,7 @@ def _add_config_arguments(command: argparse.ArgumentParser) -> None:
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
     return {
         "listen": arguments.listen,
+        "security.admin_listen": arguments.admin_listen,
         "upstream.url": arguments.upstream,
         "policy.budget": arguments.budget,
         "policy.name": arguments.policy,
@@ -153,8 +157,32 @@ def _described(config: Config) -> str:
         f"budget    {budget}\n"
         f"embedder  {_embedder(config)}\n"
         f"snapshots {config.snapshots.directory or 'none'}\n"
+        f"keys      {_keys(config)}\n"
+        f"admin     {_admin(config)}\n"
         "the configuration is valid"
     )
+
+
+def _keys(config: Config) -> str:
+    """Whose keys count; ConfigError when their file is of no use."""
+    if not config.security.keys_file:
+        return "none asked for"
+    from evoke_proxy.adapters.secret_files import KeyFile
+
+    callers = KeyFile(Path(config.security.keys_file)).keys.callers.values()
+    return f"{len(callers)} of {len({caller.tenant for caller in callers})} tenants"
+
+
+def _admin(config: Config) -> str:
+    """Where the proxy is operated, and how; ConfigError when the token is of no use."""
+    security = config.security
+    where = ", ".join(security.admin_listen or config.listen)
+    if not security.admin_token_file:
+        return f"{where}, without a token"
+    from evoke_proxy.adapters.secret_files import read_token
+
+    read_token(Path(security.admin_token_file), "security.admin_token_file")
+    return f"{where}, with a token"
 
 
 def _embedder(config: Config) -> str:

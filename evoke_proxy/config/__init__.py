@@ -146,9 +146,15 @@ class SnapshotsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SecurityConfig:
-    """Who may ask what. Without `keys_file` nobody is asked for a key: llama-server may do so."""
+    """Who may ask what. Without `keys_file` nobody is asked for a key: llama-server may do so.
+
+    Without `admin_token_file` whoever reaches `admin_listen` may operate the proxy; without
+    `admin_listen` that is done where clients connect.
+    """
 
     keys_file: str = ""
+    admin_listen: tuple[str, ...] = ("127.0.0.1:8091",)
+    admin_token_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +248,7 @@ def _check(config: Config) -> None:
     for address in config.listen:
         parse_listen(address)
     _require(bool(config.listen), "listen", "must name at least one HOST:PORT")
+    _check_admin(config)
     url = urlsplit(config.upstream.url)
     valid_url = url.scheme in ("http", "https") and bool(url.hostname)
     _require(valid_url, "upstream.url", f"{config.upstream.url!r} is not http://HOST:PORT")
@@ -256,6 +263,16 @@ def _check(config: Config) -> None:
     _check_numbers(config)
     _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
     _require(config.snapshots.stall_share <= 1, "snapshots.stall_share", "must be at most 1")
+
+
+def _check_admin(config: Config) -> None:
+    named = "admin_listen" if config.security.admin_listen else "listen"
+    for address in config.security.admin_listen or config.listen:
+        host, _ = parse_listen(address)
+        loopback = host in ("localhost", "::1") or host.startswith("127.")
+        safe = loopback or bool(config.security.admin_token_file)
+        message = f"{address} is open to others: it needs security.admin_token_file"
+        _require(safe, f"security.{named}" if named != "listen" else named, message)
 
 
 def _check_numbers(config: Config) -> None:

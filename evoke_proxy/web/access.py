@@ -14,12 +14,13 @@ from evoke_proxy.core.keys import Caller, presented
 from evoke_proxy.engine.reading import TENANT
 from evoke_proxy.errors import Forbidden, Unauthenticated
 from evoke_proxy.web import dialects
+from evoke_proxy.web.guard import DOOR
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
 _CALLER = web.RequestKey("caller", Caller)
 # Said to whoever asks: a load balancer has no key, and they tell nothing of anybody.
-_OPEN = frozenset(("/health", "/v1/health", "/evoke/health", "/evoke/ready"))
+_OPEN = frozenset(("/health", "/v1/health"))
 # What a tenant may ask of llama-server, spelled just so: it decodes %73lots, so anything else might
 # be a way to what belongs to others (/slots, /lora-adapters, loading and unloading of models).
 _TENANTS = {
@@ -48,7 +49,9 @@ class Access:
 
     def check(self, request: web.Request) -> None:
         """Raises Unauthenticated without a key that counts, Forbidden when the path is for none."""
-        if self._file is None or request.raw_path in _OPEN:
+        # What is ours has a guard of its own.
+        ours = request.raw_path in _OPEN or request.raw_path.startswith("/evoke/")
+        if self._file is None or ours:
             return
         if request.method == "OPTIONS" and _for_tenants(request):
             return  # a browser asks with it whether it may send a key
@@ -96,7 +99,8 @@ def name_of(request: web.Request) -> str:
 @web.middleware
 async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Lets a request through when its key does; the first thing that looks at it."""
-    request.app[ACCESS].check(request)
+    if not request.app[DOOR].is_own(request):
+        request.app[ACCESS].check(request)
     return await handler(request)
 
 

@@ -14,6 +14,7 @@ from evoke_proxy.web import admin, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
 from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.draining import TRAFFIC, Traffic
+from evoke_proxy.web.guard import DOOR, Door, apart
 from evoke_proxy.web.patience import PATIENCE, Patience, punctual
 
 _log = logging.getLogger(__name__)
@@ -24,9 +25,10 @@ _CLIENT_GONE = 499
 
 def create_app(engine: Engine) -> web.Application:
     """The proxy in front of `engine`, which the caller has entered and will close."""
-    middlewares = [_accounted(engine), punctual, _translated(engine), guarded]
+    middlewares = [_accounted(engine), punctual, _translated(engine), apart, guarded]
     limit = engine.config.limits.body_bytes
     app = web.Application(middlewares=middlewares, client_max_size=limit)
+    app[DOOR] = Door(engine.config)
     app[ACCESS] = Access(engine.config)
     app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
     app[TRAFFIC] = Traffic(lambda: engine.draining)

@@ -2,19 +2,107 @@
 
 from __future__ import annotations
 
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
 from aiohttp import web
 
+from evoke_proxy.adapters.secret_files import read_token
+from evoke_proxy.config import Config
+from evoke_proxy.core.keys import presented
 from evoke_proxy.engine import Engine
+from evoke_proxy.errors import Forbidden, RequestError, Unauthenticated
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Door:
+    """Where the admin comes in, and with which token.
+
+    Until addresses are named, every address is one for the admin too: whoever makes a runner of
+    their own has them to themselves.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError when the file of the token is of no use."""
+        named = config.security.admin_token_file
+        setting = "security.admin_token_file"
+        self._token = read_token(Path(named), setting) if named else ""
+        self._addresses: frozenset[tuple[str, int]] | None = None
+
+    def open_at(self, addresses: Iterable[Any]) -> None:
+        """From now on only requests to these addresses are the admin's, and to them no others."""
+        self._addresses = frozenset((str(host), int(port)) for host, port, *_ in addresses)
+
+    def is_own(self, request: web.Request) -> bool:
+        """Whether a request came to an address that is the admin's alone."""
+        return bool(self._addresses) and self._at(request)
+
+    def admit(self, request: web.Request) -> None:
+        """Raises Forbidden at another address or for another site's page, Unauthenticated without
+        the token."""
+        if self._addresses is not None and not self._at(request):
+            raise Forbidden("this is served at security.admin_listen")
+        if not self._token:
+            _refuse_names(request)
+            return
+        # Both as bytes: compare_digest takes no other text than ASCII.
+        shown = (key.encode("utf-8", "replace") for key in presented(request.headers))
+        if not any([hmac.compare_digest(key, self._token.encode()) for key in shown]):
+            raise Unauthenticated("the token of the admin is missing or wrong")
+
+    def _at(self, request: web.Request) -> bool:
+        assert self._addresses is not None
+        found = request.transport.get_extra_info("sockname") if request.transport else None
+        if not isinstance(found, tuple):
+            return False
+        host, port = str(found[0]), int(found[1])
+        # One that is bound to every address is reached at another than it is bound to.
+        every = {("0.0.0.0", port), ("::", port)}
+        return (host, port) in self._addresses or bool(every & self._addresses)
+
+
+DOOR = web.AppKey("door", Door)
 
 
 async def admit(request: web.Request, engine: Engine) -> None:
     """Return when this request may see and change what is everybody's; else raise an EvokeError.
 
-    Who reaches the address may. A browser sends the token that its user has typed in as
-    `Authorization: Bearer`, once an answer was 401.
+    A browser sends the token that its user has typed in as `Authorization: Bearer`, once an answer
+    was 401.
     """
+    request.app[DOOR].admit(request)
 
 
 async def admit_page(request: web.Request, engine: Engine) -> None:
     """As `admit`, for the files of the page: they say nothing, and a browser asks for them before
     anybody can have typed in a token."""
+    try:
+        request.app[DOOR].admit(request)
+    except Unauthenticated:
+        return
+
+
+@web.middleware
+async def apart(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """At an address of the admin nothing goes on to llama-server: it asks nobody for a key."""
+    ours = request.path.startswith("/evoke/") or request.path in ("/evoke", "/metrics")
+    if request.app[DOOR].is_own(request) and not ours:
+        raise RequestError("this address is for the admin alone", "not_found", 404)
+    return await handler(request)
+
+
+def _refuse_names(request: web.Request) -> None:
+    """Without a token, a page of somebody else could have a browser ask us under a name of its
+    own that leads here; it cannot do so under a number."""
+    host = urlsplit(f"//{request.host}").hostname or ""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if host != "localhost":
+            message = "without security.admin_token_file, ask by number or as localhost"
+            raise Forbidden(message) from None

@@ -9,17 +9,19 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from evoke_proxy.config import Config, parse_listen
+from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
 from evoke_proxy.web.draining import TRAFFIC
+from evoke_proxy.web.guard import DOOR
 
 _log = logging.getLogger(__name__)
 
@@ -113,9 +115,36 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
 
 
 async def _listen(runner: web.AppRunner, config: Config) -> None:
+    """The addresses of the admin first, so that no other is ever taken for one."""
+    await _listen_apart(runner, config.security)
+    admin = list(runner.addresses)
     for address in config.listen:
         host, port = parse_listen(address)
         await web.TCPSite(runner, host, port).start()
-    for host, port, *_ in runner.addresses:
-        shown = f"[{host}]" if ":" in host else host
-        print(f"evoke-proxy listens on http://{shown}:{port}", file=sys.stderr, flush=True)
+    for address in runner.addresses[len(admin) :]:
+        _say(f"listens on {_shown(address)}")
+    for address in admin:
+        _say(f"is operated at {_shown(address)}/evoke/")
+
+
+async def _listen_apart(runner: web.AppRunner, config: SecurityConfig) -> None:
+    if not config.admin_listen:
+        return
+    for address in config.admin_listen:
+        try:
+            await web.TCPSite(runner, *parse_listen(address)).start()
+        except OSError:
+            # Two proxies on a machine are nothing wrong; a place that somebody has chosen is.
+            if config != SecurityConfig(config.keys_file, admin_token_file=config.admin_token_file):
+                raise
+            _say(f"is not operated: security.admin_listen, {address}, is taken")
+    runner.app[DOOR].open_at(runner.addresses)
+
+
+def _shown(address: Any) -> str:
+    host, port, *_ = address
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(what: str) -> None:
+    print(f"evoke-proxy {what}", file=sys.stderr, flush=True)
