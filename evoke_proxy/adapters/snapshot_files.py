@@ -133,6 +133,11 @@ class SnapshotFiles:
         for path in oldest_first[:-_KEPT_ASIDE]:
             path.unlink()
 
+    def forget_aside(self) -> None:
+        """Delete what was set aside."""
+        for path in (self.directory / _ASIDE).iterdir():
+            path.unlink(missing_ok=True)
+
     def _check_size(self, path: Path, n_bytes: int) -> None:
         if path.is_symlink():
             raise SnapshotUnusable("foreign", f"{path.name} is a link")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
-import tarfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from evoke_proxy.adapters.snapshot_files import WHOLE
 from evoke_proxy.config import load
-from evoke_proxy.core.snapshots import Snapshot
+from evoke_proxy.core.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.engine.archive import archive
 from evoke_proxy.engine.vault import Vault
 from evoke_proxy.errors import ConfigError
 
@@ -58,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _act(vault: Vault, arguments: argparse.Namespace) -> int:
     if arguments.action == "list":
-        _print_sessions(_sessions(vault.snapshots), arguments.json)
+        _print_sessions(by_branch(vault.snapshots), arguments.json)
         return 0
     id, found = _named(vault, arguments.id)
     if arguments.action == "export":
@@ -77,7 +73,7 @@ def _act(vault: Vault, arguments: argparse.Namespace) -> int:
 
 
 def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
-    sessions = _sessions(vault.snapshots)
+    sessions = by_branch(vault.snapshots)
     fitting = [id for id in sessions if given and id.startswith(given)]
     if given in sessions:
         fitting = [given]
@@ -87,33 +83,8 @@ def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
     return fitting[0], sessions[fitting[0]]
 
 
-def _sessions(snapshots: Sequence[Snapshot] | Any) -> dict[str, list[Snapshot]]:
-    """Snapshots by the conversation they are of, the latest used first."""
-    found: dict[str, list[Snapshot]] = {}
-    for item in snapshots:
-        found.setdefault(item.branch, []).append(item)
-    return found
-
-
-def _described(item: Snapshot) -> dict[str, Any]:
-    """What the index says of it; its tokens stay where they are."""
-    value = {key: made for key, made in asdict(item).items() if key != "tokens"}
-    return value | {"n_tokens": item.n_tokens}
-
-
 def _print_sessions(sessions: dict[str, list[Snapshot]], as_json: bool) -> None:
-    rows: list[dict[str, Any]] = [
-        {
-            "id": id,
-            "tenant": items[0].tenant,
-            "snapshots": len(items),
-            "tokens": max(item.n_tokens for item in items),
-            "bytes": sum(item.n_bytes for item in items),
-            "used": max(item.used for item in items),
-            "pinned": any(item.pinned for item in items),
-        }
-        for id, items in sessions.items()
-    ]
+    rows = [branch_summary(id, items) for id, items in sessions.items()]
     if as_json:
         print(json.dumps({"sessions": rows}, indent=2))
         return
@@ -127,7 +98,7 @@ def _print_sessions(sessions: dict[str, list[Snapshot]], as_json: bool) -> None:
 
 def _print_snapshots(items: Sequence[Snapshot], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"snapshots": [_described(item) for item in items]}, indent=2))
+        print(json.dumps({"snapshots": [described(item) for item in items]}, indent=2))
         return
     print(f"{'snapshot':22}{'kind':6}{'tokens':>8}{'MiB':>9}{'restores':>10}{'used':>12}")
     for item in items:
@@ -146,14 +117,8 @@ def _ago(when: float) -> str:
 
 
 def _export(vault: Vault, items: Sequence[Snapshot], path: Path) -> None:
-    """A tar of the files and a manifest, for its owner alone."""
+    """A file for its owner alone."""
     handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     os.fchmod(handle, 0o600)  # a file that was there has the mode it had
-    with os.fdopen(handle, "wb") as out, tarfile.open(fileobj=out, mode="w") as archive:
-        listed = [_described(item) | {"tokens": item.tokens.tolist()} for item in items]
-        manifest = json.dumps({"version": 1, "snapshots": listed}).encode()
-        entry = tarfile.TarInfo("manifest.json")
-        entry.size, entry.mode = len(manifest), 0o600
-        archive.addfile(entry, io.BytesIO(manifest))
-        for item in items:
-            archive.add(vault.files.directory / (item.id + WHOLE), item.id + WHOLE)
+    with os.fdopen(handle, "wb") as out:
+        out.writelines(archive(vault.files.directory, items))

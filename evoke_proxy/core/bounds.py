@@ -19,14 +19,20 @@ def check_budget(layout: Layout, config: PolicyConfig) -> None:
     """BudgetTooSmall or PinBudgetExceeded when what must stay leaves no block room to move."""
     if config.budget is None:
         return
-    needed = config.sink_tokens + config.recent_tokens + config.block_tokens
-    if config.budget < needed:
-        raise BudgetTooSmall(config.budget, needed)
+    needed = check_room(config)
     blocks = layout.blocks
     pinned = int(blocks.lengths[blocks.pinned].sum())
     cap = _pin_cap(layout, config, config.budget, needed)
     if pinned > cap:
         raise PinBudgetExceeded(pinned, cap)
+
+
+def check_room(config: PolicyConfig) -> int:
+    """The least tokens that a budget must hold; BudgetTooSmall when the configured one is less."""
+    needed = config.sink_tokens + config.recent_tokens + config.block_tokens
+    if config.budget is not None and config.budget < needed:
+        raise BudgetTooSmall(config.budget, needed)
+    return needed
 
 
 def _pin_cap(layout: Layout, config: PolicyConfig, budget: int, needed: int) -> int:

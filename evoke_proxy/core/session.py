@@ -13,11 +13,12 @@ from dataclasses import replace
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core import pins
 from evoke_proxy.core.attention import Attended
 from evoke_proxy.core.block_table import ROLES
 from evoke_proxy.core.blocks import Role, Span, clipped
 from evoke_proxy.core.books import Books, agree, forecast
-from evoke_proxy.core.bounds import check_budget, effective
+from evoke_proxy.core.bounds import effective
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.layout import Layout, wire_name
@@ -35,7 +36,8 @@ from evoke_proxy.core.turn import Turn
 class Session:
     """Mutable, with one owner who makes no two calls at once.
 
-    `config` is the policy of its turns where no request wants another one; it may be replaced.
+    `config` is the policy of its turns where no request wants another one, `pins` are what an
+    operator has pinned; both may be replaced. `decided` is the latest turn that was planned.
     """
 
     def __init__(self, id: str, tenant: str, config: PolicyConfig, adopts: bool = True) -> None:
@@ -53,6 +55,8 @@ class Session:
         self.attention = Attended()
         self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, tuple[bool, float]] = {}
+        self.pins: pins.Pins = ()
+        self.decided: Turn | None = None
         self._planned: tuple[PolicyView, Plan] | None = None
         self._doubtful: dict[str, Span] = {}
         self._left: tuple[Span, ...] = ()
@@ -106,8 +110,8 @@ class Session:
         if marks != (False, 1.0):
             self._turn_marks[number] = marks
         layout, adopt_to = self._reconciled(rendered, view, request, number, config)
-        check_budget(layout, config)
-        self.layout = layout
+        shown = pins.applied(layout, pins.kept(self.pins, layout), config)
+        self.layout, self.pins = layout, pins.kept(self.pins, layout)
         self._doubtful = self._doubtful if adopt_to else {}
         question = asked(request)
         question = question.embedded([(vectors or {}).get(part) for part in question.parts])
@@ -117,7 +121,7 @@ class Session:
             request=request,
             rendered=rendered,
             slot=view,
-            view=self.attention.shown(self._policy_view(layout, view, request, adopt_to, task)),
+            view=self.attention.shown(self._policy_view(shown, view, request, adopt_to, task)),
             config=config,
             divergence=layout.divergence,
             question=question,
@@ -132,7 +136,8 @@ class Session:
         """llama-server has run the whole plan."""
         self._moved(plan)
         self.layout = replace(self.layout, guessed=frozenset())
-        self._planned, self._task, self._left = (turn.view, plan), turn.task, ()
+        self._planned, self.decided, self._left = (turn.view, plan), turn, ()
+        self._task = turn.task
         self._recovered |= dict.fromkeys(turn.view.came_back(plan), turn.number)
 
     def failed(self, unknown: Collection[str] = ()) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from evoke_proxy.core.rendered import Tokens, common_prefix
 
@@ -185,3 +186,30 @@ def has_room(
     fits = sum(item.n_bytes for item in pinned) + n_bytes <= bounds.max_bytes
     fits &= not bounds.tenant_bytes or theirs + n_bytes <= bounds.tenant_bytes
     return fits and free_bytes + loose - n_bytes >= bounds.min_free_bytes
+
+
+def by_branch(snapshots: Iterable[Snapshot]) -> dict[str, list[Snapshot]]:
+    """Snapshots by the conversation they are of, in their order."""
+    found: dict[str, list[Snapshot]] = {}
+    for item in snapshots:
+        found.setdefault(item.branch, []).append(item)
+    return found
+
+
+def described(snapshot: Snapshot) -> dict[str, Any]:
+    """What an operator is shown of one; its tokens stay where they are."""
+    value = {key: made for key, made in asdict(snapshot).items() if key != "tokens"}
+    return value | {"n_tokens": snapshot.n_tokens}
+
+
+def branch_summary(id: str, snapshots: Sequence[Snapshot]) -> dict[str, Any]:
+    """What an operator is shown of a conversation that has these, one at least."""
+    return {
+        "id": id,
+        "tenant": snapshots[0].tenant,
+        "snapshots": len(snapshots),
+        "tokens": max(item.n_tokens for item in snapshots),
+        "bytes": sum(item.n_bytes for item in snapshots),
+        "used": max(item.used for item in snapshots),
+        "pinned": any(item.pinned for item in snapshots),
+    }

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.engine import history
 from evoke_proxy.engine.booking import book
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
+from evoke_proxy.engine.feed import Feed
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.reading import tenant_of
 from evoke_proxy.engine.records import Records
@@ -33,6 +35,7 @@ class Concluding:
         hurried: Callable[[], bool],
         writeback: Writeback,
         records: Records,
+        feed: Feed,
     ) -> None:
         self._metrics = metrics
         self._slots = slots
@@ -44,6 +47,7 @@ class Concluding:
         self._hurried = hurried
         self._writeback = writeback
         self._records = records
+        self._feed = feed
 
     def conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """Book the reply and give the slot back: at once, or when the engine is done with it."""
@@ -78,12 +82,15 @@ class Concluding:
         """The request is done with its slot and its session."""
         if way.conversation is not None:
             way.conversation.in_use -= 1
+            history.ended(way, self._feed)
             self._vectors.submit(way.conversation)
         for lease in way.leases:
             self._slots.release(lease)
         for gone in self._conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
             self._records.forget(gone.id)
+            if not gone.passing:
+                self._feed.tell("forgotten", session=gone.id)
             if gone.labels:
                 self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
         self._keeper.parted(way, client)

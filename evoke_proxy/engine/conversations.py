@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,10 @@ from evoke_proxy.core.rendered import Rendered, Tokens
 from evoke_proxy.core.session import Session
 from evoke_proxy.core.side import is_side
 from evoke_proxy.core.slots import SlotPool
+from evoke_proxy.core.turn_record import TurnRecord
+
+# Turns of a conversation that are remembered, in numbers.
+_HISTORY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class Conversation:
     `asked` is its latest request on an unpatched server, `held` what it has left there, `branch`
     the line of snapshots it goes on (empty: one of its own), `drift` where and why a request
     departed from the one before it. With an `own_budget` it keeps the budget that it has been
-    given, whatever the others get. `unsure` says that a restart may have cost it rows and copies,
+    given, whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
+    `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
     `was_in` is the slot it had when the proxy was another.
     """
 
@@ -67,6 +72,9 @@ class Conversation:
     own_budget: bool = False
     held: Held | None = None
     branch: str = ""
+    pinned: bool = False
+    answered: int = 0
+    history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     drift: dict[str, Any] | None = None
 
     @property
@@ -96,7 +104,11 @@ class Conversation:
             "id": self.id,
             "name": self.name,
             "slot": pool.slot_of(self.id),
-            "turns": self.session.turns,
+            "turns": self.answered,
+            "tenant": self.tenant,
+            "pinned": self.pinned,
+            "busy": self.in_use > 0,
+            "used": self.history[-1].at if self.history else None,
             "tokens": len(self.tokens),
             "resident": self.n_resident,
             "saved_blocks": len(self.labels),
@@ -198,13 +210,17 @@ class Conversations:
     def forget_surplus(self) -> Collection[Conversation]:
         """Forget what has passed, and what is over the limit, longest unused first; these are to be
         dropped upstream."""
-        idle = [known for known in self._known.values() if not known.in_use]
+        idle = [k for k in self._known.values() if not (k.in_use or k.pinned)]
         idle.sort(key=lambda known: not known.passing)
         n_passed = sum(known.passing for known in idle)
         surplus = idle[: max(n_passed, len(self._known) - self._limit)]
         for known in surplus:
             del self._known[known.id]
         return surplus
+
+    def forget(self, known: Conversation) -> None:
+        """Forget one that nobody uses; nothing when it is forgotten already."""
+        self._known.pop(known.id, None)
 
     def lost(self, adopts: bool) -> dict[str, int]:
         """llama-server restarted: nothing of any of them is there any more, but for copies on its

@@ -109,6 +109,11 @@ class Embedding:
         """The unit vector [d] of a block's text, read-only; None while there is none."""
         return self._cache.get(key)
 
+    def forget(self) -> None:
+        """Forget every vector, and what waits for one."""
+        self._cache = VectorCache(self._config.cache_mib << 20)
+        self._waiting.clear()
+
     def submit(self, texts: Iterable[tuple[bytes, str]]) -> None:
         """Have blocks embedded in the background: pairs of `key` and text; known ones cost nothing.
 

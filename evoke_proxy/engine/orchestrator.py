@@ -9,21 +9,28 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
+from evoke_proxy.core.bounds import check_room
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.engine import history
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.concluding import Concluding
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.degrading import Degrading
 from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.erasing import Eraser
+from evoke_proxy.engine.feed import Feed
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.one_model import OneModel
+from evoke_proxy.engine.operating import Operator
+from evoke_proxy.engine.operators import Operators
 from evoke_proxy.engine.planning import Planner
 from evoke_proxy.engine.reading import read_request, tenant_of
 from evoke_proxy.engine.records import Records
@@ -60,6 +67,7 @@ class Engine:
         self.upstream: Upstream = own
         embedding = Embedding(config.embedder, self.metrics) if router is None else router.embedding
         self.embedding: Embedding = embedding
+        self.feed: Feed = router.feed if router else Feed()
         self.draining = False
         self._models = Models(self.upstream, lambda name: Engine(self.config, self, name))
         self._watch = ServerWatch(self.upstream, config, self._started)
@@ -84,8 +92,17 @@ class Engine:
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
             *(self.keeper, self._chores, lambda: (router or self).draining),
             Writeback(self.upstream, self.metrics, self._slots, self._chores, self._records),
-            self._records,
+            *(self._records, self.feed),
         )
+        eraser = Eraser(
+            *(self.upstream, self._slots, self.conversations, self.keeper),
+            *(self._records, self.embedding, self.feed, self._watch),
+        )
+        self._operator = Operator(
+            *(self.upstream, self._slots, self.conversations, self.keeper, self._vectors),
+            *(self.feed, self._watch, eraser),
+        )
+        self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
     async def __aenter__(self) -> Engine:
         await self.keeper.__aenter__()
@@ -162,6 +179,7 @@ class Engine:
             await self._prepare(way, dialect, client, patience)
             way.own_s = _now() - way.began - sum(way.waits.values())
             self.metrics.own_seconds.observe(way.own_s)
+            history.begun(way, self.feed)
             yield way
         finally:
             ended = _now()
@@ -228,6 +246,14 @@ class Engine:
             if engine._helped:
                 await engine.keeper.keep()
 
+    def set_budget(self, budget: int | None) -> None:
+        """What sessions may keep that have no budget of their own, from their next turn on; None:
+        everything. BudgetTooSmall when that cannot hold what must stay."""
+        policy = replace(self.config.policy, budget=budget)
+        check_room(policy)
+        self.adjust(replace(self.config, policy=policy))
+        self.feed.tell("budget", budget=budget)
+
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""
         self.config = self._watch.config = config
@@ -235,6 +261,8 @@ class Engine:
         self._slots.adjust(config.limits)
         self._vectors.policy = config.policy
         self.keeper.adjust(config.snapshots)
+        for inner in self._models:
+            inner.adjust(config)
 
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""
@@ -248,11 +276,6 @@ class Engine:
             checks["snapshots"] = {"ok": True, "detail": await self.keeper.check()}
         return checks
 
-    def sessions_summary(self) -> list[dict[str, Any]]:
-        """Every session known, the latest used first."""
-        own = [known.summary(self._slots.pool) for known in reversed(list(self.conversations))]
-        return own + [summary for inner in self._models for summary in inner.sessions_summary()]
-
     def _started(self, server: ServerInfo) -> None:
         """A server has appeared: whatever was in the one before is gone."""
         self._slots.restart(self.keeper.n_places(server))
@@ -260,6 +283,7 @@ class Engine:
             self._slots.pool.moved(id, slot)
         self._records.spills = server.spills
         self.keeper.restarted(server)
+        self.feed.tell("server", patched=server.patched, slots=server.n_slots)
 
 
 def _now() -> float:

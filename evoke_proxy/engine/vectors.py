@@ -25,12 +25,14 @@ _AT_ONCE = 1024
 class BlockVectors:
     """The embedder as planning needs it; without one nothing here does anything.
 
-    `policy` says which requests need vectors, and may change.
+    `policy` says which requests need vectors, and may change; `always`: all of them, because some
+    sessions have a budget of their own.
     """
 
     def __init__(self, embedding: Embedding, policy: PolicyConfig) -> None:
         self._embedding = embedding
         self.policy = policy
+        self.always = False
 
     async def beside(
         self, rendering: Awaitable[Rendered], way: Forwarding, request: ChatRequest, tenant: str
@@ -78,7 +80,7 @@ class BlockVectors:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
     def _wanted(self, request: ChatRequest) -> bool:
-        return self._embedding.on and asks(effective(self.policy, request))
+        return self._embedding.on and (self.always or asks(effective(self.policy, request)))
 
     async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
         parts = asked(request).parts

@@ -10,7 +10,7 @@ from aiohttp import web
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import admin_api
-from evoke_proxy.web.admin_api import json_answer
+from evoke_proxy.web.admin_api import json_answer, same_site
 from evoke_proxy.web.guard import admit
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -45,6 +45,7 @@ def _guarded(engine: Engine, handler: admin_api.Handler) -> Handler:
     """The only way to an admin handler."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        same_site(request)
         await admit(request, engine)
         return await handler(request, engine)
 

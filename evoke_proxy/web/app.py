@@ -110,7 +110,8 @@ def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
 
 def _log_summary(request: web.Request, label: str, status: int, seconds: float) -> None:
     """One line, never any text of the prompt."""
-    quiet = label in ("/metrics", "/health") or label.startswith("/evoke/")
+    looks = request.method == "GET" and label.startswith("/evoke/")
+    quiet = looks or label in ("/metrics", "/health")
     what = {"method": request.method, "path": label, "status": status}
     facts = {**what, **(logs.FACTS.get() or {}), "ms": round(seconds * 1000)}
     logs.summarize(logging.DEBUG if quiet else logging.INFO, facts)

@@ -34,7 +34,7 @@ _OTHER_PATHS = COUNT_PATHS.keys() | frozenset(
     / /health /v1/health /metrics /props /models /v1/models
     /embedding /embeddings /v1/embeddings /rerank /reranking
     /v1/rerank /tokenize /detokenize /apply-template /lora-adapters /slots
-    /evoke/health /evoke/ready /evoke/sessions
+    /evoke/health /evoke/ready
     """.split()
 )
 
@@ -59,6 +59,8 @@ def endpoint_label(path: str) -> str:
     """A path as a metric label: known ones by name, the rest as `other`."""
     if path in ANSWER_PATHS or path in _OTHER_PATHS:
         return path
+    if path.startswith("/evoke/"):
+        return "/evoke/{path}"
     return "/slots/{id}" if path.startswith("/slots/") else "other"
 
 

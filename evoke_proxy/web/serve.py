@@ -92,12 +92,14 @@ async def drain(engine: Engine, runner: web.AppRunner) -> None:
     """Take no new requests, let those under way end within `limits.drain_timeout_s`, and keep on
     disk what is to outlive us."""
     engine.draining = True
+    engine.feed.tell("stopping")
     limit_s = engine.config.limits.drain_timeout_s
     _log.info("stopping: answers under way have %g s to end", limit_s)
     left = await runner.app[TRAFFIC].ended(limit_s)
     if left:
         _log.warning("stopping: %d answers are cut off after %g s", left, limit_s)
     await engine.keep()
+    engine.feed.end()
 
 
 def _reload(engine: Engine, again: Callable[[], Config]) -> None:

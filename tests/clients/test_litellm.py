@@ -100,4 +100,4 @@ def test_our_fields_pass(between: RunningProxy) -> None:
     extra = {"extra_body": {"evoke_budget": 400, "evoke_session": "mine"}}
     answer = ask(between.port, "openai/t", "/v1", **REQUESTS["plain"], **extra)
     assert answer.choices[0].message.content
-    assert [known["name"] for known in between.engine.sessions_summary()] == ["mine"]
+    assert [known["name"] for known in between.engine.operator.sessions()] == ["mine"]

@@ -10,9 +10,10 @@ from evoke_proxy.core.plan import Drop, Plan, Stream
 from evoke_proxy.core.policies import attended, evoke, infllm, moves, oracle, window
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
+from evoke_proxy.core.score import Scores, keep_scores
 from evoke_proxy.errors import ConfigError
 
-__all__ = ["PolicyView", "asks", "decide", "recovers", "recovers_text"]
+__all__ = ["PolicyView", "asks", "decide", "recovers", "recovers_text", "worth"]
 
 # Those that bring back what a question is about.
 _RECOVERING = ("evoke", "infllm", "oracle")
@@ -34,11 +35,15 @@ def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
         return Plan(drops=drops, stream=Stream(0), reason=config.name)
     if config.name == "recency":
         config = replace(config, sink_tokens=0)
-    choice = _choice(view, question, config)
-    if choice.recovers and question.named:
-        asked = choice.values + _ASKED_FOR * called(view.blocks, question.named)
-        choice = replace(choice, values=asked)
-    return moves.plan(view, config, choice)
+    return moves.plan(view, config, _choice(view, question, config))
+
+
+def worth(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
+    """What each block is worth to a policy, in their order: who is worth most stays, or comes
+    back. Where nothing is evicted, what it is worth whatever is asked."""
+    if config.budget is None or config.name == "no_eviction":
+        return keep_scores(view, config)
+    return _choice(view, question, config).values
 
 
 def recovers(config: PolicyConfig) -> bool:
@@ -57,6 +62,15 @@ def asks(config: PolicyConfig) -> bool:
 
 
 def _choice(view: PolicyView, question: Question, config: PolicyConfig) -> moves.Choice:
+    """What the policy would have, with what the client has asked for by name above all else."""
+    choice = _of_policy(view, question, config)
+    if not (choice.recovers and question.named):
+        return choice
+    asked = choice.values + _ASKED_FOR * called(view.blocks, question.named)
+    return replace(choice, values=asked)
+
+
+def _of_policy(view: PolicyView, question: Question, config: PolicyConfig) -> moves.Choice:
     match config.name:
         case "recency" | "streaming":
             return window.choice(view)

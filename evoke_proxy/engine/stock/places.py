@@ -194,6 +194,7 @@ class Places:
         """What a prefill shows of promises."""
         memory = self._parts.facts.memory
         self._parts.facts.costs.prefilled(done.decoded, done.seconds)
+        seat.prefilled = done.decoded
         if seat.match is not None:
             self._parts.states.proved(seat.match, done.cached)
             seat.match = None

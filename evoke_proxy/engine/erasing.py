@@ -1,0 +1,151 @@
+"""Forgetting conversations for good: their rows, copies, files, vectors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.core.layout import wire_name
+from evoke_proxy.core.plan import Evict, Plan
+from evoke_proxy.core.rendered import SlotView
+from evoke_proxy.core.snapshots import Snapshot
+from evoke_proxy.engine.calls import run_plan
+from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.feed import Feed
+from evoke_proxy.engine.records import Records
+from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.engine.watch import ServerWatch
+from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
+
+_log = logging.getLogger(__name__)
+
+
+class Eraser:
+    """What it returns says what was forgotten, and in `left` what it could not reach."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        slots: SlotQueue,
+        conversations: Conversations,
+        keeper: Keeper,
+        records: Records,
+        embedding: Embedding,
+        feed: Feed,
+        watch: ServerWatch,
+    ) -> None:
+        self._upstream = upstream
+        self._slots = slots
+        self._conversations = conversations
+        self._keeper = keeper
+        self._records = records
+        self._embedding = embedding
+        self._feed = feed
+        self._watch = watch
+
+    async def delete(
+        self, known: Sequence[Conversation], snapshots: Iterable[Snapshot]
+    ) -> dict[str, Any]:
+        """Forget these; RequestError (409), and nothing is changed, while one of them is used."""
+        busy = [item.id for item in known if item.in_use]
+        if busy:
+            raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
+        for item in known:  # at once: nothing is to go on from them any more
+            self._conversations.forget(item)
+        left: list[str] = []
+        for item in known:
+            left += await self._forget(item)
+        gone = list(snapshots)
+        for snapshot in gone:
+            self._keeper.vault.delete(snapshot, "asked")
+        for id in {item.id for item in known} | {item.branch for item in gone}:
+            self._feed.tell("deleted", session=id)
+        return {"sessions": len(known), "snapshots": len(gone), "left": left}
+
+    async def wipe(self, tenant: str) -> dict[str, Any]:
+        """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
+        known = [item for item in self._conversations if item.tenant == tenant]
+        vault = self._keeper.vault if self._keeper.on else None
+        there = vault.snapshots if vault is not None else ()
+        done = await self.delete(known, [item for item in there if item.tenant == tenant])
+        if self._watch.server.patched:
+            try:
+                everything = {"all": True, "tenant": tenant}
+                await self._upstream.run(0, "block-drop", everything, {})
+            except EvokeError as error:
+                done["left"].append(f"copies in llama-server: {error}")
+        elif self._watch.server.lacking != "unreachable":
+            done["left"].append("what llama-server has in its own RAM cache, until it ends")
+        if vault is not None:
+            for record in [record for record in vault.records() if record.tenant == tenant]:
+                vault.remove_record(record.id)
+            vault.files.forget_aside()
+        self._embedding.forget()
+        return done
+
+    async def _forget(self, known: Conversation) -> list[str]:
+        """Everything of one that its snapshots do not hold; what is left of it."""
+        slot, left = self._place(known), []
+        try:
+            if slot is not None:
+                await self._empty(slot, known)
+        except EvokeError as error:
+            _log.warning("session %s is left in slot %d: %s", known.id, slot, error)
+            left.append(f"rows in slot {slot}: {error}")
+        self._slots.pool.forget(known.id)
+        self._records.forget(known.id)
+        known.held = None
+        try:
+            if self._watch.server.patched:
+                await self._drop(known)
+        except EvokeError as error:
+            left.append(f"copies in llama-server: {error}")
+        return left
+
+    async def _drop(self, known: Conversation) -> None:
+        """Its copies, those too that it has forgotten itself."""
+        answer = await self._upstream.slot(0, known.tenant, {})
+        there = {str(copy.get("name")) for copy in answer.get("blocks", ())}
+        own = f"{wire_name(known.id)}/"
+        names = {name for name in there if name.startswith(own)} | known.labels
+        if names:
+            gone = {"names": sorted(names), "tenant": known.tenant}
+            await self._upstream.run(0, "block-drop", gone, {})
+
+    def _place(self, known: Conversation) -> int | None:
+        """The slot that still has its rows, as far as is known."""
+        slot = self._slots.pool.slot_of(known.id)
+        if self._watch.server.patched:
+            return slot if known.epoch is not None else None
+        held = known.held
+        return held.slot if held is not None and held.slot >= 0 else None
+
+    async def _empty(self, slot: int, known: Conversation) -> None:
+        """Nobody else's request is in the slot meanwhile; raises what llama-server refuses."""
+        lease = await self._slots.acquire(f"erasing-{known.id}", known.tenant, True, slot=slot)
+        try:
+            view = None
+            if self._watch.server.patched:
+                view = SlotView.parse(await self._upstream.slot(slot, known.tenant, {}))
+                if view.epoch != known.epoch:
+                    return  # somebody else's rows by now
+            try:
+                await self._upstream.call("POST", f"/slots/{slot}?action=erase", {}, {})
+            except UpstreamRejected:
+                if view is None:
+                    raise
+                await self._evict_all(view, known)
+        finally:
+            self._slots.release(lease)
+
+    async def _evict_all(self, view: SlotView, known: Conversation) -> None:
+        """A server that erases no slots (it runs without --slot-save-path) keeps its last row."""
+        rows = list(view.resident)
+        if rows:
+            rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
+        plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reason="deleted")
+        await run_plan(self._upstream, plan, view, known.tenant, {})

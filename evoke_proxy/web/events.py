@@ -1,0 +1,45 @@
+"""What happens, as an event stream: to every page that is open, and that can keep up."""
+
+from __future__ import annotations
+
+import orjson
+from aiohttp import web
+
+from evoke_proxy.engine import Engine
+from evoke_proxy.engine.feed import Event
+
+# A comment every so often, so that everything in between sees life.
+_QUIET_S = 15.0
+_QUIET = b": nothing new\n\n"
+_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
+
+
+async def listen(request: web.Request, engine: Engine) -> web.StreamResponse:
+    """Every event from now on, or from the one on that `Last-Event-ID` names.
+
+    A reader that lets too many wait is cut off; so is everybody when the proxy stops.
+    """
+    given = request.headers.get("Last-Event-ID", "")
+    response = web.StreamResponse(headers=_HEADERS)
+    await response.prepare(request)
+    after = int(given) if given.isdecimal() and len(given) < 19 else None
+    with engine.feed.listen(lambda: _abort(request), after) as listener:
+        while True:
+            event = await listener.next(_QUIET_S)
+            if event is None and listener.over:
+                return response
+            await response.write(_QUIET if event is None else _written(event))
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _written(event: Event) -> bytes:
+    data = orjson.dumps(event.facts)
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.number, event.kind.encode(), data)
