@@ -21,6 +21,7 @@
                                                              on without a plan
       SnapshotUnusable            500 snapshot_unusable      caught in the engine: the request goes
                                                              on without it
+      IndexUnusable               500 index_unusable         caught in the engine: it is set aside
       EmbedderError               500 embedder_failed        caught in the engine: blocks are ranked
                                                              by their words alone
 """
@@ -211,6 +212,12 @@ class SnapshotUnusable(EvokeError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class IndexUnusable(EvokeError):
+    """The index of snapshots is none, or is damaged."""
+
+    code = "index_unusable"
 
 
 class EmbedderError(EvokeError):

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # What llama-server is told to write, until it is known to be whole, and what it becomes.
 PART, WHOLE = ".evoke-part", ".evoke-kv"
+INDEX = "index.sqlite"
 _ASIDE = "quarantine"
 _KEPT_ASIDE = 4
 # llama-server puts at most so much in front of the list of tokens.
@@ -27,8 +29,10 @@ _HEADER_BYTES = 256
 class SnapshotFiles:
     """The files of one directory; names are plain, without a path."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, form: Plain | None = None) -> None:
+        """`form` is how they are written."""
         self.directory = directory
+        self._form = form or Plain()
         self._lock: TextIO | None = None
 
     def prepare(self) -> None:
@@ -84,14 +88,43 @@ class SnapshotFiles:
         try:
             self.receive(part, n_bytes)
             _check_tokens(source, tokens)
-            checksum = _checksum(source, sync=True)
-            source.rename(self.directory / name)
+            sealed = self._sealed(source, name)
+            checksum = _checksum(sealed, sync=True)
+            sealed.rename(self.directory / name)
             self._sync_directory()
         except OSError as error:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
         finally:
             source.unlink(missing_ok=True)
+            source.with_name(f"sealed-{source.name}").unlink(missing_ok=True)
         return checksum
+
+    def stored_bytes(self, n_bytes: int) -> int:
+        """How long the snapshot of so many bytes of llama-server's is."""
+        return self._form.size(n_bytes)
+
+    def _sealed(self, source: Path, name: str) -> Path:
+        sealed = source.with_name(f"sealed-{source.name}")
+        return sealed if self._form.write(str(source), str(sealed), name.encode()) else source
+
+    def lend(self, name: str) -> str:
+        """What llama-server is to restore: the snapshot, or what it is decrypted, which the caller
+        discards. Raises SnapshotUnusable, and then leaves nothing."""
+        lent = f"lent-{name.removesuffix(WHOLE)}{PART}"
+        paths = str(self.directory / name), str(self.directory / lent)
+        try:
+            return lent if self._form.read(*paths, name.encode()) else name
+        except OSError as error:
+            self.discard(lent)
+            raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
+        except SnapshotUnusable:
+            self.discard(lent)
+            raise
+
+    def index_aside(self) -> None:
+        """Move an index that is none, or damaged, out of the way; nothing is deleted."""
+        for path in self.directory.glob(f"{INDEX}*"):
+            path.replace(self.directory / _ASIDE / path.name)
 
     def receive(self, part: str, n_bytes: int) -> None:
         """Raises SnapshotUnusable unless llama-server has written it here, as long as it says."""

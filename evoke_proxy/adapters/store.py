@@ -11,14 +11,16 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Snapshot
-from evoke_proxy.errors import ConfigError
+from evoke_proxy.errors import ConfigError, IndexUnusable
 
-_VERSION = 1
+_VERSION = 2
 _TABLE = """
 CREATE TABLE IF NOT EXISTS snapshots (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, fingerprint TEXT NOT NULL, branch TEXT NOT NULL,
@@ -49,9 +51,12 @@ class Record:
 class Store:
     """Snapshots and records; a process that dies loses no change."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create it, for its owner alone. ConfigError when it is no index of ours."""
-        self._path = path
+    def __init__(self, path: Path, form: Plain | None = None) -> None:
+        """Open or create it, for its owner alone, rows in this form.
+
+        IndexUnusable when it is no index of ours, ConfigError when it cannot be had.
+        """
+        self._path, self._form = path, form or Plain()
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
@@ -62,8 +67,12 @@ class Store:
             self._db.execute(_TABLE)
             self._db.execute(_RECORDS)
             self._check_version()
-        except (OSError, sqlite3.Error) as error:
+            list(self._db.execute(f"SELECT {_COLUMNS} FROM snapshots"))
+        except (OSError, sqlite3.OperationalError) as error:
             raise ConfigError(f"snapshots.directory: {path} cannot be used: {error}") from error
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise IndexUnusable(f"{path}: {error}") from error
 
     def close(self) -> None:
         """No call after this."""
@@ -72,9 +81,8 @@ class Store:
     def add(self, snapshot: Snapshot, packed: bytes) -> None:
         """Add one, its tokens as `pack` has made them of it."""
         marks = ",".join("?" * (_COLUMNS.count(",") + 1))
-        self._db.execute(
-            f"INSERT INTO snapshots ({_COLUMNS}) VALUES ({marks})", (*_values(snapshot), packed)
-        )
+        values = (*_values(snapshot), self._form.close(packed, _about(_values(snapshot))))
+        self._db.execute(f"INSERT INTO snapshots ({_COLUMNS}) VALUES ({marks})", values)
 
     def mark(self, id: str, **values: float) -> None:
         """Change `used`, `hits`, `pinned` or `suspect` of one, and nothing else of it; nothing when
@@ -88,13 +96,27 @@ class Store:
         self._db.execute("DELETE FROM snapshots WHERE id = ?", (id,))
 
     def all(self) -> Iterator[Snapshot]:
-        """Every snapshot, the latest used first."""
+        """Every snapshot, the latest used first, but for rows that are not what was written."""
         for row in self._db.execute(f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"):
-            yield _snapshot(row)
+            try:
+                yield self._snapshot(row)
+            except (ValueError, TypeError, zlib.error):
+                continue
+
+    def drop_bad(self) -> int:
+        """Forget all rows that are not what was written; how many there were."""
+        known = {item.id for item in self.all()}, {item.id for item in self.records()}
+        n_bad = 0
+        for table, ids in zip(("snapshots", "records"), known, strict=True):
+            for (id,) in self._db.execute(f"SELECT id FROM {table}").fetchall():
+                if id not in ids:
+                    n_bad += self._db.execute(f"DELETE FROM {table} WHERE id = ?", (id,)).rowcount
+        return n_bad
 
     def put_record(self, record: Record) -> None:
         """Add it, or replace the one of its id."""
-        row = (record.id, record.tenant, record.used, record.packed)
+        packed = self._form.close(record.packed, _about((record.id, record.tenant)))
+        row = (record.id, record.tenant, record.used, packed)
         self._db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
     def remove_record(self, id: str) -> None:
@@ -102,22 +124,36 @@ class Store:
         self._db.execute("DELETE FROM records WHERE id = ?", (id,))
 
     def records(self) -> Iterator[Record]:
-        """Every record, the latest used first."""
-        for row in self._db.execute(
+        """Every record, the latest used first, but for those that are not what was written."""
+        for id, tenant, used, packed in self._db.execute(
             "SELECT id, tenant, used, packed FROM records ORDER BY used DESC"
         ):
-            yield Record(*row)
+            try:
+                yield Record(id, tenant, used, self._form.open(packed, _about((id, tenant))))
+            except (ValueError, TypeError):
+                continue
 
     def generation(self) -> int:
         """Another number than before whenever another process has changed something."""
         (number,) = self._db.execute("PRAGMA data_version").fetchone()
         return int(number)
 
+    def _snapshot(self, row: tuple[Any, ...]) -> Snapshot:
+        *values, pinned, suspect, closed = row
+        packed = zlib.decompress(self._form.open(closed, _about(tuple(values))))
+        tokens = np.frombuffer(packed, dtype="<i4").astype(np.int32)
+        fields = [*values, bool(pinned), bool(suspect)]
+        return Snapshot(*fields, tokens=tokens)
+
     def _check_version(self) -> None:
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"it is of version {version}, not {_VERSION}")
-        self._db.execute(f"PRAGMA user_version={_VERSION}")
+        wanted = _VERSION | self._form.mark << 8
+        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        if found and found & 0xFF == _VERSION and found != wanted:
+            said = "was written with another key, or none: name that, or another directory"
+            raise ConfigError(f"snapshots.key_file: {self._path} {said}")
+        if found not in (0, wanted):
+            raise sqlite3.DatabaseError(f"it is of version {found & 0xFF}, not {_VERSION}")
+        self._db.execute(f"PRAGMA user_version={wanted}")
 
 
 def pack(tokens: Tokens) -> bytes:
@@ -133,9 +169,6 @@ def _values(item: Snapshot) -> tuple[object, ...]:
     )
 
 
-def _snapshot(row: tuple[object, ...]) -> Snapshot:
-    *values, pinned, suspect, packed = row
-    assert isinstance(packed, bytes)
-    tokens = np.frombuffer(zlib.decompress(packed), dtype="<i4").astype(np.int32)
-    fields = [*values, bool(pinned), bool(suspect)]
-    return Snapshot(*fields, tokens=tokens)  # type: ignore[arg-type]
+def _about(values: tuple[object, ...]) -> bytes:
+    """What a row says that never changes: whose it is, of what, which file."""
+    return repr(values[: _COLUMNS.split(", ").index("prefill_s")]).encode()

@@ -23,8 +23,7 @@ from evoke_proxy.config.strict import (
 from evoke_proxy.errors import ConfigError
 
 __all__ = [
-    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECALLS",
-    "RECOVERIES",
+    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
     "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PageConfig", "PolicyConfig",
     "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
     "env_name", "keys", "load", "parse_listen", "value_at",
@@ -39,7 +38,6 @@ POLICIES = (
 BENCH_POLICIES = ("oracle",)
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 LOG_FORMATS = ("text", "json")
-RECALLS = ("text", "model", "fused", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
 POOLINGS = ("cls", "mean")
@@ -47,7 +45,7 @@ _MAY_BE_ZERO = frozenset(
     (
         *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
-        *("policy.weight_attention", "policy.weight_relevance", "policy.probe_worth_s"),
+        *("policy.weight_attention", "policy.weight_relevance"),
         *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
     )
 )
@@ -88,7 +86,6 @@ class PolicyConfig:
     name: str = "evoke"
     budget: int | None = None
     recovery: str = "kv_restore"
-    recall: str = "text"
     block_tokens: int = 64
     sink_tokens: int = 16
     recent_tokens: int = 64
@@ -101,9 +98,6 @@ class PolicyConfig:
     weight_attention: float = 0.0
     weight_relevance: float = 2.0
     attention_layers: int = 4
-    recall_layers: tuple[int, ...] = ()
-    probe_tokens: int = 12
-    probe_worth_s: float = 2.0
     infllm_blocks: int = 8
     writeback: bool = True
     bench_fields: bool = False
@@ -137,6 +131,7 @@ class SnapshotsConfig:
     """
 
     directory: str = ""
+    key_file: str = ""
     min_tokens: int = 256
     look_ahead: bool = True
     max_mib: int = 32768
@@ -262,7 +257,6 @@ def _check(config: Config) -> None:
     bench = config.policy.name not in BENCH_POLICIES or config.policy.bench_fields
     _require(bench, "policy.name", f"{config.policy.name!r} needs policy.bench_fields")
     _one_of("policy.recovery", config.policy.recovery, RECOVERIES)
-    _one_of("policy.recall", config.policy.recall, RECALLS)
     _one_of("embedder.device", config.embedder.device, DEVICES)
     _one_of("embedder.pooling", config.embedder.pooling or "cls", POOLINGS)
     _one_of("log.level", config.log.level, LOG_LEVELS)

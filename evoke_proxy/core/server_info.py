@@ -18,8 +18,8 @@ class ServerInfo:
     hands requests to servers that have. `adopts`: saved blocks can be put into an emptied slot, so
     that a session comes back to one without being decoded again. `spills`: copies can be written
     to disk, where a restart leaves them. `capturable` are the layers whose attention it can
-    capture. `probes`: a request can be decoded only to see what it looks for. `n_ctx` is how many
-    tokens a slot's context may have, resident or not; None where only the server knows.
+    capture. `n_ctx` is how many tokens a slot's context may have, resident or not; None where only
+    the server knows.
     """
 
     lacking: str
@@ -31,7 +31,6 @@ class ServerInfo:
     adopts: bool = False
     spills: bool = False
     capturable: tuple[int, ...] = ()
-    probes: bool = False
     n_ctx: int | None = None
 
     @property
@@ -53,7 +52,6 @@ class ServerInfo:
             adopts="adopt" in _features(props.get("evoke")),
             spills="disk" in _features(props.get("evoke")),
             capturable=_capturable(props.get("evoke")),
-            probes="probe" in _features(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),
         )
 

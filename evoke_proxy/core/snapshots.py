@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.rendered import Tokens, common_prefix
 
+_MIB = 1024 * 1024
 # Where in a conversation it was taken. The history up to a message of the user stays a prefix of
 # whatever is said later; one inside a tool loop, or behind an answer, may still be rewritten.
 USER, STEP = "user", "step"
@@ -55,6 +57,18 @@ class Bounds:
     min_free_bytes: int
     tenant_bytes: int
     half_life_s: float
+
+    @classmethod
+    def of(cls, config: SnapshotsConfig) -> Bounds:
+        """Those of the settings."""
+        return cls(
+            max_bytes=config.max_mib * _MIB,
+            max_count=config.max_count,
+            max_age_s=config.max_age_h * 3600,
+            min_free_bytes=config.min_free_mib * _MIB,
+            tenant_bytes=config.tenant_mib * _MIB,
+            half_life_s=config.half_life_h * 3600,
+        )
 
 
 @dataclass(frozen=True, slots=True)

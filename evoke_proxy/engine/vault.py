@@ -6,22 +6,23 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.snapshot_files import PART, WHOLE, SnapshotFiles
+from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, SnapshotFiles
 from evoke_proxy.adapters.store import Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
-from evoke_proxy.errors import SnapshotUnusable
+from evoke_proxy.engine.at_rest import at_rest
+from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
-_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ class Vault:
     """Use `open` before all else, `close` at the end; `claim` it to be the one that changes it."""
 
     def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:
-        self._bounds = _bounds(config)
+        self._bounds = Bounds.of(config)
         self._metrics = metrics or Metrics()
-        self.files = SnapshotFiles(Path(config.directory))
+        self._form = at_rest(config.key_file)
+        self.files = SnapshotFiles(Path(config.directory), self._form)
         self._store: Store | None = None
         self._known: dict[str, Snapshot] = {}
         self._generation = -1
@@ -56,13 +58,28 @@ class Vault:
         if claim:
             self.files.claim()
         try:
-            self._store = Store(self.files.directory / "index.sqlite")
+            self._store = self._opened(claim)
+            if claim:
+                self._metrics.snapshots_bad.labels(reason="row").inc(self._store.drop_bad())
             self._reload()
             if claim:
                 self._reconcile()
         except BaseException:
             self.close()
             raise
+
+    def _opened(self, claim: bool) -> Store:
+        """The index; a damaged one is set aside, and with it all that it knew of."""
+        path = self.files.directory / INDEX
+        try:
+            return Store(path, self._form)
+        except IndexUnusable as error:
+            if not claim:
+                raise ConfigError(f"snapshots.directory: {error}") from error
+            _log.error("the index is set aside, nothing is kept of before: %s", error)
+        self._metrics.snapshots_bad.labels(reason="index").inc()
+        self.files.index_aside()
+        return Store(path, self._form)
 
     def close(self) -> None:
         """Let another process have it."""
@@ -73,7 +90,7 @@ class Vault:
 
     def adjust(self, config: SnapshotsConfig) -> None:
         """Other bounds, at once; the directory stays what it was."""
-        self._bounds = _bounds(config)
+        self._bounds = Bounds.of(config)
         self.trim()
 
     @property
@@ -116,8 +133,8 @@ class Vault:
 
         checksum, packed = await asyncio.to_thread(seal)
         new = Snapshot(
-            *(id, label.tenant, label.fingerprint, label.branch, label.kind, n_bytes, checksum),
-            *(label.prefill_s, now, now),
+            *(id, label.tenant, label.fingerprint, label.branch, label.kind),
+            *(self.files.stored_bytes(n_bytes), checksum, label.prefill_s, now, now),
             tokens=tokens,
         )
         assert self._store is not None
@@ -131,13 +148,28 @@ class Vault:
 
     async def verify(self, snapshot: Snapshot) -> None:
         """Raises SnapshotUnusable, and sets it aside, unless its file is what was saved."""
-        check = (_name(snapshot), snapshot.n_bytes, snapshot.checksum)
+        saved = snapshot.n_bytes, snapshot.checksum
         try:
-            await asyncio.to_thread(self.files.verify, *check)
+            await asyncio.to_thread(self.files.verify, _name(snapshot), *saved)
         except SnapshotUnusable as error:
             self.set_aside(snapshot, error.reason)
             await self._swept()
             raise
+
+    @asynccontextmanager
+    async def lent(self, snapshot: Snapshot) -> AsyncIterator[str]:
+        """The file that llama-server is to restore. Raises SnapshotUnusable, and sets it aside,
+        when it cannot be decrypted."""
+        try:
+            name = await asyncio.to_thread(self.files.lend, _name(snapshot))
+        except SnapshotUnusable as error:
+            self.set_aside(snapshot, error.reason)
+            raise
+        try:
+            yield name
+        finally:
+            if name != _name(snapshot):
+                self._sweep(self.files.discard, name)
 
     def begin_restore(self, snapshot: Snapshot) -> None:
         """From here on it is suspect: should llama-server die of it, it is not tried again."""
@@ -187,8 +219,7 @@ class Vault:
 
     def summary(self) -> Mapping[str, Any]:
         """What readiness shows of it."""
-        n_bytes = sum(item.n_bytes for item in self.snapshots)
-        return {"snapshots": len(self._known), "bytes": n_bytes}
+        return {"snapshots": len(self.snapshots), "bytes": sum(i.n_bytes for i in self.snapshots)}
 
     def records(self) -> Sequence[Record]:
         """Of budgeted sessions, the latest used first; those that are too old are gone."""
@@ -267,14 +298,3 @@ class Vault:
 
 def _name(snapshot: Snapshot) -> str:
     return snapshot.id + WHOLE
-
-
-def _bounds(config: SnapshotsConfig) -> Bounds:
-    return Bounds(
-        max_bytes=config.max_mib * _MIB,
-        max_count=config.max_count,
-        max_age_s=config.max_age_h * 3600,
-        min_free_bytes=config.min_free_mib * _MIB,
-        tenant_bytes=config.tenant_mib * _MIB,
-        half_life_s=config.half_life_h * 3600,
-    )

@@ -494,7 +494,6 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
     if (kind == "load")   { return op_load  (op, plan); }
     if (kind == "stream") { return op_stream(op, plan); }
     if (kind == "reuse")  { return op_reuse (op, plan); }
-    if (kind == "probe")  { return op_probe (plan); }
     if (kind == "attn-capture") { return op_capture(op, plan.slot, plan.dry); }
     if (kind == "drop") {
         get_names(op);
@@ -502,7 +501,7 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
         body["tenant"] = plan.tenant;
         return plan.dry ? json() : run_drop(body);
     }
-    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, probe, attn-capture");
+    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, attn-capture");
 }
 
 json server_blocks::op_save(const json & op, plan_state & plan) {
@@ -649,9 +648,7 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
     if (!plan.dry) {
         state[plan.slot.id].stream   = stream;
         state[plan.slot.id].reserved = true;
-        if (!state[plan.slot.id].probed) {
-            state[plan.slot.id].peak = 0; // what was there before nobody had to hold to this budget
-        }
+        state[plan.slot.id].peak     = 0; // what was there before nobody had to hold to this budget
     }
     return json { {"budget", stream.budget}, {"sink", stream.sink}, {"recent", stream.recent}, {"block", stream.block} };
 }
@@ -663,18 +660,6 @@ json server_blocks::op_reuse(const json & op, plan_state & plan) {
         state[plan.slot.id].reuse = n;
     }
     return json { {"n_tokens", n} };
-}
-
-// The slot's next marked request is there to see what it looks for: its rows go before the one after it is decoded,
-// which goes on from where it did, and whose books have what was loaded and evicted for both.
-json server_blocks::op_probe(plan_state & plan) {
-    if (kind.windowed || kind.recurrent) {
-        fail(501, "not_supported_error", string_format("what was decoded cannot be taken back exactly (memory: %s)", kind.name));
-    }
-    if (!plan.dry) {
-        state[plan.slot.id].probe = true;
-    }
-    return json::object();
 }
 
 // positions are about to change: of an idle slot, in a memory whose keys can be turned

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from keeping import House, settled
 from running import RunningProxy, ask, proxy
@@ -77,11 +78,18 @@ def test_on_a_budget_and_one_slot_nothing_crosses(patched_port: int, tmp_path: P
             assert json.loads(listed)["blocks"], "each has copies of its own"
 
 
-def test_from_disk_nothing_crosses(tmp_path: Path) -> None:
+def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
     house = House(folder, "", ("--cache-ram", "0"))
-    settings = {"directory": str(folder), "min_free_mib": 0, "stall_share": 1.0, "min_gain": 0.0}
+    settings: dict[str, Any] = {
+        "directory": str(folder),
+        "min_free_mib": 0,
+        "stall_share": 1.0,
+        "min_gain": 0.0,
+    }
+    write_secret(tmp_path / "at-rest", "ab" * 32)
+    settings["key_file"] = str(tmp_path / "at-rest")
     named = {f"snapshots__{key}": value for key, value in settings.items()}
     with (
         house.server() as port,
@@ -90,8 +98,11 @@ def test_from_disk_nothing_crosses(tmp_path: Path) -> None:
         for seed in range(3):
             _interleaved(running, seed)
             settled(running)
-        look = Vault(SnapshotsConfig(directory=str(folder)))
+        look = Vault(SnapshotsConfig(directory=str(folder), key_file=settings["key_file"]))
         look.open(claim=False)
         assert {item.tenant for item in look.snapshots} == set(PEOPLE)
         look.close()
+        # Both files and index are encrypted; what llama-server read in the clear is gone again.
+        kept = list(folder.glob("*.evoke-*"))
+        assert kept and all(path.read_bytes().startswith(b"EVOKE\0G1") for path in kept)
         assert running.metric("evoke_snapshot_restores_total", result="useful") > 0

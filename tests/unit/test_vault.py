@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -210,11 +212,54 @@ def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
-def test_an_index_that_is_none_is_said_and_not_overwritten(tmp_path: Path) -> None:
+def test_an_index_that_is_none_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match="cannot be used"), vault(tmp_path):
-        pass
-    assert (tmp_path / "index.sqlite").read_bytes().startswith(b"not a database")
+    metrics = Metrics()
+    with vault(tmp_path, metrics) as it:
+        assert list(it.snapshots) == []
+        kept(it)
+    aside = tmp_path / "quarantine/index.sqlite"
+    assert aside.read_bytes().startswith(b"not a database")
+    bad = metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", {"reason": "index"})
+    assert bad == 1
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+def test_an_index_that_is_damaged_never_lies(tmp_path: Path, name: str) -> None:
+    """200 truncations and bit flips: what is found is what was kept, and a new one can be kept."""
+    folder, how = tmp_path / "slots", random.Random(name)
+    with vault(folder) as it:
+        for number in range(4):
+            kept(it, TOKENS + 1000 * number, f"b{number}")
+        whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    there = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+    source = whole if name.endswith("wal") else there
+    found = 0
+    for number in range(100):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for known, data in source.items():
+            (folder / known).write_bytes(data)
+        _damage(folder / name, how)
+        with vault(folder) as it:
+            for item in it.snapshots:
+                start = 1000 * int(item.branch.removeprefix("b"))
+                assert np.array_equal(item.tokens, TOKENS + start)
+                assert (item.tenant, item.fingerprint, item.kind) == ("t", "f", USER)
+                asyncio.run(it.verify(item))
+                found += 1
+            if number % 10 == 0:
+                kept(it, TOKENS + 9000, "new")
+    assert found > 0
+
+
+def _damage(path: Path, how: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if how.random() < 0.5:
+        del data[how.randrange(len(data)) :]
+    else:
+        data[how.randrange(len(data))] ^= 1 << how.randrange(8)
+    path.write_bytes(data)
 
 
 def test_only_a_few_bad_ones_are_kept_for_looking_at(tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 
-from evoke_proxy.core.block_table import BlockTable, shared_labels
+from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve.edges import closed, cut_off
-from evoke_proxy.core.retrieve.fusion import Clause, by_rank, in_turns, ranked, with_sought
+from evoke_proxy.core.retrieve.fusion import Order, by_rank, in_turns, ranked
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
 from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
 from evoke_proxy.core.retrieve.terms import spelled
@@ -24,6 +24,8 @@ from evoke_proxy.core.retrieve.words import Evidence, Numbers, Postings, Scores,
 SIGNALS = ("words", "grams", "vectors", "names")
 
 _COMPACT_ABOVE = 1024
+# So many labels are compared at once.
+_STRIDE = 512
 # A name that so large a share of the blocks has is a tool that everybody uses.
 _NAME_SHARE, _NAME_BLOCKS = 0.25, 8
 # After so many places what a place is worth has halved.
@@ -40,6 +42,16 @@ _EDGES = 32
 _TELLING_SHARE = 0.25
 # So many texts are read again for phrases, shared by the clauses.
 _CLOSELY = 48
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Clause:
+    """What one clause makes of the blocks: their order, and how much speaks for each; more than 1
+    counts as 1, and of that `share`."""
+
+    order: Order
+    evidence: Scores
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,23 +80,16 @@ class Index:
     def __len__(self) -> int:
         return len(self._held)
 
-    def relevance(
-        self,
-        question: Question,
-        blocks: BlockTable,
-        own: int | None = None,
-        sought: Scores | None = None,
-    ) -> Scores:
+    def relevance(self, question: Question, blocks: BlockTable, own: int | None = None) -> Scores:
         """One value in [0, 1] a block, in their order; all 0 when nothing matches.
 
         Blocks from index `own` on are the question's, which has all its words: they are ranked
-        among themselves. `sought` is what the model looks for, one value in [0, 1] a block: an
-        opinion on the question as a whole. The index is first made to hold exactly these blocks.
+        among themselves. The index is first made to hold exactly these blocks.
         """
         self._hold(blocks)
         own = len(blocks) if own is None else own
         looking = _Looking(own, _CLOSELY // max(1, len(question.parts) - question.leans))
-        clauses = with_sought(self._clauses(question, looking), sought)
+        clauses = self._clauses(question, looking)
         found = np.zeros(len(blocks))
         places = in_turns([clause.order for clause in clauses])
         if places:
@@ -98,15 +103,6 @@ class Index:
             found[at] = evidence / (1 + place / _HALF_PLACE)
         words = {term for term, (exact, _) in looking.heard.items() if self._tells(exact)}
         return self._with_neighbours(found, [i for i, _ in places[:_EDGES]], words)
-
-    def confidence(self, question: Question, blocks: BlockTable, own: int) -> float:
-        """How sure a question's text is of the blocks before `own` it finds, 0 to 1: of its clauses
-        the one that finds least. 0 for a question without any."""
-        self._hold(blocks)
-        looking = _Looking(own, _CLOSELY // max(1, len(question.parts)))
-        asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
-        best = (float(clause.evidence[:own].max(initial=0.0)) for clause in asked)
-        return min(1.0, min(best, default=0.0))
 
     def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
         """How close each block is to a topic, (cos + 1) / 2, and 0.5 where a block has no vector.
@@ -150,7 +146,7 @@ class Index:
         dead = len(self._postings) - len(self._held)
         if dead > max(_COMPACT_ABOVE, len(self._held)):
             self._compact()
-        same = shared_labels(self._held, blocks)
+        same = _shared(self._held.labels, blocks.labels)
         if not same == len(self._held) == len(blocks):
             had = dict(zip(self._held.labels[same:], self._numbers[same:].tolist(), strict=True))
             added = [had[b.label] if b.label in had else self._add(b) for b in blocks[same:]]
@@ -178,7 +174,7 @@ class Index:
             self._names.setdefault(name, array("l")).append(number)
         return number
 
-    def _clauses(self, question: Question, looking: _Looking) -> list[Clause]:
+    def _clauses(self, question: Question, looking: _Looking) -> list[_Clause]:
         """What each clause says, and what all the words say together when there are several."""
         cosines = self._cosines(question)
         asked = list(zip(question.parts, cosines, strict=True))
@@ -199,7 +195,7 @@ class Index:
         found = self._rows.cosines(vectors, len(self._postings))
         return nothing if found is None else [self._of_held(one) for one in found]
 
-    def _clause(self, text: str, cosines: Scores | None, looking: _Looking) -> Clause:
+    def _clause(self, text: str, cosines: Scores | None, looking: _Looking) -> _Clause:
         """Each signal's evidence, weighted with its reciprocal rank, summed.
 
         Ranks alone would not do: the first of a signal that has nothing to say counts there as much
@@ -211,7 +207,7 @@ class Index:
             total += by_rank(near, near)
         if "names" in self._signals:
             self._add_named(total, text)
-        return Clause(ranked(total), total)
+        return _Clause(ranked(total), total)
 
     def _said(self, text: str, looking: _Looking) -> Scores:
         """What words and their lookalikes say."""
@@ -293,3 +289,12 @@ class Index:
             if ends and behind:
                 shared[i + 1] = max(shared[i + 1], worth * scores[i])
         return shared
+
+
+def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many labels two tables begin with alike: nearly always the very same objects."""
+    at, count = 0, min(len(one), len(other))
+    while at < count and one[at : at + _STRIDE] == other[at : at + _STRIDE]:
+        at += _STRIDE
+    pairs = zip(one[at : at + _STRIDE], other[at : at + _STRIDE], strict=False)
+    return min(count, at + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.snapshot_files import WHOLE
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Match, Snapshot, best
 from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
@@ -60,7 +59,11 @@ class States:
             return False
         self._vault.begin_restore(snapshot)
         try:
-            copied = await self._calls.restore(slot, snapshot.id + WHOLE, client)
+            async with self._vault.lent(snapshot) as name:
+                copied = await self._calls.restore(slot, name, client)
+        except SnapshotUnusable:
+            self._metrics.restores.labels(result="quarantined").inc()
+            return False
         except UpstreamRejected as error:
             self._give_up(snapshot, "refused", str(error))
             return False
