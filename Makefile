@@ -33,8 +33,9 @@ bench: build .venv/clients
 
 bench-embedding bench-quality bench-retrieval: .venv/clients
 
-# The recipe that others use is an arm of it, on the same server in the same run.
-bench-peers: bench-restart ;
+# The recipe that others use beside ours, on the same server in the same run.
+bench-peers: venv
+	@$(BIN)/python -m bench.restart --arms cold peer ours $(ARGS)
 
 # Builds with CUDA: needs nvcc and an NVIDIA GPU, so `make bench` leaves it out.
 bench-latency-gpu: venv
@@ -73,6 +74,7 @@ help:
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
 	@echo "make bench-restart   the first token after a restart: cold, by the usual recipe, by ours"
+	@echo "make bench-peers     that recipe and ours alone"
 	@echo "make bench           all benches, hours"
 	@echo "make fuzz            random operations and nonsense, 20000, under sanitizers"
 	@echo "make patches-check   which releases of llama.cpp take the patches: patches/APPLIES.md"

@@ -68,6 +68,9 @@ SHAPES = {
         Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
         # Eight layers, every other one recurrent, for what a hybrid costs to bring back.
         Shape("hybrid-8", 8, 256, 4, 2, 64, 704, 65536, arch="qwen35"),
+        # Four layers of one head, so that a CPU gets through 28,000 tokens in half a minute.
+        Shape("long-4", 4, 128, 1, 1, 64, 256, 65536),
+        Shape("long-hybrid-4", 4, 128, 2, 1, 64, 256, 65536, arch="qwen35"),
         # Qwen2.5-0.5B with a small vocabulary: what a layer costs beside its attention is as there.
         Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 32768),
         # Two layers and a long context, for token accounting.

@@ -5,16 +5,18 @@ next. `ttft_ms` is that of the second turn, `decoded` how many tokens the server
 whoever asked. Arms: `cold` no help; `peer` saves after every reply, restores before a request;
 `ours` the proxy; `ram` no restart, but another chat took the slot in between: the server's own copy
 in memory; `live` and `live-ours` neither. Models have random weights, the template is Qwen3.5's,
-which strips thoughts. `floor_ms` is what reading the bytes of the snapshot once and hashing them
-takes, `restore_ms` what verifying and restoring it took.
+which strips thoughts. Nothing of the files is in memory at the second turn. `restore_ms` is what
+verifying and restoring took, `disk_ms` what reading as many bytes once takes at the disk's measured
+speed, `share` how much of the former that is. 28,672 tokens are for models of few, narrow layers:
+of the others a CPU would take hours.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import http.client
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -33,16 +35,21 @@ from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
 ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours")
+RESTARTED = ("cold", "peer", "ours")
 SIZES = (1024, 5120, 28672)
 MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dense": ("deep-24", ()),
     "hybrid": ("hybrid-8", ()),
     "windows": ("tiny-gemma", ()),
     "windows-full": ("tiny-gemma", ("--swa-full",)),
+    "dense-long": ("long-4", ()),
+    "hybrid-long": ("long-hybrid-4", ()),
 }
+_LONG = 8192
 _COLUMNS = (
-    "model", "tokens", "arm", "ttft_ms", "decoded", "vs_cold", "restore_ms", "floor_ms", "mib",
-)  # fmt: skip
+    *("model", "tokens", "arm", "ttft_ms", "decoded", "vs_cold"),
+    *("restore_ms", "disk_ms", "share", "mib"),
+)
 _REST_S = 60.0
 
 
@@ -92,14 +99,14 @@ def _sample(text: str, name: str) -> float:
 class Bench:
     """One model on one server binary; everything is saved below a folder of its own."""
 
-    def __init__(self, model: str, binary: Path, folder: Path, answer: int) -> None:
+    def __init__(self, model: str, binary: Path, folder: Path, args: argparse.Namespace) -> None:
         shape, options = MODELS[model]
         self._command = [str(binary), "-m", str(ensure(SHAPES[shape])), "-np", "1", *options]
         self._command += ["-c", str(min(32768, SHAPES[shape].context))]
         self._command += ["--jinja", "--chat-template-file", str(qwen_template()), "--metrics"]
-        self._command += ["-t", "1", "-tb", "1", "--slot-save-path", str(folder)]
+        self._command += ["-t", args.threads, "-tb", args.threads, "--slot-save-path", str(folder)]
         self._folder = folder
-        self._answer = answer
+        self._answer: int = args.answer
 
     @contextmanager
     def _server(self) -> Iterator[int]:
@@ -124,7 +131,7 @@ class Bench:
     def measure(self, arm: str, tokens: int, seed: int) -> dict[str, Any]:
         """The second turn of one chat."""
         chat = Chat(tokens, seed)
-        restarts = arm in ("cold", "peer", "ours")
+        restarts = arm in RESTARTED
         with self._server() as port:
             with self._front(arm, port) as front:
                 chat.turn(front, self._answer)
@@ -135,10 +142,9 @@ class Bench:
                         _rest(front)
                     return self._second(chat, port, front)
         with self._server() as port, self._front(arm, port) as front:
+            bytes_per_s = _disk_speed(self._folder)
             row = self._second(chat, port, front)
-            if arm == "ours":
-                row |= self._restored(front)
-            return row
+            return row | (self._restored(front, bytes_per_s) if arm == "ours" else {})
 
     def _second(self, chat: Chat, port: int, front: int) -> dict[str, Any]:
         before = _sample(_get(port, "/metrics"), "llamacpp:prompt_tokens_total")
@@ -146,16 +152,38 @@ class Bench:
         after = _sample(_get(port, "/metrics"), "llamacpp:prompt_tokens_total")
         return {"ttft_ms": ttft * 1000, "decoded": int(after - before)}
 
-    def _restored(self, front: int) -> dict[str, Any]:
+    def _restored(self, front: int, bytes_per_s: float) -> dict[str, Any]:
         metrics = _get(front, "/metrics")
         seconds = _sample(metrics, "evoke_snapshot_restore_seconds_sum")
-        largest = max(self._folder.glob("*.evoke-kv"), key=lambda path: path.stat().st_size)
-        began = time.perf_counter()
-        with largest.open("rb") as file:
-            hashlib.file_digest(file, "sha256")
-        floor = time.perf_counter() - began
-        mib = largest.stat().st_size / 2**20
-        return {"restore_ms": seconds * 1000, "floor_ms": floor * 1000, "mib": mib}
+        n_bytes = _sample(metrics, "evoke_snapshot_restored_bytes_total")
+        disk = n_bytes / bytes_per_s
+        times = {"restore_ms": seconds * 1000, "disk_ms": disk * 1000, "share": disk / seconds}
+        return times | {"mib": n_bytes / 2**20}
+
+
+def _disk_speed(folder: Path) -> float:
+    """Bytes per second of reading the largest file there from the disk; forgets all of them."""
+    files = [path for path in folder.iterdir() if path.suffix in (".evoke-kv", ".bin")]
+    for path in files:
+        _forget(path)
+    if not files:
+        return 0.0
+    largest = max(files, key=lambda path: path.stat().st_size)
+    began = time.perf_counter()
+    with largest.open("rb", buffering=0) as file:
+        while file.read(1 << 20):
+            pass
+    speed = largest.stat().st_size / (time.perf_counter() - began)
+    _forget(largest)
+    return speed
+
+
+def _forget(path: Path) -> None:
+    """Have the system forget what it has of a file in memory."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
 
 
 def _rest(front: int) -> None:
@@ -173,21 +201,27 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each model, length and arm: medians of the repeats, arms taking turns."""
     binary, rows = args.server or ensure_server(patched=False), []
     for model in args.models:
-        fitting = [size for size in args.sizes if size + 1024 < SHAPES[MODELS[model][0]].context]
-        for tokens in fitting:
-            found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+        room = SHAPES[MODELS[model][0]].context - 1024
+        long = model.endswith("-long")
+        for tokens in [n for n in args.sizes if n < room and long == (n > _LONG)]:
+            found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in args.arms}
             for seed in range(args.repeats):
-                for arm in ARMS:
+                for arm in args.arms:
                     with tempfile.TemporaryDirectory() as folder:
-                        bench = Bench(model, binary, Path(folder), args.answer)
+                        bench = Bench(model, binary, Path(folder), args)
                         found[arm].append(bench.measure(arm, tokens, 1000 * seed))
-            cold = statistics.median(row["ttft_ms"] for row in found["cold"])
-            for arm, runs in found.items():
-                middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-                shown = {"model": model, "tokens": tokens, "arm": arm}
-                rows.append(shown | middle | {"vs_cold": cold / middle["ttft_ms"]})
-            print(record.table(rows[-len(ARMS) :], _COLUMNS), flush=True)
+            rows += _rows({"model": model, "tokens": tokens}, found)
+            print(record.table(rows[-len(found) :], _COLUMNS), flush=True)
     return rows
+
+
+def _rows(what: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    rows = []
+    for arm, runs in found.items():
+        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        rows.append(what | {"arm": arm, "runs": len(runs)} | middle)
+    cold = next((row["ttft_ms"] for row in rows if row["arm"] == "cold"), None)
+    return [row | ({"vs_cold": cold / row["ttft_ms"]} if cold else {}) for row in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", type=Path, help="a stock llama-server (default: the cache)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="tokens")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--threads", default="1", help="of the server, while it decodes (1)")
     parser.add_argument("--repeats", type=int, default=3, help="chats of each length (3)")
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer (128)")
     args = parser.parse_args(argv)

@@ -116,6 +116,9 @@ class Metrics:
         self.restore_seconds = self._histogram(
             "evoke_snapshot_restore_seconds", "Verifying and restoring a slot.", _PLAN_BUCKETS
         )
+        self.restored_bytes = self._counter(
+            "evoke_snapshot_restored_bytes", "Bytes of the slots that were restored."
+        )
         self.restored_tokens = self._counter(
             "evoke_restored_tokens", "Tokens that a restore saved from being decoded."
         )

@@ -20,6 +20,7 @@ from evoke_proxy.config import load
 from evoke_proxy.core.ahead import Stability
 from evoke_proxy.core.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.server_info import saves_itself
 from evoke_proxy.engine.stock.calls import Copied, StockCalls
 from evoke_proxy.engine.stock.facts import probed
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
@@ -96,7 +97,7 @@ class _Examination:
             n_slots=int(props.get("total_slots") or 1),
             n_ctx=limit,
             media=any((props.get("modalities") or {}).values()),
-            native_disk=any("disk" in key for key in props),
+            native_disk=saves_itself(props),
             no_saves=no_saves,
             no_files=no_files,
             ram_cache=ram,

@@ -21,6 +21,16 @@ class ModelFile:
     sample: str
 
 
+# What decides how a state is laid out: as properties, and as options of the command line.
+_LAYOUT = {
+    "cache_type_k": ("-ctk", "--cache-type-k"),
+    "cache_type_v": ("-ctv", "--cache-type-v"),
+    "flash_attn": ("-fa", "--flash-attn"),
+    "swa_full": ("--swa-full",),
+    "kv_unified": ("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"),
+}
+
+
 def fingerprint(
     props: Mapping[str, Any],
     models: Mapping[str, Any],
@@ -30,8 +40,10 @@ def fingerprint(
     """A digest that differs whenever a state of one server could be wrong in the other.
 
     From `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where it is
-    readable. KV types, flash attention and the layout of the cache are in no answer: llama-server
-    itself refuses a file that differs in one of them.
+    readable. KV types, flash attention and the layout of the cache count where they are told: by
+    the options that a router lists for its models, by a patched server's `evoke`, by properties a
+    later server may have. A llama-server of one model tells none of them; it refuses a file that
+    differs in one of them itself.
     """
     listed = models.get("data")
     first = listed[0] if isinstance(listed, list) and listed else {}
@@ -48,5 +60,23 @@ def fingerprint(
         "lora": [[item.get("path"), item.get("scale")] for item in adapters],
         "media": props.get("modalities"),
     }
+    if told := _layout(props, first):
+        identity["layout"] = told
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _layout(props: Mapping[str, Any], listed: Any) -> dict[str, Any]:
+    """What is told of KV types, flash attention and the cache; empty where nothing is."""
+    told = {name: props[name] for name in _LAYOUT if name in props}
+    evoke = props.get("evoke")
+    limits = evoke.get("limits") if isinstance(evoke, Mapping) else None
+    if isinstance(limits, Mapping) and "row_bytes" in limits:
+        told["row_bytes"] = limits["row_bytes"]
+    status = listed.get("status") if isinstance(listed, Mapping) else None
+    given = status.get("args") if isinstance(status, Mapping) else None
+    args = given if isinstance(given, list) else []
+    for name, options in _LAYOUT.items():
+        if given_at := [at for at, arg in enumerate(args) if arg in options]:
+            told[name] = args[given_at[-1] :][:2]
+    return told

@@ -233,3 +233,21 @@ def test_a_fingerprint_is_that_of_the_next_start_and_of_nothing_else() -> None:
     ]
     assert len({base, *others}) == 1 + len(others)
     assert fingerprint({}, {}, [], None)
+
+
+def test_the_layout_of_a_cache_counts_where_it_is_told() -> None:
+    def of_router(*args: str, port: str = "1") -> str:
+        status = {"args": [*args, "--port", port]}
+        return fingerprint(PROPS, {"data": [{"status": status}]}, [], None)
+
+    told = [
+        fingerprint(PROPS | {"cache_type_k": "q8_0"}, {}, [], None),
+        fingerprint(PROPS | {"flash_attn": True}, {}, [], None),
+        fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 2048}}}, {}, [], None),
+        fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 1088}}}, {}, [], None),
+        of_router("llama-server", "--cache-type-k", "q8_0"),
+        of_router("llama-server", "--cache-type-k", "f16"),
+        of_router("llama-server", "-fa", "off"),
+    ]
+    assert len({*told, fingerprint(PROPS, {}, [], None)}) == 1 + len(told)
+    assert of_router("x", "-ctk", "f16", port="1") == of_router("x", "-ctk", "f16", port="2")

@@ -16,6 +16,7 @@ from evoke_proxy.core.ahead import boundary
 from evoke_proxy.core.fingerprint import fingerprint
 from evoke_proxy.core.held import SlotLook
 from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.server_info import saves_itself
 from evoke_proxy.errors import UpstreamProtocolError, UpstreamRejected
 
 Client = Mapping[str, str] | None
@@ -145,9 +146,8 @@ class StockCalls:
             raise UpstreamProtocolError(f"{action} of a slot answered otherwise") from error
 
     async def saves_itself(self, client: Client) -> bool:
-        """Whether a newer server names a disk cache among its properties."""
-        props = await self._upstream.call("GET", "/props", client=client)
-        return any("cache_disk" in key or "disk_cache" in key for key in props)
+        """Whether a newer server has a disk cache of its own."""
+        return saves_itself(await self._upstream.call("GET", "/props", client=client))
 
     async def fingerprint(self, client: Client) -> str:
         """What a state saved now belongs to."""

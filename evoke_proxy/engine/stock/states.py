@@ -77,6 +77,7 @@ class States:
         seconds = time.monotonic() - began
         self._facts.costs.restore.note(snapshot.n_bytes, seconds)
         self._metrics.restore_seconds.observe(seconds)
+        self._metrics.restored_bytes.inc(snapshot.n_bytes)
         return True
 
     def proved(self, match: Match, cached: int) -> None:
