@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from evoke_proxy import __version__
+from evoke_proxy.core.drift import CAUSES
+from evoke_proxy.core.normalise import WHAT
 
 # Local prefill of a long history takes minutes, a block plan takes microseconds.
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -128,6 +130,13 @@ class Metrics:
         self.drifts = self._counter(
             "evoke_prefix_divergence", "Requests that do not go on from the last one.", "cause"
         )
+        for cause in CAUSES:  # a rate is known from the first one on
+            self.drifts.labels(cause=cause)
+        self.normalised = self._counter(
+            "evoke_normalised", "Fronts of requests that were made as before.", "what"
+        )
+        for what in WHAT:
+            self.normalised.labels(what=what)
         self.snapshots = self._gauge("evoke_snapshots", "Snapshots on disk.")
         self.snapshot_bytes = self._gauge("evoke_snapshot_bytes", "What they take.")
 

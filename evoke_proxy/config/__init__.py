@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from evoke_proxy.config.keeping import NormaliseConfig, SnapshotsConfig
 from evoke_proxy.config.strict import (
     build,
     env_name,
@@ -24,8 +25,8 @@ from evoke_proxy.errors import ConfigError
 
 __all__ = [
     "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
-    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "PageConfig", "PolicyConfig",
-    "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
+    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig",
+    "PolicyConfig", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
     "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
@@ -47,6 +48,7 @@ _MAY_BE_ZERO = frozenset(
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
         *("policy.weight_attention", "policy.weight_relevance"),
         *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
+        "normalise.dates_h",
     )
 )
 
@@ -124,28 +126,6 @@ class EmbedderConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotsConfig:
-    """Slots of an unpatched server on disk; without a directory nothing is saved.
-
-    The directory is its --slot-save-path, as the proxy sees it. 0 for `tenant_mib`: no quota.
-    """
-
-    directory: str = ""
-    key_file: str = ""
-    min_tokens: int = 256
-    look_ahead: bool = True
-    max_mib: int = 32768
-    max_count: int = 256
-    max_age_h: float = 168.0
-    min_free_mib: int = 2048
-    tenant_mib: int = 0
-    half_life_h: float = 6.0
-    stall_share: float = 0.1
-    min_gain: float = 2.0
-    one_at_a_time: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SecurityConfig:
     """Who may ask what. Without `keys_file` nobody is asked for a key: llama-server may do so.
 
@@ -183,6 +163,7 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
+    normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
     page: PageConfig = field(default_factory=PageConfig)

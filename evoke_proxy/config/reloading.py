@@ -14,6 +14,7 @@ _SAFE = (
     *("limits.keepalive_s", "limits.drain_timeout_s", "page."),
     *("snapshots.max_mib", "snapshots.max_count", "snapshots.max_age_h"),
     *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.half_life_h"),
+    "normalise.",
 )
 
 

@@ -68,6 +68,10 @@ class Scanner:
         """The elements of the list that begins at `at`, as members without a key."""
         return self._elements(at, self._value)[0]
 
+    def end(self, at: int) -> int:
+        """Where the value that begins at `at` ends."""
+        return self._value(at)[1]
+
     def find(self, path: Sequence[str | int]) -> int | None:
         """Where the value at a path of keys and indexes begins; None when nothing is there."""
         found, at = self.document(), 0

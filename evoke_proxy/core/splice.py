@@ -105,6 +105,33 @@ def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str
     return _applied(decoded, [_Edit(at + 1, at + 1, added)]).encode()
 
 
+def replaced(body: bytes, values: Mapping[tuple[str | int, ...], str]) -> bytes:
+    """`body` with these JSON texts instead of the values at their paths, keys and indexes from the
+    top; nothing for a path that leads nowhere. RequestError when `body` is no JSON object."""
+    text, edits = json_text(body), list[_Edit]()
+    for path, value in values.items():
+        at = Scanner(text).find(path)
+        if at is not None:
+            edits.append(_Edit(at, Scanner(text).end(at), value))
+    return _applied(text, edits).encode()
+
+
+def reordered(body: bytes, key: str, order: Sequence[int]) -> bytes:
+    """`body` with the elements of its top-level list `key` in this order of their indexes, each as
+    it is spelled. RequestError when `body` is no JSON object."""
+    text = json_text(body)
+    at = Scanner(text).find((key,))
+    places = Scanner(text).elements(at) if at is not None and text[at] == "[" else []
+    if len(places) != len(order):
+        return body
+    spelled = [text[place.start : place.end] for place in places]
+    moved = [
+        _Edit(place.start, place.end, spelled[index])
+        for place, index in zip(places, order, strict=True)
+    ]
+    return _applied(text, moved).encode()
+
+
 def _may_hold(text: str, keys: Collection[str]) -> bool:
     """Whether one of these ASCII keys may be a key somewhere, spelled out or with escapes."""
     return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None

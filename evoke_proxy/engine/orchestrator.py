@@ -28,6 +28,7 @@ from evoke_proxy.engine.erasing import Eraser
 from evoke_proxy.engine.feed import Feed
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.normalising import Normaliser
 from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operating import Operator
 from evoke_proxy.engine.operators import Operators
@@ -70,6 +71,7 @@ class Engine:
         self.feed: Feed = router.feed if router else Feed()
         self.draining = False
         self._models = Models(self.upstream, lambda name: Engine(self.config, self, name))
+        self._normaliser = Normaliser(config.normalise, self.metrics)
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         self.conversations = Conversations(config.policy, config.limits.sessions)
@@ -227,6 +229,8 @@ class Engine:
 
         With keys of ours that is an error: llama-server might find in it what we would take out.
         """
+        if client.get("Content-Encoding", "identity").lower() == "identity":
+            way.body = self._normaliser.apply(way.body, dialect, tenant_of(client))
         request = read_request(way, dialect, client, self.config.policy.bench_fields)
         if isinstance(request, str) and self.config.security.keys_file:
             raise RequestError("the request body is not JSON that can be read", "invalid_json")
@@ -261,6 +265,7 @@ class Engine:
         self._slots.adjust(config.limits)
         self._vectors.policy = config.policy
         self.keeper.adjust(config.snapshots)
+        self._normaliser.config = config.normalise
         for inner in self._models:
             inner.adjust(config)
 

@@ -1,0 +1,125 @@
+"""Fronts of requests are made the same where that is asked for, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.normalise import (
+    Clock,
+    is_dated,
+    system_texts,
+    with_sorted_tools,
+    with_texts,
+    without_billing,
+)
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.86.d24; cc_entrypoint=cli; cch=a5145;"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"{HEADER}\nYou help.", "You help."),
+        (f"{HEADER}You help.", "You help."),
+        (HEADER, ""),
+        (f"You help.\n{HEADER}\nWell.", "You help.\nWell."),
+        (f"Never send {HEADER}", f"Never send {HEADER}"),  # not at the beginning of a line
+        ("You help.", "You help."),
+    ],
+)
+def test_a_billing_header_is_taken_out_of_the_beginning_of_a_line(text: str, left: str) -> None:
+    assert without_billing(text) == left
+
+
+@pytest.mark.parametrize(
+    ("line", "dated"),
+    [
+        ("Today is Monday, 12:34.", True),
+        ("Current date: 21 November 2026", True),
+        ("<env>2026-11-21</env>", True),
+        ("The time now is 9", True),
+        ("Take your time.", False),
+        ("Use at most 3 tools.", False),
+        ("Port 8080 is open.", False),
+    ],
+)
+def test_lines_that_tell_a_date_or_a_time(line: str, dated: bool) -> None:
+    assert is_dated(line) == dated
+
+
+def test_a_clock_is_stopped_for_some_hours_for_everyone_with_that_system_prompt() -> None:
+    clock = Clock()
+    at = "You help with 3 tools.\nToday is {}.".format
+    first = at("Monday, 2026-11-23, 12:34")
+    assert clock.stopped(first, "t", 0.0, 2.0) == first
+    assert clock.stopped(at("Tuesday, 2026-11-24, 01:02"), "t", 7199.0, 2.0) == first
+    later = at("Tuesday, 2026-11-24, 03:04")
+    assert clock.stopped(later, "t", 7200.0, 2.0) == later
+    assert clock.stopped(first, "t", 7300.0, 2.0) == later
+    assert clock.stopped(first, "u", 7300.0, 2.0) == first
+    other = later.replace("3 tools", "4 tools")
+    assert clock.stopped(other, "t", 7300.0, 2.0) == other
+
+
+BODIES = {
+    "chat": {
+        "messages": [
+            {"role": "system", "content": "A"},
+            {"role": "developer", "content": [{"type": "text", "text": "B"}]},
+            {"role": "user", "content": "C"},
+            {"role": "system", "content": "D"},
+        ]
+    },
+    "messages": {"system": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]},
+    "responses": {"instructions": "A", "input": [{"role": "system", "content": "B"}]},
+}
+
+
+@pytest.mark.parametrize("dialect", BODIES)
+def test_the_system_prompt_of_each_dialect_is_what_is_changed(dialect: str) -> None:
+    body = BODIES[dialect]
+    raw = json.dumps(body, separators=(",", ":"))
+    found = dict(system_texts(body, dialect))
+    assert list(found.values()) == ["A", "B"]
+    changed = with_texts(raw.encode(), {path: f"caf\u00e9 {text}" for path, text in found.items()})
+    expected = raw.replace('"A"', '"caf\\u00e9 A"').replace('"B"', '"caf\\u00e9 B"')
+    assert changed.decode() == expected
+
+
+def test_bodies_of_other_shapes_have_no_system_prompt() -> None:
+    for body in ({}, {"messages": 3}, {"messages": [3]}, {"system": {"a": 1}}, {"system": [1]}):
+        for dialect in BODIES:
+            assert list(system_texts(body, dialect)) == []
+
+
+def named(name: str, dialect: str) -> dict[str, object]:
+    shown = {"name": name, "x": [1.50, 2]}
+    return {"type": "function", "function": shown} if dialect == "chat" else shown
+
+
+@given(
+    st.lists(st.text(min_size=1, max_size=3), max_size=6),
+    st.randoms(),
+    st.sampled_from(["chat", "messages"]),
+)
+def test_tools_in_any_order_are_the_same_bytes(
+    names: list[str], chance: random.Random, dialect: str
+) -> None:
+    tools = [named(name, dialect) for name in sorted(names)]
+    body = {"a": 1.0, "tools": tools, "messages": []}
+    wanted = json.dumps(body).encode()
+    assert with_sorted_tools(wanted, tools) is wanted
+    chance.shuffle(tools)
+    shuffled = json.dumps(body | {"tools": tools}).encode()
+    assert with_sorted_tools(shuffled, tools) == wanted
+
+
+def test_what_is_no_list_of_tools_is_left() -> None:
+    for tools in (None, 3, ["b", "a"], {"b": 1}):
+        body = json.dumps({"tools": tools}).encode()
+        assert with_sorted_tools(body, tools) is body
