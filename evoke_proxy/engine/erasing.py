@@ -62,6 +62,8 @@ class Eraser:
         gone = list(snapshots)
         for snapshot in gone:
             self._keeper.vault.delete(snapshot, "asked")
+        if gone:
+            await self._keeper.vault.swept()
         for id in {item.id for item in known} | {item.branch for item in gone}:
             self._feed.tell("deleted", session=id)
         return {"sessions": len(known), "snapshots": len(gone), "left": left}

@@ -91,6 +91,8 @@ class Feed:
     def listen(self, cut: Callable[[], None], after: int | None = None) -> Iterator[Listener]:
         """A listener, first told what is still known of what came after that event."""
         listener = Listener(cut)
+        if after is not None and after > self._number:  # that was another proxy
+            after = 0
         missed = [e for e in self._latest if after is not None and e.number > after]
         for event in missed[-_BEHIND:]:
             listener.offer(event)

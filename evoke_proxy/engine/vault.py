@@ -143,7 +143,7 @@ class Vault:
         for old in superseded(self.snapshots, new):
             self.delete(old, "superseded")
         self.trim()
-        await self._swept()
+        await self.swept()
         return new
 
     async def verify(self, snapshot: Snapshot) -> None:
@@ -153,7 +153,7 @@ class Vault:
             await asyncio.to_thread(self.files.verify, _name(snapshot), *saved)
         except SnapshotUnusable as error:
             self.set_aside(snapshot, error.reason)
-            await self._swept()
+            await self.swept()
             raise
 
     @asynccontextmanager
@@ -285,7 +285,7 @@ class Vault:
 
         self._latest = self._sweeper.submit(swept)
 
-    async def _swept(self) -> None:
+    async def swept(self) -> None:
         """Wait until all of that is done."""
         if self._latest is not None:  # they go one after the other
             await asyncio.wrap_future(self._latest)

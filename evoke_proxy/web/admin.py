@@ -9,7 +9,7 @@ from aiohttp import web
 
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import EvokeError
-from evoke_proxy.web import admin_api
+from evoke_proxy.web import admin_api, page_files
 from evoke_proxy.web.admin_api import json_answer, same_site
 from evoke_proxy.web.guard import admit
 
@@ -36,6 +36,7 @@ def routes(engine: Engine) -> list[web.RouteDef]:
         web.get("/evoke/health", _health),
         web.get("/evoke/ready", ready),
         *(web.route(*path, _guarded(engine, handler)) for path, handler in admin_api.ROUTES),
+        *page_files.routes(engine),
         web.get("/metrics", metrics, allow_head=False),
         web.route("*", "/evoke/{path:.*}", unknown),
     ]

@@ -59,7 +59,7 @@ def endpoint_label(path: str) -> str:
     """A path as a metric label: known ones by name, the rest as `other`."""
     if path in ANSWER_PATHS or path in _OTHER_PATHS:
         return path
-    if path.startswith("/evoke/"):
+    if path == "/evoke" or path.startswith("/evoke/"):
         return "/evoke/{path}"
     return "/slots/{id}" if path.startswith("/slots/") else "other"
 

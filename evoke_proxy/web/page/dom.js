@@ -1,0 +1,50 @@
+// Elements and numbers. Text goes in as text, never as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export function el(name, given = {}, ...children) {
+  return filled(document.createElement(name), given, children);
+}
+
+export function svg(name, given = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), given, children);
+}
+
+function filled(node, given, children) {
+  for (const [key, value] of Object.entries(given)) {
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key === "css") for (const [k, v] of Object.entries(value)) node.style.setProperty(k, v);
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+export const byId = (id) => document.getElementById(id);
+
+const grouped = new Intl.NumberFormat("en");
+export const number = (value) => grouped.format(value);
+
+export function bytes(value) {
+  for (const [size, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
+    if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
+  return `${value} B`;
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "no answer";
+  return value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`;
+}
+
+export function ago(at) {
+  if (!at) return "";
+  const past = Math.max(0, Date.now() / 1000 - at);
+  for (const [limit, size, unit] of [[60, 1, "s"], [3600, 60, "min"], [172800, 3600, "h"]])
+    if (past < limit) return `${Math.floor(past / size)} ${unit} ago`;
+  return `${Math.floor(past / 86400)} d ago`;
+}
+
+export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
+export const plural = (n, one) => `${number(n)} ${one}${n === 1 ? "" : "s"}`;
+export const spanned = (spans) => spans.reduce((sum, [start, end]) => sum + end - start, 0);

@@ -1,0 +1,63 @@
+"""The files of the page: a browser gets nothing else, and asks nobody else for anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from aiohttp import web
+
+from evoke_proxy.engine import Engine
+from evoke_proxy.errors import RequestError
+from evoke_proxy.web.guard import admit_page
+
+_FOLDER = Path(__file__).with_name("page")
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_FILES = frozenset(path.name for path in _FOLDER.iterdir() if path.suffix in _TYPES)
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def routes(engine: Engine) -> list[web.RouteDef]:
+    """The page at /evoke/, and what it is made of."""
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        await admit_page(request, engine)
+        return _answer(request, "index.html")
+
+    async def part(request: web.Request) -> web.StreamResponse:
+        await admit_page(request, engine)
+        return _answer(request, request.match_info["name"])
+
+    async def bare(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=308, headers={"Location": "/evoke/"})
+
+    return [
+        web.get("/evoke", bare),
+        web.get("/evoke/", page),
+        web.get("/evoke/page/{name}", part),
+    ]
+
+
+def _answer(request: web.Request, name: str) -> web.Response:
+    if name not in _FILES:
+        raise RequestError(f"{request.path} is not a path of evoke-proxy", "not_found", 404)
+    path = _FOLDER / name
+    return web.Response(
+        body=path.read_bytes(),
+        content_type=_TYPES[path.suffix],
+        charset="utf-8",
+        headers=_HEADERS,
+    )
