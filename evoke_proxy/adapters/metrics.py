@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 from evoke_proxy import __version__
 from evoke_proxy.core.drift import CAUSES
 from evoke_proxy.core.normalise import WHAT
+from evoke_proxy.core.turn_record import PATHS
 
 # Local prefill of a long history takes minutes, a block plan takes microseconds.
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PLAN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 10, 60, 600)
+# How a request got to its first token that is no turn of a conversation.
+OTHER_PATHS = ("side", "relay")
 BOOK_KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
@@ -26,10 +36,19 @@ class Metrics:
         self._register_faults()
         self._register_embedder()
         self._register_snapshots()
+        ProcessCollector(registry=self.registry)
 
     def _register_load(self) -> None:
         self.requests = self._counter(
             "evoke_requests", "Answers given, by path and status.", "endpoint", "code"
+        )
+        self.in_flight = self._gauge("evoke_requests_in_flight", "Requests that are not answered.")
+        self.request_seconds = self._histogram(
+            "evoke_request_seconds", "Request in to last byte out.", _TTFT_BUCKETS, "endpoint"
+        )
+        self.queued = self._gauge("evoke_queue_depth", "Requests that wait for a slot.")
+        self.queue_seconds = self._histogram(
+            "evoke_queue_wait_seconds", "Waiting for a slot.", _PLAN_BUCKETS
         )
         self.plan_seconds = self._histogram(
             "evoke_plan_seconds", "Rendering, deciding and running a plan.", _PLAN_BUCKETS
@@ -40,8 +59,10 @@ class Metrics:
             _PLAN_BUCKETS,
         )
         self.ttft_seconds = self._histogram(
-            "evoke_ttft_seconds", "Chat request in to first answer byte out.", _TTFT_BUCKETS
+            "evoke_ttft_seconds", "Chat request in to first answer byte out.", _TTFT_BUCKETS, "path"
         )
+        for path in (*PATHS, *OTHER_PATHS):
+            self.ttft_seconds.labels(path=path)
         self._gauge("evoke_build_info", "Always 1.", "version").labels(version=__version__).set(1)
 
     def _register_books(self) -> None:
@@ -87,6 +108,14 @@ class Metrics:
         )
         for reason in ("slow_body", "slow_reader"):
             self.clients_dropped.labels(reason=reason)
+        self.upstream_up = self._gauge(
+            "evoke_upstream_up", "1 when llama-server has answered this very scrape."
+        )
+        self.reloads = self._counter(
+            "evoke_config_reloads", "Settings that were read again, or not.", "result"
+        )
+        for result in ("done", "failed"):
+            self.reloads.labels(result=result)
         self.upstream_errors = self._counter(
             "evoke_upstream_errors", "Failures of llama-server.", "kind"
         )
@@ -155,5 +184,7 @@ class Metrics:
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         return Gauge(name, about, labels, registry=self.registry)
 
-    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, about, buckets=buckets, registry=self.registry)
+    def _histogram(
+        self, name: str, about: str, buckets: Sequence[float], *labels: str
+    ) -> Histogram:
+        return Histogram(name, about, labels, buckets=buckets, registry=self.registry)

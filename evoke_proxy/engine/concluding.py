@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
+from evoke_proxy.core.turn_record import TurnRecord
 from evoke_proxy.engine import history
 from evoke_proxy.engine.booking import book
 from evoke_proxy.engine.chores import Chores
@@ -52,8 +53,6 @@ class Concluding:
     def conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """Book the reply and give the slot back: at once, or when the engine is done with it."""
         way.observer.close()
-        if way.first_byte_s is not None:
-            self._metrics.ttft_seconds.observe(way.first_byte_s)
         known, books = way.conversation, way.books
         if known is not None and books is not None:
             book(way, known, books, self._metrics)
@@ -80,9 +79,9 @@ class Concluding:
 
     def _part(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """The request is done with its slot and its session."""
+        self._count(way, history.ended(way, self._feed))
         if way.conversation is not None:
             way.conversation.in_use -= 1
-            history.ended(way, self._feed)
             self._vectors.submit(way.conversation)
         for lease in way.leases:
             self._slots.release(lease)
@@ -97,3 +96,12 @@ class Concluding:
         self._writeback.after(way, client)
         self._metrics.sessions.set(len(self._conversations))
         self._metrics.resident.set(sum(known.n_resident for known in self._conversations))
+
+    def _count(self, way: Forwarding, turn: TurnRecord | None) -> None:
+        """When its answer began, by how; the books of one that llama-server has kept none of."""
+        path = "side" if way.conversation is not None else "relay"
+        if way.first_byte_s is not None:
+            path = turn.path if turn is not None else path
+            self._metrics.ttft_seconds.labels(path=path).observe(way.first_byte_s)
+        if turn is not None and way.books is None:
+            self._metrics.count_books({kind: getattr(turn, kind) for kind in BOOK_KINDS})

@@ -28,15 +28,17 @@ def begun(way: Forwarding, feed: Feed) -> None:
     )
 
 
-def ended(way: Forwarding, feed: Feed) -> None:
-    """Its answer is over, or broke off."""
+def ended(way: Forwarding, feed: Feed) -> TurnRecord | None:
+    """Its answer is over, or broke off; what it came to, None when it is no turn or there is no
+    answer."""
     known = way.conversation
     if known is None or known.passing or way.first_byte_s is None:
-        return
+        return None
     known.answered += 1
     record = _record(way, known.answered)
     known.history.append(record)
     feed.tell("answer", session=known.id, name=known.name, **record.shown())
+    return record
 
 
 def _record(way: Forwarding, number: int) -> TurnRecord:

@@ -74,6 +74,7 @@ class Engine:
         self._normaliser = Normaliser(config.normalise, self.metrics)
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
+        self.metrics.queued.set_function(lambda: self._slots.pool.queued)
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(self.embedding, config.policy)

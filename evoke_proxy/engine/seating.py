@@ -56,6 +56,7 @@ class Seating:
         lease = await self._slots.acquire(session, tenant, guest, way.patience, slot)
         way.leases.append(lease)
         waited_s = asyncio.get_running_loop().time() - began
+        self._metrics.queue_seconds.observe(waited_s)
         way.waits["queue"] = way.waits.get("queue", 0.0) + waited_s
         return lease
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from evoke_proxy.engine import Engine
-from evoke_proxy.errors import EvokeError
+from evoke_proxy.errors import EvokeError, UpstreamRejected
 from evoke_proxy.web import admin_api, page_files
 from evoke_proxy.web.admin_api import json_answer, same_site
 from evoke_proxy.web.guard import admit
@@ -84,7 +84,14 @@ async def _upstream_exposition(engine: Engine) -> bytes:
 
 
 async def _asked_for_metrics(engine: Engine) -> bytes:
-    if (await engine.upstream.info()).sleeping:
+    engine.metrics.upstream_up.set(0)
+    try:
+        sleeping = (await engine.upstream.info()).sleeping
+    except UpstreamRejected:
+        engine.metrics.upstream_up.set(1)
+        raise
+    engine.metrics.upstream_up.set(1)
+    if sleeping:
         return b"# llama-server sleeps: its metrics are left out\n"
     headers = engine.upstream.own_headers()
     async with engine.upstream.open("GET", "/metrics", headers) as reply:

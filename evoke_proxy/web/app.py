@@ -92,6 +92,7 @@ def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
         began, status = time.monotonic(), _CLIENT_GONE
         logs.identify(request)
         logs.FACTS.set({"decision": "relay"})
+        engine.metrics.in_flight.inc()
         try:
             response = await handler(request)
             status = response.status
@@ -101,9 +102,11 @@ def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
                     engine.upstream_failed(response.broken)
             return response
         finally:
-            label = dialects.endpoint_label(request.path)
+            label, seconds = dialects.endpoint_label(request.path), time.monotonic() - began
+            engine.metrics.in_flight.dec()
             engine.metrics.requests.labels(endpoint=label, code=str(status)).inc()
-            _log_summary(request, label, status, time.monotonic() - began)
+            engine.metrics.request_seconds.labels(endpoint=label).observe(seconds)
+            _log_summary(request, label, status, seconds)
 
     return middleware
 

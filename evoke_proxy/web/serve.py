@@ -107,9 +107,11 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
     try:
         found = reloaded(engine.config, again())
     except ConfigError as error:
+        engine.metrics.reloads.labels(result="failed").inc()
         _log.error("settings not reloaded, the old ones stay: %s", error)
         return
     engine.adjust(found.config)
+    engine.metrics.reloads.labels(result="done").inc()
     logs.set_up(found.config.log)
     _log.info("settings reloaded; changed: %s", ", ".join(found.applied) or "nothing")
     if found.waiting:

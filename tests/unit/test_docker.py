@@ -276,7 +276,7 @@ def test_nothing_runs_as_root_or_gains_rights(stack: Any) -> None:
 @STACKS
 def test_health_is_watched_with_patience(stack: Any) -> None:
     units = {"s": 1, "m": 60}
-    long_enough = {"llama-server": 600, "proxy": 60, "prometheus": 60}
+    long_enough = {"llama-server": 600, "proxy": 60, "prometheus": 60, "grafana": 60}
     for name, seconds in long_enough.items():
         check = stack["services"][name]["healthcheck"]
         start = check["start_period"]
@@ -315,7 +315,7 @@ def test_proxy_health_command_tells_well_from_ill(tmp_path: Path) -> None:
 def test_only_loopback_is_published_and_never_the_server(stack: Any) -> None:
     services = stack["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert set(published) == {"proxy", "prometheus"}
+    assert set(published) == {"proxy", "prometheus", "grafana"}
     for name, ports in published.items():
         assert len(ports) == 1
         assert re.fullmatch(r"\$\{[A-Z_]+:-127\.0\.0\.1:\d+\}:\d+", ports[0]), (name, ports)
@@ -445,17 +445,44 @@ def test_default_model_is_there() -> None:
 
 
 def test_prometheus_scrapes_the_proxy() -> None:
-    config = yaml.safe_load((DOCKER / "prometheus.yml").read_text("utf-8"))
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text("utf-8"))
     (job,) = config["scrape_configs"]
     _, port = parse_listen(GPU["services"]["proxy"]["environment"]["EVOKE_LISTEN"])
     assert job["static_configs"] == [{"targets": [f"proxy:{port}"]}]
     path = job.get("metrics_path", "/metrics")
     assert path in {route.path for route in admin.routes(None)}  # type: ignore[arg-type]
-    mounted = GPU["services"]["prometheus"]["volumes"][0]
-    assert mounted.startswith("./prometheus.yml:") and mounted.endswith(":ro")
+    rules = [mounted.split(":")[1] for mounted in GPU["services"]["prometheus"]["volumes"]]
+    assert [f"/etc/prometheus/{name}" for name in config["rule_files"]] == rules[1:2]
     assert set(GPU["services"]["prometheus"]["networks"]) <= set(
         GPU["services"]["proxy"]["networks"]
     )
+
+
+@STACKS
+def test_what_is_mounted_of_ours_exists_and_is_not_written_to(stack: Any) -> None:
+    mounted = [
+        volume.split(":")
+        for service in stack["services"].values()
+        for volume in service.get("volumes", ())
+        if isinstance(volume, str) and volume.startswith(".")
+    ]
+    assert len(mounted) == 5
+    for source, _, mode in mounted:
+        assert (DOCKER / source).is_file() and mode == "ro", source
+
+
+def test_grafana_finds_what_it_is_to_show() -> None:
+    service = GPU["services"]["grafana"]
+    at = {Path(volume.split(":")[0]).name: volume.split(":")[1] for volume in service["volumes"]}
+    grafana = ROOT / "deploy/grafana"
+    (provider,) = yaml.safe_load((grafana / "dashboards.yml").read_text())["providers"]
+    assert str(Path(at["dashboard.json"]).parent) == provider["options"]["path"]
+    shown = service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert shown == at["dashboard.json"]
+    (source,) = yaml.safe_load((grafana / "datasource.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    used = set(re.findall(r'"uid": "(prometheus[^"]*)"', (grafana / "dashboard.json").read_text()))
+    assert used == {source["uid"]}
 
 
 def test_embedder_is_optional_and_lands_where_the_proxy_looks() -> None:

@@ -1,0 +1,158 @@
+"""Debian's Prometheus scrapes a proxy, reads the alerts, answers every query of the dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import RunningProxy, ask, proxy
+from talking import FILLER, Talk
+
+from evoke_proxy.demo.processes import free_port
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="needs prometheus and promtool: apt-get install prometheus",
+)
+# Values that labels of ours may have; none is a person's, a session's or a path of somebody's own.
+_BOUNDED = re.compile(r"[a-z0-9_/{}.+-]{0,48}|\+Inf|[0-9.]+[a-z0-9.+]*")
+
+
+@pytest.fixture(scope="module")
+def busy(patched_port: int) -> Iterator[RunningProxy]:
+    """A proxy with turns behind it."""
+    with proxy(patched_port, policy__budget=320) as running:
+        talk = Talk(running.port, "a-session-of-somebody")
+        for number in range(4):
+            talk.say(f"Turn {number}. {FILLER}")
+        ask(running.port, "GET", "/v1/no/such/path")
+        running.quiet()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prometheus(busy: RunningProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of one that runs with our configuration, a second between scrapes."""
+    folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{busy.port}"]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    shutil.copy(DEPLOY / "prometheus/alerts.yml", folder)
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml"]
+    command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"]
+    with (folder / "log").open("wb") as log:
+        with subprocess.Popen(command, stdout=log, stderr=log, cwd=folder) as process:
+            try:
+                _await_scrape(port, folder / "log")
+                yield port
+            finally:
+                process.terminate()
+
+
+def _await_scrape(port: int, log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            # Two scrapes, so that there are rates, and a look at the rules after them.
+            if _query(port, 'count_over_time(up{job="evoke-proxy"}[1m]) > 2'):
+                return
+        except (OSError, AssertionError):
+            pass
+        time.sleep(0.2)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def _query(port: int, expression: str) -> list[dict[str, Any]]:
+    asked = urllib.parse.urlencode({"query": expression})
+    answer = ask(port, "GET", f"/api/v1/query?{asked}")
+    assert answer.status == 200, (expression, answer.body)
+    found: list[dict[str, Any]] = json.loads(answer.body)["data"]["result"]
+    return found
+
+
+def _promtool(*arguments: str, stdin: bytes = b"") -> str:
+    done = subprocess.run(
+        ["promtool", *arguments], input=stdin, capture_output=True, cwd=DEPLOY / "prometheus"
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    return (done.stdout + done.stderr).decode()
+
+
+def test_configuration_alerts_and_their_tests() -> None:
+    _promtool("check", "config", "prometheus.yml")
+    _promtool("check", "rules", "alerts.yml")
+    _promtool("test", "rules", "alerts_test.yml")
+    tested = (DEPLOY / "prometheus/alerts_test.yml").read_text()
+    (group,) = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    untested = [rule["alert"] for rule in group["rules"] if f"{rule['alert']}\n" not in tested]
+    assert untested == []
+
+
+def test_names_and_labels_are_as_is_usual(busy: RunningProxy) -> None:
+    text = busy.engine.metrics.exposition()
+    assert _promtool("check", "metrics", stdin=text).strip() == ""
+    for name, value in re.findall(r'[{,](\w+)="([^"]*)"', text.decode()):
+        assert name in ("version", "implementation") or _BOUNDED.fullmatch(value), (name, value)
+    assert b"somebody" not in text and b"such" not in text
+    for family in busy.engine.metrics.registry.collect():
+        # Nobody waits longer than ten minutes for anything, and what does is in the last bucket.
+        if family.type == "histogram" and family.samples:
+            edges = {float(s.labels["le"]) for s in family.samples if "le" in s.labels}
+            assert sorted(edges)[-2] >= 600, family.name
+
+
+def test_a_real_prometheus_has_it_all(busy: RunningProxy, prometheus: int) -> None:
+    (up,) = _query(prometheus, 'up{job="evoke-proxy"}')
+    assert up["value"][1] == "1"
+    (info,) = _query(prometheus, "evoke_build_info")
+    assert set(info["metric"]) == {"__name__", "instance", "job", "version"}
+    books = {
+        row["metric"]["kind"]: float(row["value"][1])
+        for row in _query(prometheus, "evoke_tokens_total")
+    }
+    kinds = ("decoded", "recovered", "resident_before", "omitted")
+    assert books == {kind: busy.metric("evoke_tokens_total", kind=kind) for kind in kinds}
+    assert _query(prometheus, "llamacpp:prompt_tokens_total")
+    assert _query(prometheus, "evoke_upstream_up == 1")
+
+
+def test_every_query_of_the_dashboard_is_answered(busy: RunningProxy, prometheus: int) -> None:
+    board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
+    known = set(re.findall(r"^# TYPE (\S+)", ask(busy.port, "GET", "/metrics").body.decode(), re.M))
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+    asked += [rule["expr"] for rule in rules]
+    assert len(asked) > 30
+    for expression in asked:
+        for name in re.findall(r"\b((?:evoke_|llamacpp:|process_)\w+)", expression):
+            assert {name, name.removesuffix("_bucket")} & known, name
+        given = expression.replace("$__rate_interval", "1m").replace("$instance", ".+")
+        answered = _query(prometheus, given)
+        # What is only there once something went wrong has no series before.
+        assert answered or re.search(
+            r"errors|degraded|bypass|corrupt|saves|restores|diverg|>|==|dropped", given
+        ), given
+
+
+def test_the_rules_are_evaluated_and_none_fires(prometheus: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        answer = json.loads(ask(prometheus, "GET", "/api/v1/rules").body)["data"]["groups"]
+        (group,) = answer
+        states = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
+        if all(health != "unknown" for health, _ in states.values()):
+            break
+        assert time.monotonic() < deadline, states
+        time.sleep(0.2)
+    assert set(states.values()) == {("ok", "inactive")}, states
