@@ -114,12 +114,11 @@ class BlockTable(Sequence[Block]):
 
     def within(self, spans: Sequence[Span]) -> Mask:
         """Which blocks lie wholly in these ascending, disjoint spans."""
-        if not spans:
-            return np.zeros(len(self), np.bool_)
-        starts = np.array([span.start for span in spans], np.int64)
-        ends = np.array([span.end for span in spans], np.int64)
-        covering = starts.searchsorted(self.starts, "right") - 1
-        inside: Mask = (covering >= 0) & (self.ends <= ends[covering])
+        inside = np.zeros(len(self), np.bool_)
+        firsts = self.starts.searchsorted([span.start for span in spans], "left")
+        ends = self.ends.searchsorted([span.end for span in spans], "right")
+        for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+            inside[first:end] = True
         return inside
 
     def labelled(self, labels: frozenset[str]) -> Mask:

@@ -103,7 +103,7 @@ def find(
     one that carries another is left to its owner unless these tokens continue it to the last. A
     hint never makes two different conversations one.
     """
-    mine = [session for session in sessions if session.tenant == tenant]
+    mine = [session for session in sessions if session.tenant == tenant and _may(session, tokens)]
     pairs = [(session, common_prefix(session.tokens, tokens)) for session in mine]
     fitting = [
         (_agrees(session, hint), shared, session.hint == hint, session.id)
@@ -111,6 +111,12 @@ def find(
         if _goes_on(session, shared, hint, len(tokens), n_users)
     ]
     return max(fitting)[-1] if fitting else None
+
+
+def _may(session: Known, tokens: Tokens) -> bool:
+    """Whether a prompt can have a session's first message; says no to most at once."""
+    last = session.head - 1
+    return last < 0 or bool(last < len(tokens) and session.tokens[last] == tokens[last])
 
 
 def _goes_on(session: Known, shared: int, hint: Hint | None, n_tokens: int, n_users: int) -> bool:

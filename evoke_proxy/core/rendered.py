@@ -18,6 +18,9 @@ Positions = npt.NDArray[np.int64]
 
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
+# So many tokens are compared at once, at first and then.
+_COMPARED_FIRST, _COMPARED = 512, 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
@@ -129,10 +132,14 @@ def role_named(name: str) -> Role:
 
 def common_prefix(one: Tokens, other: Tokens) -> int:
     """How many tokens two prompts share at their beginning."""
-    n = min(len(one), len(other))
-    differs = one[:n] != other[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
+    n, at, step = min(len(one), len(other)), 0, _COMPARED_FIRST
+    while at < n:  # most that differ do so early, and long ones are faster in parts
+        differs = one[at : min(n, at + step)] != other[at : min(n, at + step)]
+        first = int(differs.argmax())
+        if differs[first]:
+            return at + first
+        at, step = at + step, _COMPARED
+    return n
 
 
 def _ranges(given: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
@@ -175,8 +182,9 @@ class _Columns(Sequence[MessageSpan]):
 
     def ends_of(self, role: Role) -> Sequence[int]:
         """Where the messages of a role end, without making an object of each."""
+        named = {name for name in set(self._role) if role_named(name) is role}
         pairs = zip(self._role, self._ends, strict=True)
-        return [end for name, end in pairs if role_named(name) is role]
+        return [end for name, end in pairs if name in named]
 
     @overload
     def __getitem__(self, at: int) -> MessageSpan: ...

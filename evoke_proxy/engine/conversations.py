@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,13 +147,13 @@ class Conversations:
     def known(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
         """The conversation this prompt goes on from, now the latest used; None when it is new."""
         lasting = [known for known in self._known.values() if not known.passing]
-        n_users = len(rendered.user_ends)
-        known = self.get(find(lasting, hint, tenant, rendered.tokens, n_users))
+        users = rendered.user_ends
+        known = self.get(find(lasting, hint, tenant, rendered.tokens, len(users)))
         if known is None:
             return None
         if hint is not None and not (hint.weak and known.name):
             known.hint = hint
-        _read(known, rendered)
+        _read(known, rendered, users)
         self._known.move_to_end(known.id)
         return known
 
@@ -163,7 +163,7 @@ class Conversations:
         """A new one; it cannot be found by a later request when it is only `passing`."""
         session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._adopts)
         known = Conversation(session, rendered.tokens, hint=hint, passing=passing)
-        _read(known, rendered)
+        _read(known, rendered, rendered.user_ends)
         self._known[known.id] = known
         return known
 
@@ -237,8 +237,7 @@ class Conversations:
         return left
 
 
-def _read(known: Conversation, rendered: Rendered) -> None:
-    """Take over what the next request is compared with."""
-    ends = rendered.user_ends
-    known.tokens, known.generation, known.n_users = rendered.tokens, rendered.generation, len(ends)
-    known.head, known.settled = (ends[0], ends[-1]) if ends else (0, 0)
+def _read(known: Conversation, rendered: Rendered, users: Sequence[int]) -> None:
+    """Take over what the next request is compared with; its user's messages end at `users`."""
+    known.tokens, known.generation, known.n_users = rendered.tokens, rendered.generation, len(users)
+    known.head, known.settled = (users[0], users[-1]) if users else (0, 0)

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 # A turn of a long conversation makes thousands of objects, and next to none of them in rings:
 # looking for those after every 700 would take a twentieth of its time.
-_NEW_OBJECTS = 20_000
+NEW_OBJECTS = 20_000
 # What has not ended in its time is cut off; so long it may take to notice.
 _CUT_S = 1.0
 
@@ -71,7 +71,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     `again` reads the configuration anew, for SIGHUP. Raises OSError when an address cannot be
     bound.
     """
-    gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

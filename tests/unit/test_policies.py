@@ -16,7 +16,7 @@ from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.books import forecast
 from evoke_proxy.core.plan import Plan, Stream
-from evoke_proxy.core.policies import recovers
+from evoke_proxy.core.policies import recovers, working_set
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve import Index, Scores
@@ -529,3 +529,25 @@ def test_a_session_comes_back_with_what_the_question_is_about(number: int) -> No
     plan = decide(view, f"number{number}", CONFIG)
     assert plan.adopt is not None
     assert {"s/0", "s/11", f"s/{number}"} <= set(plan.adopt.labels)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    room=st.integers(0, 1500),
+    values=st.data(),
+)
+def test_sorting_only_what_may_fit_takes_the_same(
+    lengths: list[int], room: int, values: st.DataObject
+) -> None:
+    starts = np.cumsum([0, *lengths]).tolist()
+    table = BlockTable(
+        Block(f"b{i}", f"b{i}", Span(a, b), Role.USER, 1, i, "")
+        for i, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
+    )
+    worth = np.array([values.draw(st.integers(0, 5)) for _ in lengths], np.float64)
+    wanted = np.array([values.draw(st.booleans()) for _ in lengths])
+    whole = working_set.first_fit(working_set.by_value(wanted, worth, table), table.lengths, room)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(working_set, "_SORTED", 4)
+        found = working_set.best_that_fit(wanted, worth, table, room)
+    assert found.tolist() == whole.tolist()

@@ -130,3 +130,19 @@ def test_common_prefix_counts_equal_tokens_at_the_beginning(a: list[int], b: lis
 )
 def test_roles_are_mapped_to_the_four_we_know(name: str, role: Role) -> None:
     assert role_named(name) is role
+
+
+@pytest.mark.parametrize("n", [0, 511, 512, 70_000, 200_000])
+def test_long_prompts_are_compared_in_parts(n: int) -> None:
+    one = np.arange(200_001, dtype=np.int32)
+    other = one.copy()
+    other[n] = -1
+    assert common_prefix(one, other) == n
+    assert common_prefix(one, one[: n + 1]) == n + 1
+
+
+def test_the_users_messages_end_alike_however_they_are_told() -> None:
+    listed = Rendered.parse(ANSWER)
+    columns = {"index": [0, 2], "role": ["developer", "user"], "end": [1, 3]}
+    assert list(listed.user_ends) == list(Rendered.parse({**ANSWER, "spans": columns}).user_ends)
+    assert list(listed.user_ends) == [3]

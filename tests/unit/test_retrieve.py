@@ -310,3 +310,12 @@ def test_ten_thousand_blocks_take_milliseconds() -> None:
     # a tripwire against something quadratic; the bench measures the real figure
     assert time.process_time() - began < 0.5
     assert scores.argmax() == 777
+
+
+def test_of_what_has_a_name_the_latest_message_comes_first() -> None:
+    path = "src/server.py"
+    blocks = [block(i, f"def run_{i}(): pass", i // 2, path) for i in range(6)]
+    blocks += [block(i, FILLER) for i in range(6, 40)]
+    found = relevance(f"edit {path}", blocks)
+    assert min(found[4:6]) > max(found[2:4]) > 0
+    assert min(found[2:4]) > max(found[:2]) > 0

@@ -14,6 +14,8 @@ from evoke_proxy.core.score import Scores
 
 # So many blocks are looked at before those that have become too long are left out of the rest.
 _STRIDE = 64
+# So many are sorted at once.
+_SORTED = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +86,27 @@ def choose(
 
     def fill(room: int) -> Mask:
         worth = values + np.where(given.settled, margin, 0.0)
-        order = by_value((given.resident | given.loadable) & ~given.must, worth, given.blocks)
-        return first_fit(order, given.lengths, room)
+        wanted = (given.resident | given.loadable) & ~given.must
+        return best_that_fit(wanted, worth, given.blocks, room)
 
     return filled(given, capacity, fill)
+
+
+def best_that_fit(wanted: Mask, values: Scores, blocks: BlockTable, room: int) -> Mask:
+    """What `first_fit` takes of `by_value`, with only those sorted that there may be room for."""
+    lengths, taken = blocks.lengths, np.zeros(len(blocks), np.bool_)
+    left = np.flatnonzero(wanted & (lengths <= room))
+    while len(left):
+        ahead = np.ones(len(left), np.bool_)
+        if len(left) > _SORTED:
+            ahead = values[left] >= np.partition(values[left], len(left) - _SORTED)[-_SORTED]
+        near = np.zeros(len(blocks), np.bool_)
+        near[left[ahead]] = True
+        found = first_fit(by_value(near, values, blocks), lengths, room)
+        taken |= found
+        room -= int(lengths[found].sum())
+        left = left[~ahead & (lengths[left] <= room)]
+    return taken
 
 
 def that_fit(given: Candidates, values: Scores, wanted: Mask, room: int) -> Mask:

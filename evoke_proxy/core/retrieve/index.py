@@ -16,8 +16,8 @@ from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve.edges import closed, cut_off
 from evoke_proxy.core.retrieve.fusion import Order, by_rank, in_turns, ranked
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
+from evoke_proxy.core.retrieve.names import Names
 from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
-from evoke_proxy.core.retrieve.terms import spelled
 from evoke_proxy.core.retrieve.words import Evidence, Numbers, Postings, Scores, summed
 
 # What blocks can be ranked by.
@@ -26,8 +26,6 @@ SIGNALS = ("words", "grams", "vectors", "names")
 _COMPACT_ABOVE = 1024
 # So many labels are compared at once.
 _STRIDE = 512
-# A name that so large a share of the blocks has is a tool that everybody uses.
-_NAME_SHARE, _NAME_BLOCKS = 0.25, 8
 # After so many places what a place is worth has halved.
 _HALF_PLACE = 24
 # What the turn before was about counts half as much as what this one asks.
@@ -138,7 +136,7 @@ class Index:
         self._postings = Postings()
         self._spaced: list[str] = []
         self._open = array("b")
-        self._names: dict[str, array[int]] = {}
+        self._names = Names()
 
     def _hold(self, blocks: BlockTable) -> None:
         if self._held.labels is blocks.labels:
@@ -170,8 +168,7 @@ class Index:
         number = self._postings.add(block.text)
         self._spaced.append(spaced(block.text))
         self._open.append(not closed(block.text))
-        for name in {name.lower() for name in block.identity}:
-            self._names.setdefault(name, array("l")).append(number)
+        self._names.add(block.identity, number)
         return number
 
     def _clauses(self, question: Question, looking: _Looking) -> list[_Clause]:
@@ -205,9 +202,12 @@ class Index:
         if cosines is not None:
             near = standing_out(cosines)
             total += by_rank(near, near)
+        later = np.zeros(len(total))
         if "names" in self._signals:
-            self._add_named(total, text)
-        return _Clause(ranked(total), total)
+            held = self._numbers, self._held.messages
+            later = self._names.called(text, *held, looking.own)
+            total += _MENTION * (later > 0)
+        return _Clause(ranked(total + _MENTION * later), total)
 
     def _said(self, text: str, looking: _Looking) -> Scores:
         """What words and their lookalikes say."""
@@ -256,16 +256,6 @@ class Index:
         if len(self._held) == len(self._postings):
             return scores
         return scores[self._numbers]
-
-    def _add_named(self, total: Scores, text: str) -> None:
-        """More for every block whose path, file name, tool or id stands in a text."""
-        most = max(_NAME_BLOCKS, _NAME_SHARE * len(self._held))
-        found = [np.array(self._names[name]) for name in spelled(text) & self._names.keys()]
-        rare = [numbers for numbers in found if len(numbers) <= most]
-        if rare:
-            named = np.zeros(len(self._postings))
-            named[np.concatenate(rare)] = _MENTION
-            total += self._of_held(named)
 
     def _tells(self, evidence: Evidence) -> bool:
         return 0 < len(evidence.numbers) <= max(1.0, _TELLING_SHARE * len(self._held))

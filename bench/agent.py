@@ -1,0 +1,373 @@
+"""A coding agent on a budget: reads, searches, edits, reads again, all its tools in the prompt.
+
+The same scripted session, turn by turn and with its whole history each time, under every arm: with
+the budget and everything recovered (`evoke`), with it and nothing recovered (`discard`), with the
+oldest messages left out (`truncate`), and with no budget, which is an intact prefix cache
+(`no_eviction`). Calls are scripted, as the model has random weights: right for counting tokens and
+comparing bits, without meaning. Its template is Qwen3.5's.
+
+After each turn of `evoke` the slot is written to a file and every row compared, bit by bit, with
+what it was when it was decoded. Of a file that is edited, or read again, is counted how much of its
+latest reading in the prompt was in the cache for the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.agent_rows import Witness, rows
+from bench.chat_turns import proxied
+from bench.overhead import qwen_template
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.server_build import ensure_server
+
+ARMS = ("evoke", "discard", "truncate", "no_eviction")
+BUDGET, STEPS = 3072, 50
+ANSWER_TOKENS = 8
+KINDS = ("decoded", "recovered", "resident_before", "omitted")
+_USER_EVERY = 14
+_CYCLE = ("read", "read", "search", "edit", "read again")
+_NAMES = "config server store session policy metrics upstream budget render worker".split()
+_WORDS = "limit buffer handler queue token window offset parser socket cursor cache timer".split()
+_SYSTEM = (
+    "You are a coding agent in a repository. Work in small steps: read before you edit, search when"
+    " you do not know where something is, and read again what you have changed. Never guess what a"
+    " file says. Use one tool at a time and wait for its result. Keep answers short."
+)
+_COLUMNS = (
+    *("arm", "budget", "turns", "prompt", "sent", "decoded", "decoded_share", "recovered"),
+    *("omitted", "peak", "breaches", "unbalanced"),
+)
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call of the agent and what came of it; `asks` is what its user says before it."""
+
+    kind: str
+    path: str
+    call: Json
+    result: str
+    asks: str = ""
+
+
+def tools() -> list[Json]:
+    """Four tools, described as agents describe theirs."""
+    path = {"type": "string", "description": "Path of the file, from the root of the repository"}
+    told = {
+        "read": ("Reads a file and returns all of its lines with their numbers.", {"path": path}),
+        "search": (
+            "Looks for a text in all files and returns the lines that have it.",
+            {"pattern": {"type": "string", "description": "What to look for, no wildcards"}},
+        ),
+        "edit": (
+            "Replaces a text that stands exactly once in a file by another one.",
+            {"path": path, "old": {"type": "string"}, "new": {"type": "string"}},
+        ),
+        "bash": ("Runs a command in a shell.", {"command": {"type": "string"}}),
+    }
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": about,
+                "parameters": {"type": "object", "properties": given, "required": list(given)},
+            },
+        }
+        for name, (about, given) in told.items()
+    ]
+
+
+class Repository:
+    """Files of small functions with numbers nobody can guess, which edits change."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"agent-{seed}")
+        self.files = {f"src/{name}.py": self._file(name) for name in _NAMES}
+
+    def _file(self, name: str) -> list[str]:
+        lines = [f'"""What {name} does."""', ""]
+        for word in self._random.sample(_WORDS, 6):
+            value = self._random.randrange(10_000, 100_000)
+            lines += [f"def {word}_of_{name}(given):", f"    return given * {value}", ""]
+        return lines
+
+    def read(self, path: str) -> str:
+        """All of a file, as the tool shows it."""
+        return "\n".join(f"{i}: {line}" for i, line in enumerate(self.files[path], 1))
+
+    def search(self, word: str) -> str:
+        """Every line with a word."""
+        found = [
+            f"{path}:{i}: {line}"
+            for path, lines in self.files.items()
+            for i, line in enumerate(lines, 1)
+            if word in line
+        ]
+        return "\n".join(found) or "nothing found"
+
+    def edit(self, path: str) -> tuple[str, str]:
+        """Give one of its functions another number: the line before and after."""
+        lines = self.files[path]
+        at = self._random.choice([i for i, line in enumerate(lines) if "return" in line])
+        old, value = lines[at], self._random.randrange(10_000, 100_000)
+        lines[at] = f"    return given * {value}"
+        return old, lines[at]
+
+
+def script(seed: int, steps: int) -> list[Step]:
+    """The session; equal for equal arguments."""
+    repository, rng = Repository(seed), random.Random(f"steps-{seed}")
+    seen: list[str] = []
+    found = []
+    for number in range(steps):
+        kind = _CYCLE[number % len(_CYCLE)]
+        asks = ""
+        if number % _USER_EVERY == 0:
+            asks = f"Make the {rng.choice(_WORDS)} of {rng.choice(_NAMES)} larger, and check it."
+        if kind == "search":
+            word = rng.choice(_WORDS)
+            found.append(Step(kind, "", {"pattern": word}, repository.search(word), asks))
+            continue
+        old = kind != "read" or len(seen) == len(_NAMES)
+        path = rng.choice(seen[:-2] or seen) if old else _fresh(rng, seen)
+        if kind == "edit":
+            before, after = repository.edit(path)
+            call = {"path": path, "old": before, "new": after}
+            found.append(Step(kind, path, call, f"{path}: 1 line changed", asks))
+            continue
+        seen += [path] if path not in seen else []
+        found.append(Step("read", path, {"path": path}, repository.read(path), asks))
+    return found
+
+
+def _fresh(rng: random.Random, seen: Sequence[str]) -> str:
+    return rng.choice([path for name in _NAMES if (path := f"src/{name}.py") not in seen])
+
+
+@dataclass(slots=True)
+class Session:
+    """One run of a script under an arm, turn by turn."""
+
+    upstream: int
+    front: int
+    arm: str
+    budget: int
+    folder: Path
+    messages: list[Json]
+    witness: Witness
+    read: dict[str, list[int]]  # by path the indexes of messages that show the file
+
+    @classmethod
+    def begin(cls, upstream: int, front: int, arm: str, budget: int, folder: Path) -> Session:
+        """With nothing said but the system prompt; the slot is emptied."""
+        _post(upstream, "/slots/0?action=erase", {})
+        system = [{"role": "system", "content": _SYSTEM}]
+        return cls(upstream, front, arm, budget, folder, system, Witness(), {})
+
+    def run(self, steps: Sequence[Step]) -> list[Json]:
+        """A record a turn."""
+        turns = []
+        for number, step in enumerate(steps):
+            if step.asks:
+                self.messages.append({"role": "user", "content": step.asks})
+                turns.append(self._turn("asked"))
+            known = self.read.get(step.path, [])[-1:]
+            self._called(number, step)
+            turns.append(self._turn(step.kind, known))
+        return turns
+
+    def _called(self, number: int, step: Step) -> None:
+        call = {"name": step.kind, "arguments": json.dumps(step.call)}
+        named = {"id": f"call{number}", "type": "function", "function": call}
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": [named]})
+        result = {"role": "tool", "tool_call_id": named["id"], "content": step.result}
+        self.messages.append(result)
+        if step.kind == "read":
+            self.read.setdefault(step.path, []).append(len(self.messages) - 1)
+
+    def _body(self) -> Json:
+        given = {"messages": self.messages, "tools": tools(), "max_tokens": ANSWER_TOKENS}
+        given |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+        if self.arm == "no_eviction":
+            return given | {"evoke_policy": self.arm}
+        return given | {"evoke_policy": self.arm, "evoke_budget": self.budget}
+
+    def _turn(self, kind: str, known: Sequence[int] = ()) -> Json:
+        reply = chat(self.front, self._body(), {"X-Evoke-Session": f"agent-{self.arm}"})
+        books = reply.timings["evoke"]
+        turn = {key: int(books[key]) for key in (*KINDS, "n_prompt")}
+        turn |= {"peak": int(books["n_resident_peak"]), "kind": kind, "file_rows": 0}
+        turn |= {"breaches": int(books["budget_breaches"]), "file_there": 0, "file_back": 0}
+        turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
+        if self.arm == "evoke":
+            kept = turn["n_prompt"] - turn["decoded"]
+            now = self._rows()
+            back = self.witness.look(now, kept, turn["n_prompt"])
+            if known:
+                wanted = [at for span in self._spans(known) for at in range(*span)]
+                turn["file_rows"] = len(wanted)
+                turn["file_there"] = sum(at in now for at in wanted)
+                turn["file_back"] = sum(at in back for at in wanted)
+        return turn
+
+    def _rows(self) -> dict[int, bytes]:
+        _post(self.upstream, "/slots/0?action=save", {"filename": "rows"})
+        return rows(self.folder / "rows")
+
+    def _spans(self, indexes: Sequence[int]) -> list[tuple[int, int]]:
+        body = {key: value for key, value in self._body().items() if not key.startswith("evoke")}
+        answer = _post(self.upstream, "/evoke/render", {"dialect": "chat", "body": body})
+        return [(item["p0"], item["p1"]) for item in answer["spans"] if item["index"] in indexes]
+
+
+def _counted(header: str) -> int:
+    return int(header.partition(";")[0].removeprefix("blocks=") or 0)
+
+
+def _post(port: int, path: str, body: Json) -> Json:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer: Json = json.loads(response.read())
+        if response.status != 200:
+            raise RuntimeError(f"{path}: {response.status} {answer}")
+        return answer
+    finally:
+        connection.close()
+
+
+def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
+    """One arm: its row, and its turns."""
+    steps = script(args.seed, args.steps)
+    with served(args.server) as (upstream, folder), proxied(upstream) as proxy:
+        session = Session.begin(upstream, proxy.port, arm, args.budget, folder)
+        turns = session.run(steps)
+        witness = session.witness
+        proxy_log = proxy.log.read_text(encoding="utf-8", errors="replace")
+    sent = sum(turn["n_prompt"] for turn in turns)
+    decoded = sum(turn["decoded"] for turn in turns)
+    row = {
+        "arm": arm,
+        "budget": None if arm == "no_eviction" else args.budget,
+        "turns": len(turns),
+        "prompt": turns[-1]["n_prompt"],
+        "sent": sent,
+        "decoded": decoded,
+        "decoded_share": decoded / sent,
+        "recovered": sum(turn["recovered"] for turn in turns),
+        "recovered_blocks": sum(turn["blocks"] for turn in turns),
+        "omitted": sum(turn["omitted"] for turn in turns),
+        "peak": max(turn["peak"] for turn in turns),
+        "breaches": sum(turn["breaches"] for turn in turns),
+        "unbalanced": sum(sum(turn[kind] for kind in KINDS) != turn["n_prompt"] for turn in turns),
+        "refused": proxy_log.count("plan refused"),
+    }
+    if arm == "evoke":
+        row |= {
+            "rows_back": witness.came_back,
+            "rows_unseen": witness.unseen,
+            "rows_differ": witness.differ,
+            "named": {kind: _named(turns, kind) for kind in ("edit", "read")},
+        }
+    return row, turns
+
+
+def _named(turns: Sequence[Json], kind: str) -> Json:
+    """Of calls on a file that the prompt has already: how much of its latest reading was there, and
+    how much of that had come back."""
+    mine = [turn for turn in turns if turn["kind"] == kind and turn["file_rows"]]
+    total = {key: sum(turn[f"file_{key}"] for turn in mine) for key in ("rows", "there", "back")}
+    whole = sum(turn["file_there"] == turn["file_rows"] for turn in mine)
+    return {"calls": len(mine), "whole": whole} | total
+
+
+@contextmanager
+def served(server: Path | None) -> Iterator[tuple[int, Path]]:
+    """A server of one slot, and the folder in which it writes slots."""
+    port = free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port), "-np", "1", "-t", "1", "-tb", "1"]
+    options = ["-c", "65536", "-fa", "on", "--evoke-ram", "256", "--jinja"]
+    options += ["--chat-template-file", str(qwen_template())]
+    command = [str(server or ensure_server()), "-m", str(ensure(SHAPES["long-2"]))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        options += ["--slot-save-path", name]
+        with serving([*command, *where, *options], port, folder / "log"):
+            yield port, folder
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
+    """What decides."""
+    by = {row["arm"]: row for row in rows}
+    summary: Json = {f"{arm}_decoded_share": round(by[arm]["decoded_share"], 4) for arm in by}
+    ours = by["evoke"]
+    summary["over_budget_times"] = round(ours["prompt"] / ours["budget"], 2)
+    summary["peak"] = ours["peak"]
+    if "no_eviction" in by:
+        whole = by["no_eviction"]
+        summary["peak_without"] = whole["peak"]
+        summary["decoded_over_prefix_cache"] = round(ours["decoded"] / whole["decoded"], 3)
+    for arm in ("truncate", "discard"):
+        if arm in by:
+            ratio = ours["decoded"] / by[arm]["decoded"]
+            summary[f"decoded_over_{arm}"] = round(ratio, 3)
+    return summary | {
+        name: ours[name]
+        for name in (
+            *("recovered_blocks", "rows_back", "rows_unseen", "rows_differ", "refused", "named"),
+        )
+    }
+
+
+def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every recovered row is what it was, no turn was over its budget or has books that do
+    not add up, and the session is as long and as tight as it has to be."""
+    ours = next(row for row in rows if row["arm"] == "evoke")
+    exact = not ours["rows_differ"] and not ours["refused"]
+    long = ours["turns"] >= 30 and ours["prompt"] >= 5 * ours["budget"]
+    held = all(row["peak"] <= row["budget"] for row in rows if row["budget"])
+    return bool(exact and long and held and not any(row["unbalanced"] for row in rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/agent.json`; 0 when nothing is missed."""
+    args = _parser().parse_args(argv)
+    found = [measure(args, arm) for arm in args.arms]
+    table = [row for row, _ in found]
+    print(record.table(table, _COLUMNS))
+    summary = summarise(table)
+    print(json.dumps(summary, indent=1))
+    detailed = [row | {"each": turns} for row, turns in found]
+    print(f"written: {record.write('agent', detailed, summary, args.out)}")
+    return 0 if reached(table) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = record.parser("agent", __doc__, "--steps 30 --arms evoke no_eviction")
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"calls of tools ({STEPS})")
+    parser.add_argument("--budget", type=int, default=BUDGET, help=f"tokens ({BUDGET})")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

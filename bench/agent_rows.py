@@ -1,0 +1,84 @@
+"""The rows of a slot, position by position, as a slot file has them: to compare them bit by bit.
+
+The format is that of llama.cpp's `llama_state_seq_save_file`, version 3: magic, version, tokens,
+then the cells of one stream with their positions, then the keys of each layer and the values of
+each, row by row (values are only when flash attention is on).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAGIC, VERSION = 0x67677371, 3
+
+
+def rows(path: Path) -> dict[int, bytes]:
+    """Keys and values of all layers by position; ValueError on a file of another kind."""
+    reader = _Reader(path.read_bytes())
+    if reader.numbers("<II") != (MAGIC, VERSION):
+        raise ValueError(f"{path} is no slot file of version {VERSION}")
+    reader.take(4 * reader.numbers("<I")[0])
+    if reader.numbers("<I") != (1,):
+        raise ValueError(f"{path} has rows of several streams")
+    positions = []
+    for _ in range(reader.numbers("<I")[0]):
+        position, n_sequences = reader.numbers("<iI")
+        reader.take(4 * n_sequences)
+        positions.append(position)
+    if not positions:
+        return {}
+    transposed, n_layers = reader.numbers("<II")
+    if transposed:
+        raise ValueError(f"{path} has its values by column: flash attention was off")
+    parts: list[list[bytes]] = [[] for _ in positions]
+    for _ in range(2 * n_layers):
+        _, size = reader.numbers("<iQ")
+        data = reader.take(size * len(positions))
+        for i, part in enumerate(parts):
+            part.append(data[i * size : (i + 1) * size])
+    return dict(zip(positions, map(b"".join, parts), strict=True))
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, size: int) -> bytes:
+        if self._at + size > len(self._data):
+            raise ValueError("a slot file ends too early")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def numbers(self, format: str) -> tuple[int, ...]:
+        return struct.unpack(format, self.take(struct.calcsize(format)))
+
+
+@dataclass(slots=True)
+class Witness:
+    """What every row was when it was decoded, against what it is whenever it is seen again."""
+
+    first: dict[int, bytes] = field(default_factory=dict)
+    before: frozenset[int] = frozenset()
+    came_back: int = 0
+    unseen: int = 0
+    differ: int = 0
+
+    def look(self, now: Mapping[int, bytes], kept: int, until: int) -> frozenset[int]:
+        """A turn is over: of [0, kept) nothing was decoded in it, its prompt ends at `until`.
+
+        Rows that were not there after the turn before have come back; they, and those that stayed,
+        must be what they were. Of one that was evicted in the turn that decoded it nobody has seen
+        what it was: `unseen`, it is compared from then on. Returns the positions that came back.
+        """
+        for position in [at for at in self.first if at >= kept]:
+            del self.first[position]
+        back = frozenset(at for at in now if at < kept and at not in self.before)
+        self.unseen += sum(at not in self.first for at in back)
+        self.differ += sum(row != now.get(at, row) for at, row in self.first.items())
+        self.came_back += len(back)
+        self.first |= {at: row for at, row in now.items() if at < until and at not in self.first}
+        self.before = frozenset(now)
+        return back

@@ -1,0 +1,242 @@
+"""What a turn costs the proxy when 100, 1,000, 10,000 and 100,000 blocks have been saved.
+
+One: all of them in one conversation. Many: in conversations of 100 blocks each, of which one goes
+on. The whole engine runs, on a server that answers at once (`bench.growth_server`); only network
+and server are left out. What is given is processor time of its thread: what else runs on the
+machine does not count. Blocks have 64 tokens, and are ranked by their words. `own` is all before
+the request can be forwarded; `reading` the part of it that is parsing the request and splicing the
+marker into it, which grows with bytes whatever is saved; `after` is what is left to do when the
+answer has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import math
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from bench import record
+from bench.growth_server import SilentServer, Talk
+from bench.lines import chart
+from evoke_proxy.config import load
+from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.retrieve import Index
+from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.demo.script import paragraph
+from evoke_proxy.engine import Engine
+from evoke_proxy.engine.reading import parse_object
+from evoke_proxy.web.serve import NEW_OBJECTS
+
+SIZES = (100, 1_000, 10_000, 100_000)
+WAYS = ("one", "many")
+BLOCK, A_MESSAGE, EACH = 64, 4, 100
+BUDGET = 8192
+MOST_MS = 5.0
+_MARKER = {"id_slot": b"0", "cache_prompt": b"true", "evoke": b'{"epoch":1}'}
+_SENTENCES = 18  # about as many words as four blocks have tokens
+_COLUMNS = (
+    *("way", "blocks", "sessions", "prompt", "turns", "own_ms", "reading_ms", "after_ms"),
+    *("first_ms", "rss_mib", "index_mib"),
+)
+
+
+@dataclass(slots=True)
+class Bench:
+    """An engine, the server it believes in, and what the turns took."""
+
+    engine: Engine
+    server: SilentServer
+    random: random.Random
+
+    def grow(self, talk: Talk, blocks: int) -> None:
+        """So many blocks of talk that nobody has seen yet."""
+        for _ in range(0, blocks, 2 * A_MESSAGE):
+            texts = [paragraph(self.random, _SENTENCES) for _ in range(2)]
+            roles = zip(("user", "assistant"), texts, strict=True)
+            talk.add([(role, text, A_MESSAGE * BLOCK) for role, text in roles])
+
+    def ask(self, talk: Talk) -> None:
+        """A question about something said long ago."""
+        words = self.random.choice(talk.messages[: len(talk.messages) // 2 + 1])["content"].split()
+        start = self.random.randrange(max(1, len(words) - 6))
+        talk.add([("user", f"What was that about {' '.join(words[start : start + 6])}", 16)])
+
+    async def turn(self, talk: Talk, name: str) -> dict[str, float]:
+        """One turn; what it took, in ms."""
+        self.server.talk, body = talk, talk.body()
+        began, others = time.thread_time(), self.server.own_s
+        async with self.engine.turn("chat", body, {"X-Evoke-Session": name}) as way:
+            own = time.thread_time() - began - (self.server.own_s - others)
+            answer = orjson.dumps({"choices": [], "timings": self.server.decode()})
+            way.observe(answer)
+            began, others = time.thread_time(), self.server.own_s
+        while self.engine._chores.busy:
+            await asyncio.sleep(0.001)
+        after = time.thread_time() - began - (self.server.own_s - others)
+        if not way.marked:
+            raise RuntimeError(f"no plan: {way.summary()}")
+        talk.add([("assistant", paragraph(self.random, 1), 16)])
+        return {"own": own * 1000, "after": after * 1000, "reading": _reading(body)}
+
+
+def _reading(body: bytes) -> float:
+    """What a request takes that is only read and marked, in ms."""
+    began = time.thread_time()
+    request = parse_chat("chat", parse_object(body), False)
+    edit_top_level(body, _MARKER, (), keys=request.keys)
+    return (time.thread_time() - began) * 1000
+
+
+async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
+    """A row: medians over the turns of one conversation when so many blocks have been saved."""
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
+    n_sessions = max(1, blocks // EACH) if way == "many" else 1
+    each = blocks // n_sessions
+    given = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
+    engine, server = (
+        Engine(load(None, {}, {"upstream.url": "http://none", **given})),
+        SilentServer(),
+    )
+    engine.upstream.call = server.call  # type: ignore[method-assign]
+    bench = Bench(engine, server, random.Random(f"growth-{way}-{blocks}"))
+    async with engine:
+        empty, first = _rss_mib(), 0.0
+        for number in range(n_sessions):
+            talk = Talk(number)
+            bench.grow(talk, each)
+            bench.ask(talk)
+            server.empty()
+            first = (await bench.turn(talk, f"talk-{number}"))["own"]
+        found = []
+        for _ in range(turns + 1):
+            bench.ask(talk)
+            found.append(await bench.turn(talk, f"talk-{n_sessions - 1}"))
+        saved = sum(len(known.labels) for known in engine.conversations)
+        if not 0.7 * blocks <= saved:
+            raise RuntimeError(f"{saved} of {blocks} blocks are saved")
+        rss, index = _rss_mib() - empty, _index_mib(engine)
+    middle = {f"{name}_ms": statistics.median(one[name] for one in found[1:]) for name in found[0]}
+    spread = {name: record.spread([one[name] for one in found[1:]]) for name in found[0]}
+    row = {"way": way, "blocks": blocks, "sessions": n_sessions, "saved": saved}
+    row |= {"prompt": len(talk.tokens), "turns": turns, **middle, "first_ms": first}
+    return row | {"rss_mib": rss, "index_mib": index, "spread": spread}
+
+
+def _index_mib(engine: Engine) -> float:
+    """What an index of all blocks takes: made once more, every byte of it counted."""
+    tracemalloc.start()
+    made = [Index() for _ in engine.conversations]
+    for index, known in zip(made, engine.conversations, strict=True):
+        index.coherence(None, known.session.layout.blocks)
+    size = tracemalloc.get_traced_memory()[0] / 2**20
+    tracemalloc.stop()
+    return size
+
+
+def _rss_mib() -> float:
+    """What the process has in memory, in MiB."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By way: the time of a turn at each number, and how it grows: the exponent from each number
+    to the next, under 1 where ten times the blocks cost less than ten times as much."""
+    summary: dict[str, Any] = {}
+    for way in dict.fromkeys(row["way"] for row in rows):
+        mine = [row for row in rows if row["way"] == way]
+        for row in mine:
+            summary[f"{way}_{row['blocks']}_ms"] = round(_ours(row), 3)
+        pairs = zip(mine, mine[1:], strict=False)
+        summary[f"{way}_exponents"] = [
+            round(math.log(_ours(b) / _ours(a)) / math.log(b["blocks"] / a["blocks"]), 2)
+            for a, b in pairs
+        ]
+    return summary
+
+
+def picture(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Time of a turn over what is saved."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name = "one conversation" if row["way"] == "one" else f"conversations of {EACH}"
+        lines.setdefault(name, []).append((row["blocks"], row["own_ms"]))
+        if row["way"] == "one":
+            lines.setdefault("of it reading bytes", []).append((row["blocks"], row["reading_ms"]))
+    title = "The proxy's own time of a turn, ms, by saved blocks"
+    return chart(title, "saved blocks", "ms", lines, log=True)
+
+
+def _ours(row: Mapping[str, Any]) -> float:
+    return float(row["own_ms"])
+
+
+def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every turn takes 5 ms at most, or grows more slowly than what is saved."""
+    for way in WAYS:
+        mine = [row for row in rows if row["way"] == way]
+        for a, b in zip(mine, mine[1:], strict=False):
+            linear = _ours(b) / _ours(a) >= b["blocks"] / a["blocks"]
+            if linear and _ours(b) > MOST_MS:
+                return False
+    return True
+
+
+def _apart(way: str, blocks: int, turns: int) -> dict[str, Any]:
+    """A row, measured in a process of its own, so that its memory is its own."""
+    command = [sys.executable, "-m", "bench.growth", "--turns", str(turns), "--only", way]
+    done = subprocess.run([*command, str(blocks)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/growth.json` and its picture."""
+    args = _parser().parse_args(argv)
+    if args.only:
+        way, blocks = args.only
+        print(json.dumps(asyncio.run(measure(way, int(blocks), args.turns))))
+        return 0
+    rows = []
+    for way in args.ways:
+        for blocks in args.sizes:
+            rows.append(_apart(way, blocks, args.turns))
+            print(record.table(rows[-1:], _COLUMNS), flush=True)
+    summary = summarise(rows)
+    print(record.table(rows, _COLUMNS))
+    print(json.dumps(summary, indent=1))
+    path = record.write("growth", rows, summary, args.out)
+    path.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
+    print(f"written: {path}, {path.with_suffix('.svg')}")
+    return 0 if reached(rows) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = record.parser("growth", __doc__, "--sizes 100 1000 --turns 5")
+    parser.add_argument("--turns", type=int, default=20, help="to take the median of (20)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="saved blocks")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--only", nargs=2, metavar=("WAY", "BLOCKS"), help="this row, as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

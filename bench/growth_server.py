@@ -1,0 +1,177 @@
+"""A llama-server that computes nothing: what it would say, at once, of prompts of any length.
+
+It keeps the rows of one slot as a mask, does what plans say to it, and evicts by their order when a
+prompt is longer than the budget. What it takes itself is counted, to be left out of a measurement.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+Tokens = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.bool_]
+
+_FEATURES = ("blocks", "plan", "render", "reuse", "stream", "adopt")
+_N_CTX = 1 << 30
+
+
+class Talk:
+    """One conversation as messages, and as the tokens they are made of."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self.messages: list[dict[str, str]] = []
+        self.tokens: Tokens = np.zeros(0, np.int32)
+        self.ends: list[int] = []
+        self.stops: list[int] = []
+
+    def add(self, said: Sequence[tuple[str, str, int]]) -> None:
+        """More messages: role, text, number of tokens; sentences are equally long."""
+        for role, text, count in said:
+            self.messages.append({"role": role, "content": text})
+            start, sentences = self.ends[-1] if self.ends else 0, text.count(". ") + 1
+            self.stops += [start + count * i // sentences for i in range(1, sentences)]
+            self.ends.append(start + count)
+        n_new = sum(count for _, _, count in said)
+        new = self._random.integers(0, 100_000, n_new, dtype=np.int32)
+        self.tokens = np.concatenate([self.tokens, new])
+
+    def body(self) -> bytes:
+        """The request that a client would send now."""
+        return orjson.dumps({"messages": self.messages, "max_tokens": 16, "temperature": 0})
+
+
+class SilentServer:
+    """What answers the proxy's calls. `talk` is what is rendered next; the prompt of a request has
+    four tokens behind its last message."""
+
+    def __init__(self) -> None:
+        self.talk = Talk(0)
+        self.own_s = 0.0
+        self._epoch = 1
+        self._tokens: Tokens = np.zeros(0, np.int32)
+        self._rows: Rows = np.zeros(0, np.bool_)
+        self._stream: Mapping[str, Any] = {}
+        self._before = (0, 0)
+
+    async def call(
+        self,
+        method: str,
+        target: str,
+        body: object = None,
+        client: Mapping[str, str] | None = None,
+        name: str = "other",
+        patient: bool = False,
+    ) -> dict[str, Any]:
+        """As `Upstream.call`: to encode the question and to read the answer is the proxy's."""
+        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        began = time.thread_time()
+        raw = self._answer(target, data)
+        self.own_s += time.thread_time() - began
+        answer: dict[str, Any] = orjson.loads(raw)
+        return answer
+
+    def empty(self) -> None:
+        """The slot holds nothing any more."""
+        self._epoch += 1
+        self._tokens, self._rows = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+
+    def _answer(self, target: str, data: bytes) -> bytes:
+        if target == "/props":
+            evoke = {"features": _FEATURES, "limits": {"n_ctx_logical": _N_CTX}}
+            return orjson.dumps({"evoke": evoke, "total_slots": 1})
+        if target == "/evoke/render":
+            return self._rendered()
+        if "action=block-plan" in target:
+            return self._planned(orjson.loads(data))
+        return orjson.dumps(self._slot() | {"tokens_hash": "", "blocks": []})
+
+    def _slot(self) -> dict[str, Any]:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], self._rows, [0]]).astype(np.int8)))
+        n_free = (1 << 20) - int(self._rows.sum())
+        slot = {"id": 0, "epoch": self._epoch, "n_tokens": len(self._tokens), "n_free": n_free}
+        return slot | {"resident": edges.reshape(-1, 2).tolist()}
+
+    def _prompt(self) -> Tokens:
+        return np.concatenate([self.talk.tokens, np.array([1, 2, 3, 4], np.int32)])
+
+    def _rendered(self) -> bytes:
+        prompt, talk = self._prompt(), self.talk
+        n = min(len(prompt), len(self._tokens))
+        differs = prompt[:n] != self._tokens[:n]
+        common = int(differs.argmax()) if differs.any() else n
+        stops = np.zeros(len(prompt), np.bool_)
+        stops[talk.stops] = True
+        count = len(talk.ends)
+        return orjson.dumps(
+            {
+                "tokens_b64": base64.b64encode(prompt.tobytes()).decode(),
+                "stops_b64": base64.b64encode(np.packbits(stops, bitorder="little")).decode(),
+                "generation": len(talk.tokens),
+                "spans": {
+                    "index": list(range(count)),
+                    "role": [message["role"] for message in talk.messages],
+                    "end": talk.ends,
+                },
+                "slots": [self._slot() | {"n_common": common}],
+            }
+        )
+
+    def _planned(self, call: Mapping[str, Any]) -> bytes:
+        evicted = loaded = 0
+        spans: dict[str, tuple[int, int]] = {}
+        for op in call["ops"]:
+            if op["op"] == "evict":
+                evicted += int(self._rows[op["p0"] : op["p1"]].sum())
+                self._rows[op["p0"] : op["p1"]] = False
+            elif op["op"] == "stream":
+                self._stream = op
+            elif op["op"] == "load":
+                spans |= {label: _span(label) for label in op["names"]}
+        for start, end in spans.values():
+            loaded += end - start
+            self._rows[start:end] = True
+        self._before = (int(self._rows.sum()) - loaded, loaded)
+        return orjson.dumps({"epoch": self._epoch, "results": []})
+
+    def decode(self) -> dict[str, Any]:
+        """What was planned is run: the `timings` of the answer, with the engine's books."""
+        prompt = self._prompt()
+        n_past = len(self._rows) if len(self._rows) < len(prompt) else 0
+        resident, recovered = self._before
+        rows = np.ones(len(prompt), np.bool_)
+        rows[:n_past] = self._rows[:n_past]
+        evicted = self._held(rows)
+        self._tokens, self._rows = prompt[: len(self.talk.tokens)], rows[: len(self.talk.tokens)]
+        books = {"marker": "ok", "n_prompt": len(prompt), "decoded": len(prompt) - n_past}
+        books |= {"recovered": recovered, "resident_before": resident, "epoch": self._epoch}
+        books |= {"omitted": n_past - recovered - resident, "auto_evicted": evicted}
+        n_rows = int(rows.sum())
+        return {"evoke": books | {"n_resident": n_rows, "n_resident_peak": n_rows}}
+
+    def _held(self, rows: Rows) -> list[tuple[int, int, str]]:
+        """Evict in the order that was given, until the budget is held."""
+        over = int(rows.sum()) - self._stream.get("budget", 0)
+        evicted = []
+        for entry in self._stream.get("order", ()):
+            if over <= 0:
+                break
+            start, end = entry["p0"], entry["p1"]
+            if end + self._stream["recent"] < len(rows) and rows[start:end].all():
+                rows[start:end] = False
+                evicted.append((start, end, entry["name"]))
+                over -= end - start
+        return evicted
+
+
+def _span(label: str) -> tuple[int, int]:
+    """The positions that a block's name says."""
+    start, end = label.split("/")[1].split("-")[:2]
+    return int(start), int(end)

@@ -1,0 +1,234 @@
+"""A session eight times its budget, with recall measured along it and at its end.
+
+The published one has 66K tokens under a budget of 8K, on a model of 32K or more. The bundled model
+has a context of 8,192 tokens, so the scale is compressed: the session fills most of it, the
+budget is the same share of it (8K of 66K), and the context that ends without eviction the same (32K
+of 66K: `wall`). Facts stand all along it, in the middle of messages about other things. At each
+quarter three of those told long ago are asked, at the end all others, each behind the expected
+answers to those before. Arms: `no_eviction` in a context that is long enough, `wall` in one that is
+not, `evoke` on the budget, `discard` on it without recovery. No embedder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.ceiling import wilson
+from bench.chat_turns import proxied
+from bench.lines import chart
+from bench.model import text, vocab
+from bench.model.tasks import Message, Probe, draw_facts, exchange, known
+from bench.ruler import right
+from evoke_proxy.demo.client import DemoError, chat
+from evoke_proxy.demo.processes import free_port, server_command, serving
+from evoke_proxy.demo.records import Turn, read_turn
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+ARMS = ("no_eviction", "wall", "evoke", "discard")
+CONTEXT, RATIO, WALL = 8192, 66 / 8.192, 32.768 / 66
+FACTS, QUARTERS, ASKED_EACH = 24, 3, 3
+SEED = 7_100_000
+_TOKENS, _TOKENS_A_SENTENCE, _SENTENCES_A_MESSAGE = 6_100, 12, 15
+_ANSWER_TOKENS = 40
+_COLUMNS = ("seed", "arm", "tokens", "budget", "turns", "died", "peak", "decoded", "along", "end")
+PEAK_TIMES = 4.1
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One turn: what the user says, and what is expected; `late` is of the end."""
+
+    said: str
+    expected: str
+    probe: Probe | None = None
+    late: bool = False
+
+    def messages(self) -> Sequence[Message]:
+        """Both, as they stand in the history from then on."""
+        return exchange(self.said, self.expected)
+
+
+def sections(seed: int) -> list[Section]:
+    """The session; equal for equal seeds."""
+    rng = random.Random(f"long-{seed}")
+    drawn = draw_facts(rng, FACTS, ("my", "my", "para"))
+    sentences = [text.sentence(rng) for _ in range(_TOKENS // _TOKENS_A_SENTENCE)]
+    for number, fact in reversed(list(enumerate(drawn))):
+        place = (number + rng.uniform(0.2, 0.8)) / FACTS
+        sentences.insert(round(place * len(sentences)), fact.told)
+    said = [
+        " ".join(sentences[start : start + _SENTENCES_A_MESSAGE])
+        for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
+    ]
+    found: list[Section] = []
+    left = list(drawn)
+    for number, message in enumerate(said, 1):
+        found.append(Section(message, vocab.HEARD))
+        if (
+            number % (len(said) // (QUARTERS + 1)) == 0
+            and len(left) > FACTS - QUARTERS * ASKED_EACH
+        ):
+            told = [
+                fact for fact in left if any(fact.told in one for one in said[: number // 2 + 1])
+            ]
+            for fact in rng.sample(told, ASKED_EACH):
+                left.remove(fact)
+                found.append(_asked(known(fact), False))
+    rng.shuffle(left)
+    return found + [_asked(known(fact), True) for fact in left]
+
+
+def _asked(probe: Probe, late: bool) -> Section:
+    return Section(probe.question, probe.answer, probe, late)
+
+
+def run(front: int, arm: str, seed: int, budget: int | None) -> tuple[dict[str, Any], list[Turn]]:
+    """One session under an arm: its row and its turns."""
+    history: list[Message] = [{"role": "system", "content": vocab.SYSTEM_PROMPTS[0]}]
+    policy = "no_eviction" if arm == "wall" else arm
+    fields = {"evoke_policy": policy} | ({"evoke_budget": budget} if budget else {})
+    name = {"X-Evoke-Session": f"{arm}-{seed}", "Authorization": f"Bearer {arm}-{seed}"}
+    turns: list[Turn] = []
+    marks: dict[bool, list[bool]] = {False: [], True: []}
+    died = None
+    planned = sections(seed)
+    for number, section in enumerate(planned, 1):
+        if died is None:
+            asked = [*history, {"role": "user", "content": section.said}]
+            limit = _ANSWER_TOKENS if section.probe else 1
+            body = {"messages": asked, "temperature": 0, "max_tokens": limit, **fields}
+            try:
+                reply = chat(front, body, name)
+            except DemoError as error:
+                if "exceed_context_size" not in str(error):
+                    raise
+                died = number
+            else:
+                turns.append(read_turn(number, reply))
+        if section.probe:
+            marks[section.late].append(died is None and right(reply.text, section.probe))
+        history += section.messages()
+    row = {
+        "seed": seed,
+        "arm": arm,
+        "tokens": turns[-1].prompt,
+        "budget": budget,
+        "turns": len(turns),
+        "died": died,
+        "of": len(planned),
+        "peak": max(turn.resident_peak for turn in turns),
+        "decoded": sum(turn.decoded for turn in turns),
+        "recovered": sum(turn.recovered for turn in turns),
+        "along": sum(marks[False]),
+        "end": sum(marks[True]),
+        "asked_along": len(marks[False]),
+        "asked_end": len(marks[True]),
+        "books": [[t.prompt, t.decoded, t.recovered, t.omitted, t.resident_peak] for t in turns],
+    }
+    return row, turns
+
+
+@contextmanager
+def _front(server: Path, context: int) -> Iterator[int]:
+    port = free_port()
+    command = server_command(server, bundled_model(), port, blocks=True)
+    command[command.index("-c") + 1] = str(context)
+    with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
+        with proxied(port) as proxy:
+            yield proxy.port
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every arm on every seed; lengths are those of the arm without eviction."""
+    server, lengths = args.server or ensure_server(), dict[int, int]()
+    rows: list[dict[str, Any]] = []
+    for arm in ARMS:
+        context = round(WALL * min(lengths.values())) if arm == "wall" else CONTEXT
+        with _front(server, context) as front:
+            control = arm in ("wall", "discard")
+            for seed in range(SEED, SEED + (args.controls if control else args.sessions)):
+                held = arm in ("evoke", "discard")
+                budget = round(lengths[seed] / RATIO) if held else None
+                row, _ = run(front, arm, seed, budget)
+                lengths.setdefault(seed, row["tokens"])
+                rows.append(row | {"context": context})
+                print(record.table(rows[-1:], _COLUMNS).splitlines()[-1], flush=True)
+    return rows
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """By arm: what was recalled, with Wilson's 95 %; and how much lower the peak was."""
+    summary: dict[str, Any] = {}
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
+        for when in ("along", "end"):
+            right_, asked = (sum(row[key] for row in mine) for key in (when, f"asked_{when}"))
+            summary[f"{arm}_{when}"] = {
+                "right": right_,
+                "asked": asked,
+                "interval": wilson(right_, asked),
+            }
+    peaks = {(row["arm"], row["seed"]): row["peak"] for row in rows}
+    seeds = sorted(seed for arm, seed in peaks if arm == "evoke")
+    summary["peak_times_lower"] = min(peaks["no_eviction", s] / peaks["evoke", s] for s in seeds)
+    summary["over_budget"] = sum(row["peak"] > row["budget"] for row in rows if row["budget"])
+    summary["wall_died"] = [row["died"] for row in rows if row["arm"] == "wall"]
+    return summary
+
+
+def reached(summary: Mapping[str, Any]) -> bool:
+    """Whether as much is recalled as without eviction, at a peak as low as the published one."""
+    pairs = [(summary[f"evoke_{w}"], summary[f"no_eviction_{w}"]) for w in ("along", "end")]
+    recalled = all(ours["right"] >= 0.9 * whole["right"] for ours, whole in pairs)
+    return bool(
+        recalled and summary["peak_times_lower"] > PEAK_TIMES and not summary["over_budget"]
+    )
+
+
+def picture(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows in the cache along the first session."""
+    lines = {
+        row["arm"]: [(prompt, peak) for prompt, _, _, _, peak in row["books"]]
+        for row in rows
+        if row["seed"] == SEED
+    }
+    title = "Most rows in the cache in a turn, along one session"
+    return chart(title, "tokens of the session so far", "rows", lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/long.json` and its picture; 0 when nothing is missed."""
+    args = _parser().parse_args(argv)
+    rows = measure(args)
+    summary = summarise(rows)
+    print(record.table(rows, _COLUMNS))
+    print(json.dumps(summary, indent=1))
+    path = record.write("long", rows, summary, args.out)
+    path.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
+    print(f"written: {path}, {path.with_suffix('.svg')}")
+    return 0 if reached(summary) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = record.parser("long", __doc__, "--sessions 1")
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--sessions", type=int, default=3, help="with eviction and without (3)")
+    parser.add_argument(
+        "--controls", type=int, default=1, help="of them at the wall, discarded (1)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

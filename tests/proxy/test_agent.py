@@ -1,0 +1,25 @@
+"""A short session of the agent bench: what comes back is what was decoded, to the bit."""
+
+from __future__ import annotations
+
+from running import proxy
+
+from bench import agent
+
+BUDGET, STEPS = 1536, 12
+
+
+def test_an_agents_files_come_back_bit_by_bit() -> None:
+    with agent.served(None) as (upstream, folder), proxy(upstream) as running:
+        session = agent.Session.begin(upstream, running.port, "evoke", BUDGET, folder)
+        turns = session.run(agent.script(1, STEPS))
+        for reason in ("stale_block", "books_differ", "held_row"):
+            assert running.metric("evoke_plan_failures_total", reason=reason) == 0
+    assert turns[-1]["n_prompt"] > 2 * BUDGET
+    for turn in turns:
+        assert turn["peak"] <= BUDGET
+        assert sum(turn[kind] for kind in agent.KINDS) == turn["n_prompt"]
+    assert session.witness.came_back > 200
+    assert session.witness.differ == 0
+    edited = [turn for turn in turns if turn["kind"] == "edit" and turn["file_rows"]]
+    assert sum(turn["file_there"] for turn in edited) > 0.5 * sum(t["file_rows"] for t in edited)
