@@ -1,0 +1,203 @@
+"""Disks that are full, read-only or gone, clocks that jump, a server that hangs: the next answer is
+the right one, what is wrong is counted, and once it is right again so is everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from keeping import Chat, House, decoded, settled
+from running import RunningProxy, ask, process_on, proxy
+
+from evoke_proxy.engine import vault as vault_module
+
+SMALL = {"min_tokens": 64, "look_ahead": False}
+
+
+def _chat(number: int) -> Chat:
+    said = f"{number} " + "one two three four " * 16
+    return Chat([{"role": "user", "content": said}], {"evoke_session": f"s{number}"})
+
+
+def _erase(port: int) -> None:
+    assert ask(port, "POST", "/slots/0?action=erase").status == 200
+
+
+def _saves(running: RunningProxy) -> dict[str, float]:
+    """Saves that were made or not, by how they ended."""
+    settled(running)
+    found = running.engine.metrics.saves.collect()[0].samples
+    return {s.labels["result"]: s.value for s in found if s.name.endswith("_total")}
+
+
+@contextmanager
+def _tmpfs(folder: Path) -> Iterator[None]:
+    """A file system of 3 MiB there."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a file system here")
+
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def _read_only(folder: Path) -> Iterator[None]:
+    """Nothing more can be written there; what is open stays so."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(tmp_path: Path) -> None:
+    with _tmpfs(tmp_path / "slots"):
+        house = House(tmp_path / "slots", "", ("--cache-ram", "0"))
+        with house.server() as port, house.proxy(port, **SMALL) as running:
+            first, number = _chat(0), 1
+            first.ask(running.port)
+            wanted = first.said
+            assert _saves(running)["saved"] == 1
+
+            filler = house.folder / "filler"
+            with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
+                while True:
+                    file.write(bytes(4096))
+            number = _suffers(running, number, "failed", "skipped_room")
+            filler.unlink()
+
+            with _read_only(house.folder):
+                number = _suffers(running, number, "failed")
+
+            for path in house.folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _erase(port)
+            first.ask(running.port)
+            assert first.said == wanted
+            number = _suffers(running, number, "saved", "failed")
+            assert ask(running.port, "GET", "/evoke/health").status == 200
+        with house.server() as port, house.proxy(port, **SMALL) as running:
+            first.ask(running.port)
+            assert first.said == wanted
+            assert _saves(running)["saved"] == 1
+            for _ in range(2):
+                _erase(port)
+                first.ask(running.port)
+                assert first.said == wanted
+                settled(running)
+            assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
+        assert not list(house.folder.glob("*.evoke-part"))
+
+
+def _suffers(running: RunningProxy, number: int, *results: str) -> int:
+    """Another conversation is answered all the same, and one of these says what became of it."""
+    before = _saves(running)
+    chat = _chat(number)
+    chat.ask(running.port)
+    after = _saves(running)
+    moved = {name for name in after if after[name] > before.get(name, 0)}
+    assert moved & set(results), (moved, results)
+    return number + 1
+
+
+def test_a_directory_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    house = House(folder, "", ("--cache-ram", "0"))
+    with house.server() as port, house.proxy(port, **SMALL) as running:
+        chat = _chat(0)
+        chat.ask(running.port)
+        wanted = chat.said
+        settled(running)
+        shutil.rmtree(folder)
+        for _ in range(2):
+            _erase(port)
+            chat.ask(running.port)
+            assert chat.said == wanted
+            settled(running)
+        assert running.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
+        assert ask(running.port, "GET", "/evoke/health").status == 200
+    folder.mkdir(exist_ok=True)
+    with house.server() as port, house.proxy(port, **SMALL) as running:
+        chat.ask(running.port)
+        assert chat.said == wanted and _saves(running)["saved"] == 1
+
+
+@pytest.mark.parametrize("jump_s", [-30 * 86400.0, 3600.0], ids=["a month back", "an hour on"])
+def test_a_clock_that_jumps_loses_nothing(
+    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house, real = House(tmp_path, "", ("--cache-ram", "0")), time.time
+    with house.server() as port:
+        with house.proxy(port, **SMALL) as running:
+            chat = _chat(0)
+            chat.ask(running.port)
+            wanted = chat.said
+            settled(running)
+            # The first time it looks whether llama-server has it in memory.
+            _erase(port)
+            chat.ask(running.port)
+            settled(running)
+            monkeypatch.setattr(vault_module.time, "time", lambda: real() + jump_s)
+            for _ in range(2):
+                _erase(port)
+                before = decoded(port)
+                chat.ask(running.port)
+                assert chat.said == wanted and decoded(port) - before <= 8
+                settled(running)
+            useful = running.metric("evoke_snapshot_restores_total", result="useful")
+            assert useful >= 2
+        with house.proxy(port, **SMALL) as running:
+            assert ask(running.port, "GET", "/evoke/ready").status == 200
+            for _ in range(2):
+                _erase(port)
+                chat.ask(running.port)
+                assert chat.said == wanted
+                settled(running)
+            assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
+
+
+def test_a_server_that_hangs_holds_up_only_who_asks_it(patched_port: int) -> None:
+    """Stopped, its connections are taken and never answered: half-open for whoever asks."""
+    messages = [{"role": "user", "content": "hello"}]
+    body = json.dumps({"messages": messages, "max_tokens": 4, "temperature": 0}).encode()
+    with proxy(patched_port, policy__budget=320, upstream__call_timeout_s=0.5) as running:
+        whole = ask(running.port, "POST", "/v1/chat/completions", body).body
+        running.quiet()
+        answers: list[bytes] = []
+
+        def wait() -> None:
+            answers.append(ask(running.port, "POST", "/v1/chat/completions", body).body)
+
+        server, waiting = process_on(patched_port), threading.Thread(target=wait)
+        os.kill(server, signal.SIGSTOP)
+        try:
+            waiting.start()
+            began = time.monotonic()
+            assert ask(running.port, "GET", "/evoke/health").status == 200
+            assert time.monotonic() - began < 1
+            assert ask(running.port, "GET", "/evoke/ready").status == 503
+            time.sleep(1)
+            assert answers == [], "an answer may take as long as it takes"
+        finally:
+            os.kill(server, signal.SIGCONT)
+        waiting.join(60)
+        said = [json.loads(answer)["choices"][0]["message"] for answer in (whole, *answers)]
+        assert said[0] == said[1]
+        assert running.metric("evoke_upstream_errors_total", kind="upstream_timeout") >= 1
+        assert ask(running.port, "GET", "/evoke/ready").status == 200
+        assert ask(running.port, "POST", "/v1/chat/completions", body).status == 200
