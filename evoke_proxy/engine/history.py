@@ -20,6 +20,7 @@ def begun(way: Forwarding, feed: Feed) -> None:
     feed.tell(
         "turn",
         session=known.id,
+        name=known.name,
         turn=known.answered + 1,
         slot=way.lease.slot if way.lease is not None else None,
         decision=way.decision,

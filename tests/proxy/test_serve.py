@@ -18,7 +18,9 @@ from typing import IO
 
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream
+from keeping import Chat, House
 from running import ask
+from talking import FILLER
 
 from evoke_proxy.demo.processes import free_port
 
@@ -107,6 +109,33 @@ def test_what_does_not_end_in_its_time_is_cut_off(monkeypatch: pytest.MonkeyPatc
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 0
         connection.close()
+
+
+def test_what_is_worth_keeping_is_on_disk_before_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first save is dear enough that the second would have to wait for minutes.
+    kept = {"directory": tmp_path, "stall_share": "0.000001", "min_tokens": 64, "min_gain": 0.0}
+    for key, value in (kept | {"min_free_mib": 0}).items():
+        monkeypatch.setenv(f"EVOKE_SNAPSHOTS_{key.upper()}", str(value))
+    house = House(tmp_path)
+    with house.server() as server, _serving("--upstream", f"http://127.0.0.1:{server}") as running:
+        process, port = running
+        chat = Chat([{"role": "user", "content": f"Look. {FILLER * 4}"}])
+        chat.ask(port)
+        answered = _task(server)
+        while _task(server) == answered:  # what comes next is decoded ahead
+            time.sleep(0.02)
+        time.sleep(0.3)
+        before = house.files()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+        assert len(before) == 1 and len(house.files()) == 2
+
+
+def _task(server: int) -> tuple[int, bool]:
+    (slot,) = json.loads(ask(server, "GET", "/slots").body)
+    return slot["id_task"], slot["is_processing"]
 
 
 def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:

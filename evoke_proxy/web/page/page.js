@@ -36,6 +36,7 @@ async function refreshHead() {
   pill.className = `pill ${kind}`;
   pill.textContent = text;
   byId("server").textContent = status.server;
+  byId("default-budget").hidden = status.reachable && status.mode !== "budgeted";
   const budget = byId("budget");
   if (document.activeElement !== budget) budget.value = status.budget ?? "";
 }
@@ -220,7 +221,7 @@ function act(id, action, block) {
 const WORDS = {
   turn: (facts) => [facts.evicted.length ? `${plural(spanned(facts.evicted), "token")} evicted` : null,
     facts.recovered.length ? `${plural(spanned(facts.recovered), "token")} recovered` : null],
-  answer: (facts) => [facts.ttft_s === null ? null : `first token after ${seconds(facts.ttft_s)}`, PATHS[facts.path],
+  answer: (facts) => [facts.ttft_s === null ? null : `first token after ${seconds(facts.ttft_s)}`, facts.path === "decoded" ? null : PATHS[facts.path],
     `${number(facts.decoded)} of ${number(facts.prompt)} decoded`],
   block: (facts) => [facts.dropped ? `${plural(spanned(facts.dropped), "token")} dropped` : null,
     facts.pinned === true ? "a block pinned" : facts.pinned === false ? "a block unpinned" : null],
