@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+import numpy as np
+
 from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
@@ -98,6 +100,22 @@ class SnapshotFiles:
             source.unlink(missing_ok=True)
             source.with_name(f"sealed-{source.name}").unlink(missing_ok=True)
         return checksum
+
+    def tokens(self, part: str, n_tokens: int, beginning: Tokens) -> Tokens:
+        """Of which tokens a file is that llama-server has written, so many that begin like that;
+        none when it is not there, or of others."""
+        size = _HEADER_BYTES + 4 * n_tokens
+        try:
+            with (self.directory / part).open("rb") as file:
+                head = file.read(size)
+        except OSError:
+            head = b""
+        words = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
+        for at in np.flatnonzero(words[: _HEADER_BYTES // 4] == n_tokens):
+            found = words[at + 1 : at + 1 + n_tokens]
+            if len(found) == n_tokens and np.array_equal(found[: len(beginning)], beginning):
+                return found.astype(np.int32)
+        return np.zeros(0, np.int32)
 
     def stored_bytes(self, n_bytes: int) -> int:
         """How long the snapshot of so many bytes of llama-server's is."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.answer import AnswerReader
 from evoke_proxy.core.attention import Capture
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.held import Held
@@ -32,6 +33,15 @@ class Asked:
     body: bytes
     boundary: Tokens
     opening: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A request to a patched server as it was sent, and the answer as it comes."""
+
+    dialect: str
+    body: bytes
+    answer: AnswerReader
 
 
 @dataclass(slots=True)
@@ -64,6 +74,7 @@ class Conversation:
     epoch: int | None = None
     n_resident: int = 0
     capture: Capture | None = None
+    spoken: Spoken | None = None
     unsure: bool = False
     was_in: int | None = None
     in_use: int = 0

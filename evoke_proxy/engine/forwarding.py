@@ -86,6 +86,8 @@ class Forwarding:
         self.observer.feed(data)
         if self.seat is not None:
             self.seat.answer.feed(data)
+        if self.conversation is not None and self.conversation.spoken is not None:
+            self.conversation.spoken.answer.feed(data)
 
     def announce(self, turn: Turn, plan: Plan, quoted: Sequence[Block] = ()) -> None:
         """Put what is known before the answer into its headers, for a client that asked."""

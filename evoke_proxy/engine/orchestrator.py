@@ -82,9 +82,7 @@ class Engine:
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
             router.keeper.vault if router else None,
         )
-        self._records = Records(
-            self.upstream, self.keeper.vault if self.keeper.on and not router else None
-        )
+        self._records = Records(self.upstream, None if router else self.keeper)
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, self._records, lambda: self.server),
@@ -287,7 +285,7 @@ class Engine:
         self._slots.restart(self.keeper.n_places(server))
         for id, slot in self.conversations.lost(server.adopts).items():
             self._slots.pool.moved(id, slot)
-        self._records.spills = server.spills
+        self._records.started(server)
         self.keeper.restarted(server)
         self.feed.tell("server", patched=server.patched, slots=server.n_slots)
 

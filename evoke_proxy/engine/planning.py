@@ -79,8 +79,7 @@ class Planner:
         lease = await self._seating.acquire(
             way, known.id, tenant, known.passing, self._seating.wanted(way)
         )
-        if known.unsure:
-            await self._records.ground(known, lease.slot, client)
+        rendered = await self._brought_back(way, request, rendered, client)
         request, changed = self._truncated(way, request, rendered)
         if changed or lease.waited:
             way.stage = "render"
@@ -98,6 +97,23 @@ class Planner:
         self._metrics.plan_seconds.observe(
             asyncio.get_running_loop().time() - began - way.waits["queue"]
         )
+
+    async def _brought_back(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> Rendered:
+        """The rendering, on a slot that has what a restart, or another session, took from it, as
+        far as copies alone do not bring that back."""
+        assert way.lease is not None and way.conversation is not None
+        known = way.conversation
+        if known.unsure:
+            await self._records.ground(known, way.lease.slot, client)
+        view = slot_in(rendered, way.lease.slot)
+        if not await self._records.restored(known, rendered.tokens, view, client):
+            return rendered
+        way.stage = "render"
+        rendered = await self._upstream.render(request.dialect, way.body, client)
+        known.epoch = slot_in(rendered, way.lease.slot).epoch
+        return rendered
 
     async def hold(self, way: Forwarding, request: ChatRequest, client: Mapping[str, str]) -> None:
         """The least of plans, where none could be made: the engine holds the budget by itself.
@@ -175,6 +191,7 @@ class Planner:
         session.applied(turn, plan)
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
+        way.conversation.spoken = self._records.spoken(request.dialect, body)
         body = _marked(body, request.keys, view.id, epoch)
         self._note(way, turn, plan, epoch, () if recalled is None else recalled.blocks)
         way.body = body

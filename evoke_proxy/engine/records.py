@@ -2,7 +2,9 @@
 
 While nobody needs the server, the copies of a session's rows are written to its disk tier, and what
 they are copies of into the index of snapshots. A session that was interrupted asks llama-server
-which copies it still has; the next turn brings its working set back by adopting them.
+which copies it still has; the next turn brings its working set back by adopting them. Where copies
+alone do not, because a recurrent state is in none, the slot is saved whole, with its holes, and
+restored.
 """
 
 from __future__ import annotations
@@ -16,22 +18,30 @@ from typing import Any
 
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.core.ahead import next_turns
+from evoke_proxy.core.answer import AnswerReader
 from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.recorded import Seated, read, written
-from evoke_proxy.core.rendered import SlotView
-from evoke_proxy.engine.conversations import Conversation, Conversations
-from evoke_proxy.engine.vault import Vault
+from evoke_proxy.core.rendered import SlotView, Tokens, common_prefix
+from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
+from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.stock.keeper import Keeper
 
 _log = logging.getLogger(__name__)
 
 
 class Records:
-    """Does nothing without a `vault`; `spills`: llama-server has a disk tier."""
+    """Does nothing without a keeper that has a directory."""
 
-    def __init__(self, upstream: Upstream, vault: Vault | None) -> None:
+    def __init__(self, upstream: Upstream, keeper: Keeper | None) -> None:
         self._upstream = upstream
-        self._vault = vault
-        self.spills = False
+        self._vault = keeper.vault if keeper is not None and keeper.on else None
+        self._keeper = keeper
+        self._server = UNKNOWN_SERVER
+
+    def started(self, server: ServerInfo) -> None:
+        """A server has appeared."""
+        self._server = server
 
     @property
     def on(self) -> bool:
@@ -47,6 +57,31 @@ class Records:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
 
+    def spoken(self, dialect: str, body: bytes) -> Spoken | None:
+        """What is to be remembered of a request until its answer is there; None when nothing is."""
+        if self._vault is None or self._server.adopts or dialect not in ("chat", "messages"):
+            return None
+        return Spoken(dialect, body, AnswerReader())
+
+    async def ready(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
+        """Before a slot is saved whole: decode what the next turn begins with, whatever it says.
+
+        A recurrent state cannot go back, so that one with the answer as it was generated is of no
+        use where that reads differently in the history. Raises EvokeErrors.
+        """
+        spoken, known.spoken = known.spoken, None
+        if spoken is None or self._keeper is None or known.epoch is None:
+            return
+        answer = spoken.answer.message(b'"reasoning_content"' in spoken.body)
+        if answer is None:
+            return
+        bodies = next_turns(spoken.body, answer)
+        renders = [self._upstream.render(spoken.dialect, body, client) for body in bodies]
+        first, second = await asyncio.gather(*renders)
+        tokens = first.tokens[: common_prefix(first.tokens, second.tokens)]
+        if len(tokens) > len(known.session.tokens):
+            await self._keeper.go_on(slot, known, tokens, client)
+
     async def keep(
         self,
         known: Conversation,
@@ -61,7 +96,7 @@ class Records:
         edges = (known.head, known.settled, known.n_users)
         session = known.session.recorded(view)
         seated = Seated(session, known.hint, edges, view.id, view.epoch)
-        if self.spills:
+        if self._server.spills:
             on_disk = {block.get("name") for block in blocks if block.get("on_disk")}
             layout = known.session.layout
             copies = layout.saved.union(item.label for item in layout.ranges)
@@ -69,6 +104,8 @@ class Records:
             if names:
                 spill = {"names": names, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)
+        if not self._server.adopts and self._keeper is not None:
+            await self._keeper.keep_slot(view.id, known, client)
         packed = await asyncio.to_thread(_packed, seated)
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
 
@@ -78,6 +115,21 @@ class Records:
         blocks = answer.get("blocks") or ()
         known.session.found({block["name"]: Span(block["p0"], block["p1"]) for block in blocks})
         known.unsure = False
+
+    async def restored(
+        self, known: Conversation, tokens: Tokens, view: SlotView, client: Mapping[str, str]
+    ) -> bool:
+        """Whether a slot has been filled with what a conversation had in its own, where copies do
+        not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
+        if self._keeper is None or self._vault is None or self._server.adopts:
+            return False
+        n_past = view.n_past(len(tokens))
+        match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)
+        if match is None:
+            return False
+        answer = await self._upstream.slot(view.id, known.tenant, client)
+        self._keeper.proved(match, int(answer.get("n_tokens") or 0))
+        return True
 
     def forget(self, id: str) -> None:
         """Nobody goes on from this session any more."""

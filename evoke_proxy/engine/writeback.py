@@ -94,6 +94,7 @@ class Writeback:
         slot, turns = self._slots.pool.slot_of(known.id), known.session.turns
         if slot is None or known.epoch is None:
             return True
+        await self._records.ready(known, slot, client)
         answer = await self._upstream.slot(slot, known.tenant, client)
         view = SlotView.parse(answer)
         if view.epoch != known.epoch or view.busy:
@@ -101,7 +102,8 @@ class Writeback:
         expect = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = known.session
         # To come back after a restart it needs what was generated, too.
-        saves = session.save_all(view).saves if self._records.on else session.unsaved(view)
+        everything = session.save_all(view).saves if self._records.on else ()
+        saves = everything or session.unsaved(view)
         for batch in _batches(saves[: _room(answer, saves)]):
             if not self._slots.pool.idle() or known.in_use:
                 return False

@@ -163,6 +163,23 @@ def test_no_save_is_begun_without_room_for_it(tmp_path: Path) -> None:
         assert proxied.metric("evoke_snapshot_saves_total", result="skipped_room") == 1
 
 
+def test_a_state_of_other_kv_types_is_refused_and_the_answer_is_right(tmp_path: Path) -> None:
+    """Nothing that a stock server tells says which it has: it must refuse the file itself."""
+    asked, again = long_chat(300), long_chat(300)
+    with House(tmp_path).both(look_ahead=False) as proxied:
+        asked.ask(proxied.port, "Begin.")
+        settled(proxied)
+    quantised = House(tmp_path, "", ("-ctk", "q8_0", "-ctv", "q8_0"))
+    with quantised.both(look_ahead=False) as proxied:
+        cached, new = again.ask(proxied.port, "Begin.")
+        assert cached + new > 900
+        settled(proxied)
+        assert proxied.metric("evoke_snapshot_restores_total", result="refused") == 1
+        assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 0
+        kept, said = again.said, again.ask(proxied.port)
+        assert again.said == kept and sum(said) == cached + new
+
+
 @pytest.mark.parametrize("during", ["save", "restore"])
 def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_path: Path) -> None:
     house, chat = House(tmp_path, "", ("--cache-ram", "0")), long_chat(300)

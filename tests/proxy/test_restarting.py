@@ -17,9 +17,12 @@ import pytest
 from running import RunningProxy, ask, llama_server, process_on, proxy, server_binary
 from talking import FILLER, Talk
 
+from bench.random_models import SHAPES, ensure
+
 BUDGET = 448
 FACT = "My favorite number is 68285."
 TURNS = [FACT, *(f"Turn {number}. {FILLER}" for number in range(7))]
+HYBRID = "tiny-jamba"
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
@@ -28,6 +31,7 @@ class House:
     """A patched server with a disk tier, a proxy in front of it; either may be started again."""
 
     folder: Path
+    shape: str = ""
     _server: ExitStack = field(default_factory=ExitStack)
     _proxy: ExitStack = field(default_factory=ExitStack)
     port: int = 0
@@ -43,7 +47,10 @@ class House:
                 os.kill(process_on(self.port), signal.SIGKILL)
             self._server.close()
             options = ["-np", "1", "--evoke-ram", "64", "--evoke-disk", str(self.folder / "blocks")]
-            served = llama_server(server_binary(patched=True), *options, port=self.port)
+            options += ["--slot-save-path", str(self.folder / "index")]
+            model = ensure(SHAPES[self.shape]) if self.shape else None
+            binary = server_binary(patched=True)
+            served = llama_server(binary, *options, port=self.port, model=model)
             self.port = self._server.enter_context(served)
         if what in ("proxy", "both"):
             given = {"snapshots__directory": str(self.folder / "index"), "policy__budget": BUDGET}
@@ -66,9 +73,9 @@ def rested(running: RunningProxy | None) -> None:
 
 
 @contextmanager
-def house(folder: Path) -> Iterator[House]:
-    folder.mkdir()
-    made = House(folder)
+def house(folder: Path, shape: str = "") -> Iterator[House]:
+    (folder / "index").mkdir(parents=True)
+    made = House(folder, shape)
     try:
         made.start("both")
         yield made
@@ -121,3 +128,26 @@ def test_a_killed_server_a_new_proxy_and_both_cost_a_session_nothing(tmp_path: P
             for name in ("evoke_degraded_total", "evoke_budget_breach_total"):
                 assert not subject.running.metric(name)
         assert "68285" in talks[0].messages[2 * len(TURNS) + 2]["content"]
+
+
+def test_a_hybrids_slot_comes_back_with_its_holes_and_its_state(tmp_path: Path) -> None:
+    """Copies of blocks do not bring a recurrent state back: the slot's file does."""
+    with house(tmp_path / "restarted", HYBRID) as subject, house(tmp_path / "n", HYBRID) as control:
+        talks = [Talk(0, "chat") for _ in range(2)]
+        for number, text in enumerate([*TURNS[:6], "Go on.", "And once more?"]):
+            if number >= 6:
+                subject.start("server" if number == 6 else "both")
+            rested(control.running)
+            assert subject.running is not None and control.running is not None
+            mine = turn(talks[0], subject.running.port, text)
+            theirs = turn(talks[1], control.running.port, text)
+            assert mine["text"] == theirs["text"]
+            assert mine["likely"] == pytest.approx(theirs["likely"], abs=0.05)
+            for books in (mine, theirs):
+                assert books["n_resident_peak"] <= BUDGET and books["marker"] == "ok"
+                assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
+            assert mine["omitted"] == theirs["omitted"] and mine["decoded"] == theirs["decoded"]
+        assert mine["omitted"] > 300 and mine["decoded"] < 20
+        assert subject.running.metric("evoke_snapshot_restores_total", result="useful") == 1
+        for name in ("evoke_degraded_total", "evoke_budget_breach_total"):
+            assert not subject.running.metric(name)

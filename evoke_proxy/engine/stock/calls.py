@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,14 @@ Client = Mapping[str, str] | None
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt without an answer: its slot, how many tokens were there and how many decoded."""
+    """A prompt without an answer: its slot, how many tokens were there and how many decoded, and
+    all else that was said about it."""
 
     slot: int
     cached: int
     decoded: int
     seconds: float
+    timings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,11 @@ class StockCalls:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UpstreamProtocolError("/slots is not as it was") from error
 
-    async def prefill(self, tokens: Tokens, slot: int | None, client: Client) -> Prefilled:
+    async def prefill(
+        self, tokens: Tokens, slot: int | None, client: Client, epoch: int | None = None
+    ) -> Prefilled:
         """Decode a prompt and nothing more, in `slot` or where llama-server likes; takes its time.
+        With an `epoch` the holes of the slot stay.
 
         Cancelling closes the connection: llama-server stops within a second or a batch.
         """
@@ -113,6 +118,8 @@ class StockCalls:
         }
         if slot is not None:
             asked["id_slot"] = slot
+        if epoch is not None:
+            asked["evoke"] = {"epoch": epoch}
         answer = await self._upstream.call(
             "POST", "/completion", asked, client, "prefill", patient=True
         )
@@ -120,7 +127,7 @@ class StockCalls:
             timings = answer["timings"]
             cached, decoded = int(timings["cache_n"]), int(timings["prompt_n"])
             seconds = float(timings["prompt_ms"]) / 1000
-            return Prefilled(int(answer["id_slot"]), cached, decoded, seconds)
+            return Prefilled(int(answer["id_slot"]), cached, decoded, seconds, timings)
         except (KeyError, TypeError, ValueError) as error:
             raise UpstreamProtocolError("/completion answered without timings") from error
 

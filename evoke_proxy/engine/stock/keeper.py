@@ -13,10 +13,12 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core import anthropic, responses
 from evoke_proxy.core.ahead import unkept
+from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.drift import Drift, drift, opening
-from evoke_proxy.core.rendered import Rendered, common_prefix
+from evoke_proxy.core.rendered import Rendered, Tokens, common_prefix
 from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.core.snapshots import STEP, Match, best
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
@@ -30,7 +32,7 @@ from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.vault import Vault
+from evoke_proxy.engine.vault import Label, Vault
 from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
 
@@ -98,6 +100,43 @@ class Keeper:
         """How many requests may run on a server at a time."""
         alone = self.on and self._config.one_at_a_time and not server.patched
         return 1 if alone else server.n_slots
+
+    async def go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
+        """Decode so far in a slot of a patched server, which keeps its holes and its budget."""
+        done = await self._calls.prefill(tokens, slot, client, known.epoch)
+        books = Books.parse(done.timings)
+        if books is None or books.marker != "ok":
+            known.epoch = None
+            return
+        known.session.learn((name, span) for span, name in books.auto_evicted if name is not None)
+        known.n_resident = books.n_resident
+
+    async def keep_slot(self, slot: int, known: Conversation, client: Client) -> None:
+        """Save a slot of a patched server whole, holes and all; it begins with the conversation's
+        prompt. Not when another save was just now."""
+        if self._states.save_in_s() > 0:
+            return
+        tokens, fingerprint = known.session.tokens, await self._calls.fingerprint(client)
+        # How long they take to decode is not known: of two the longer is worth more.
+        label = Label(known.tenant, fingerprint, known.id, STEP, float(len(tokens)))
+        await self._states.save(slot, tokens, label, client, begins=True)
+
+    async def bring_slot_back(
+        self, slot: int, known: Conversation, tokens: Tokens, n_past: int, client: Client
+    ) -> Match | None:
+        """Fill a slot of a patched server with what the conversation had in its own, if a prompt of
+        these tokens goes on from it further than from `n_past`; what, for `proved` to follow."""
+        mine = (item for item in self.vault.snapshots if item.branch == known.id)
+        match = best(mine, tokens, partial=False)
+        if match is None or match.shared <= n_past or match.snapshot.tenant != known.tenant:
+            return None
+        if match.snapshot.fingerprint != await self._calls.fingerprint(client):
+            return None
+        return match if await self._states.restore(match, slot, client) else None
+
+    def proved(self, match: Match, n_tokens: int) -> None:
+        """So many tokens are there after a restore."""
+        self._states.proved(match, n_tokens)
 
     async def keep(self) -> None:
         """Save what slots hold of conversations and no snapshot has yet."""

@@ -117,14 +117,20 @@ class States:
         """Seconds until the next save may be made without stalling the server too often."""
         return self._facts.costs.next_save_at - time.monotonic()
 
-    async def save(self, slot: int, tokens: Tokens, label: Label, client: Client) -> bool:
-        """Have a slot written that holds exactly `tokens`; it is sealed behind our back.
+    async def save(
+        self, slot: int, tokens: Tokens, label: Label, client: Client, begins: bool = False
+    ) -> bool:
+        """Have a slot written that holds exactly `tokens`, or `begins` with them; it is sealed
+        behind our back.
 
         False when it was not; raises UpstreamError when llama-server is in trouble.
         """
-        return await self._finished(self._save(slot, tokens, label, client), "saving a slot")
+        work = self._save(slot, tokens, label, client, begins)
+        return await self._finished(work, "saving a slot")
 
-    async def _save(self, slot: int, tokens: Tokens, label: Label, client: Client) -> bool:
+    async def _save(
+        self, slot: int, tokens: Tokens, label: Label, client: Client, begins: bool
+    ) -> bool:
         part = self._vault.part()
         try:
             copied = await self._calls.save(slot, part, client)
@@ -137,6 +143,9 @@ class States:
         now = time.monotonic()
         self._facts.costs.saved(copied.n_tokens, copied.n_bytes, copied.seconds, now)
         self._metrics.save_seconds.observe(copied.seconds)
+        if begins:
+            read = (part, copied.n_tokens, tokens)
+            tokens = await asyncio.to_thread(self._vault.files.tokens, *read)
         if copied.n_tokens != len(tokens):
             self._facts.clears |= not copied.n_tokens
             self._unsaved(part, "emptied", f"it held {copied.n_tokens} tokens, not {len(tokens)}")
