@@ -18,7 +18,7 @@ import numpy as np
 from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Snapshot
-from evoke_proxy.errors import ConfigError, IndexUnusable
+from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2
 _TABLE = """
@@ -49,7 +49,10 @@ class Record:
 
 
 class Store:
-    """Snapshots and records; a process that dies loses no change."""
+    """Snapshots and records; a process that dies loses no change.
+
+    Changes raise SnapshotUnusable, and change nothing, when the disk does not take them.
+    """
 
     def __init__(self, path: Path, form: Plain | None = None) -> None:
         """Open or create it, for its owner alone, rows in this form.
@@ -82,18 +85,18 @@ class Store:
         """Add one, its tokens as `pack` has made them of it."""
         marks = ",".join("?" * (_COLUMNS.count(",") + 1))
         values = (*_values(snapshot), self._form.close(packed, _about(_values(snapshot))))
-        self._db.execute(f"INSERT INTO snapshots ({_COLUMNS}) VALUES ({marks})", values)
+        self._change(f"INSERT INTO snapshots ({_COLUMNS}) VALUES ({marks})", values)
 
     def mark(self, id: str, **values: float) -> None:
         """Change `used`, `hits`, `pinned` or `suspect` of one, and nothing else of it; nothing when
         it is not there."""
         assert values.keys() <= {"used", "hits", "pinned", "suspect"}
         changes = ", ".join(f"{name} = ?" for name in values)
-        self._db.execute(f"UPDATE snapshots SET {changes} WHERE id = ?", (*values.values(), id))
+        self._change(f"UPDATE snapshots SET {changes} WHERE id = ?", (*values.values(), id))
 
     def remove(self, id: str) -> None:
         """Forget it; nothing when it is not there."""
-        self._db.execute("DELETE FROM snapshots WHERE id = ?", (id,))
+        self._change("DELETE FROM snapshots WHERE id = ?", (id,))
 
     def all(self) -> Iterator[Snapshot]:
         """Every snapshot, the latest used first, but for rows that are not what was written."""
@@ -117,11 +120,11 @@ class Store:
         """Add it, or replace the one of its id."""
         packed = self._form.close(record.packed, _about((record.id, record.tenant)))
         row = (record.id, record.tenant, record.used, packed)
-        self._db.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
+        self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
     def remove_record(self, id: str) -> None:
         """Forget it; nothing when it is not there."""
-        self._db.execute("DELETE FROM records WHERE id = ?", (id,))
+        self._change("DELETE FROM records WHERE id = ?", (id,))
 
     def records(self) -> Iterator[Record]:
         """Every record, the latest used first, but for those that are not what was written."""
@@ -144,6 +147,12 @@ class Store:
         tokens = np.frombuffer(packed, dtype="<i4").astype(np.int32)
         fields = [*values, bool(pinned), bool(suspect)]
         return Snapshot(*fields, tokens=tokens)
+
+    def _change(self, statement: str, values: tuple[object, ...]) -> None:
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            raise SnapshotUnusable("disk", f"{self._path} cannot be written: {error}") from error
 
     def _check_version(self) -> None:
         wanted = _VERSION | self._form.mark << 8

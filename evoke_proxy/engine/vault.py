@@ -138,7 +138,12 @@ class Vault:
             tokens=tokens,
         )
         assert self._store is not None
-        self._store.add(new, packed)
+        try:
+            self._store.add(new, packed)
+        except SnapshotUnusable:
+            self._sweep(self.files.discard, _name(new))
+            await self.swept()
+            raise
         self._known[new.id] = new
         for old in superseded(self.snapshots, new):
             self.delete(old, "superseded")
@@ -163,7 +168,10 @@ class Vault:
         try:
             name = await asyncio.to_thread(self.files.lend, _name(snapshot))
         except SnapshotUnusable as error:
-            self.set_aside(snapshot, error.reason)
+            if error.reason == "disk":  # no room for what it is decrypted: it is sound
+                self.end_restore(snapshot, useful=False)
+            else:
+                self.set_aside(snapshot, error.reason)
             raise
         try:
             yield name
@@ -172,7 +180,10 @@ class Vault:
                 self._sweep(self.files.discard, name)
 
     def begin_restore(self, snapshot: Snapshot) -> None:
-        """From here on it is suspect: should llama-server die of it, it is not tried again."""
+        """From here on it is suspect: should llama-server die of it, it is not tried again.
+
+        Raises SnapshotUnusable when the disk does not take that note.
+        """
         self._mark(snapshot, suspect=True)
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
@@ -181,7 +192,12 @@ class Vault:
         if current is None:  # deleted meanwhile
             return
         hits = hits_at(current, now, self._bounds.half_life_s) + useful
-        self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
+        proven = {"suspect": False, "used": now if useful else current.used, "hits": hits}
+        try:
+            self._mark(snapshot, **proven)
+        except SnapshotUnusable as error:  # the next process will not trust it; we may
+            _log.warning("%s", error)
+            self._known[snapshot.id] = replace(current, **proven)  # type: ignore[arg-type]
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
         """Out of the index, its file kept for whoever wants to look at it."""
@@ -292,7 +308,10 @@ class Vault:
 
     def _remove(self, snapshot: Snapshot) -> None:
         assert self._store is not None
-        self._store.remove(snapshot.id)
+        try:
+            self._store.remove(snapshot.id)
+        except SnapshotUnusable as error:  # its file goes all the same: a row without one is found
+            _log.warning("%s", error)
         self._known.pop(snapshot.id, None)
 
 

@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -279,3 +281,48 @@ def test_a_model_file_is_known_by_size_time_head_and_tail(tmp_path: Path) -> Non
     other = ModelFiles().identify(str(path))
     assert other is not None and other.sample != first.sample and other.n_bytes == first.n_bytes
     assert files.identify(str(tmp_path / "none")) is None
+
+
+def test_a_file_system_that_is_full_loses_nothing_and_is_used_again_when_it_is_not(
+    tmp_path: Path,
+) -> None:
+    """A real one, of 512 KiB, that only one process sees."""
+    mount = 'mount -t tmpfs -o size=512k,mode=700 none "$0" && exec "$@"'
+    own = ("unshare", "-m", "sh", "-c", mount, str(tmp_path))
+    if not shutil.which("unshare") or subprocess.run([*own, "true"]).returncode != 0:
+        pytest.skip("this system lets nobody here mount a file system")
+    call = f"import test_vault; test_vault.on_a_full_disk({str(tmp_path)!r})"
+    subprocess.run([*own, sys.executable, "-c", call], cwd=Path(__file__).parent, check=True)
+
+
+def on_a_full_disk(where: str) -> None:
+    folder = Path(where) / "slots"
+    with vault(folder) as opened:
+        first, second = kept(opened), kept(opened, branch="c")
+        before = whole_files(folder)
+        part = opened.part()
+        label, n_bytes = Label("t", "f", "d", USER, 1.0), written(folder, part)
+        with (folder / "another's").open("wb", buffering=0) as other:
+            while shutil.disk_usage(folder).free:
+                other.write(bytes(4096))
+        with pytest.raises(SnapshotUnusable, match="full"):
+            for _ in range(99):  # what the log of changes has room for
+                opened.begin_restore(first)
+        with pytest.raises(SnapshotUnusable, match="full"):
+            asyncio.run(opened.keep(part, n_bytes, TOKENS, label))
+        assert whole_files(folder) == before
+        asyncio.run(opened.verify(second))
+        opened.end_restore(first, useful=True)
+        assert {(item.id, item.suspect) for item in opened.snapshots} == {
+            (first.id, False),
+            (second.id, False),
+        }
+        opened.delete(first, "room")
+        asyncio.run(opened.swept())
+        assert [item.id for item in opened.snapshots] == [second.id]
+        assert len(whole_files(folder)) == 1
+        (folder / "another's").unlink()
+        third = kept(opened, branch="d")
+    with vault(folder) as opened:
+        assert {item.id for item in opened.snapshots} == {second.id, third.id}
+        asyncio.run(opened.verify(second))

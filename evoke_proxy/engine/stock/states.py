@@ -57,7 +57,12 @@ class States:
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
-        self._vault.begin_restore(snapshot)
+        try:
+            self._vault.begin_restore(snapshot)
+        except SnapshotUnusable as error:
+            self._metrics.restores.labels(result="failed").inc()
+            _log.warning("a snapshot was not restored: %s", error)
+            return False
         try:
             async with self._vault.lent(snapshot) as name:
                 copied = await self._calls.restore(slot, name, client)
