@@ -12,6 +12,9 @@ namespace {
 // host memory that what is captured of one slot may take
 constexpr size_t MAX_CAPTURE_BYTES = size_t(512)*1024*1024;
 
+// how often the ranges of one call may cover the slot's tokens
+constexpr int64_t OVERLAP = 16;
+
 const char * mode_names[] = { "ewma", "sum", "snapkv" };
 
 llama_attn_mode get_mode(const json & op) {
@@ -85,9 +88,14 @@ json params_json(const llama_attn_params & params) {
 // "0-64,64-128" or [[0, 64], [64, 128]]; everything where there is none
 std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const char * key, llama_pos n_tokens) {
     std::vector<std::pair<llama_pos, llama_pos>> res;
+    int64_t n_left = OVERLAP*std::max<int64_t>(n_tokens, OVERLAP); // what the main loop looks at for one call
     const auto add = [&](int64_t p0, int64_t p1) {
         if (p0 < 0 || p1 < p0 || p1 > std::numeric_limits<llama_pos>::max()) {
             fail_request(string_format("\"%s\" must be from-to with 0 <= from <= to", key));
+        }
+        n_left -= 1 + std::max<int64_t>(0, std::min<int64_t>(p1, n_tokens) - p0);
+        if (n_left < 0) {
+            fail_request(string_format("\"%s\" are too many, or overlap too much", key));
         }
         res.push_back({ (llama_pos) p0, (llama_pos) p1 });
     };
@@ -268,6 +276,35 @@ server_blocks_bounds server_blocks::key_bounds(int id, llama_pos p0, llama_pos p
         return {};
     }
     return { params->layers, llama_attn_capture_bounds(ctx, id, p0, p1, params->layers) };
+}
+
+// a copy that is there already, of rows that are resident: it may have been made before anybody captured these layers
+void server_blocks::keep_bounds(saved & block, int id) {
+    const auto * params = llama_attn_capture_get(ctx, id);
+    if (!block.in_ram() || !params || params->queries == 0 || block.bounds.layers == params->layers) {
+        return;
+    }
+    auto bounds = key_bounds(id, block.kv.p0, block.kv.p1);
+    if (ram_used - block.bounds.size() + bounds.size() > ram_budget) {
+        return;
+    }
+    ram_used    += bounds.size() - block.bounds.size();
+    block.bytes += bounds.size() - block.bounds.size();
+    block.bounds  = std::move(bounds);
+    block.renamed = true;
+}
+
+// of a file: whether it has them of layers that there are, and of each as many as it must
+bool server_blocks::bounds_fit(const server_blocks_bounds & bounds) const {
+    const auto possible = llama_attn_capture_layers(ctx);
+    size_t n = 0;
+    for (const int32_t layer : bounds.layers) {
+        if (!std::binary_search(possible.begin(), possible.end(), layer)) {
+            return false;
+        }
+        n += 2*llama_attn_capture_n_key(ctx, layer);
+    }
+    return bounds.values.size() == n;
 }
 
 size_t server_blocks::key_bounds_size(int id) const {

@@ -79,7 +79,8 @@ struct server_blocks::plan_state {
     size_t                     bytes  = 0;     // of new copies
     std::set<key_t>            keep;           // copies the plan needs
     std::set<key_t>            fresh;          // copies the plan makes
-    std::map<std::string, std::pair<llama_pos, llama_pos>> names; // saved by the plan
+    std::map<std::string, key_t> named;        // what each name of the plan stands for, from its first op to its last
+    std::set<std::string>      dropped;
     bool                       dry = true;
 
     plan_state(const server_blocks_slot & slot, uint64_t adapters, const std::string & tenant, const llama_kv_ranges & resident)
@@ -87,6 +88,13 @@ struct server_blocks::plan_state {
           resident(resident), resident_first(resident) {}
 
     int32_t n_rows() const { return server_ranges_count(resident, 0, std::numeric_limits<llama_pos>::max()); }
+
+    // saves run before everything else: a name that is another block's after them would mean another one to some ops
+    void refer(const std::string & name, const key_t & key) {
+        if (named.emplace(name, key).first->second != key) {
+            fail(400, "invalid_request_error", "two blocks have this name in one plan", json { {"name", name} });
+        }
+    }
 };
 
 bool server_blocks::is_action(const std::string & action) {
@@ -304,7 +312,7 @@ json server_blocks::run_spill(server_blocks_call & call) {
         const auto it = store.find(key);
         n_spilled += it->second.on_disk;
         n_bytes   += it->second.on_disk ? it->second.kv.size : 0;
-        if (it->second.on_disk && it->second.in_ram() && json_value(call.body, "release", false)) {
+        if (it->second.on_disk && !it->second.writing && it->second.in_ram() && json_value(call.body, "release", false)) {
             release(it);
         }
     }
@@ -318,6 +326,18 @@ void server_blocks::unknown(const std::string & tenant, const std::string & name
         fail(409, "other_model", "the block is on disk but cannot be used here: " + why, json { {"name", name} });
     }
     fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+}
+
+// a copy that can be loaded now: what was on disk has been read by the thread of the call
+server_blocks::saved * server_blocks::in_memory(const std::string & tenant, const std::string & name) {
+    saved * block = find(tenant, name);
+    if (!block) {
+        unknown(tenant, name);
+    }
+    if (!block->in_ram()) {
+        fail(503, "unavailable_error", "the block came from disk and had to make room for others again", json { {"name", name} });
+    }
+    return block;
 }
 
 // the names whose rows a call is about to load
@@ -374,10 +394,7 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     std::map<llama_pos, saved *> blocks; // by first position
     llama_kv_ranges covered;
     for (const auto & name : get_names(body)) {
-        saved * block = find(tenant, name);
-        if (!block || !block->in_ram()) {
-            unknown(tenant, name);
-        }
+        saved * block = in_memory(tenant, name);
         if (!matches(*block, list, hashes, json_value(body, "force", false))) {
             fail(409, "stale_block", "the block was made of other tokens", json { {"name", name} });
         }
@@ -391,7 +408,8 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
         fail_request("the block that ends at the last token must be among \"names\": decoding goes on from its last row");
     }
     const int32_t needed = server_ranges_count(covered, 0, (llama_pos) list.size());
-    const int32_t room   = llama_kv_block_n_free(ctx, slot.id) + llama_kv_block_n_rows(ctx, slot.id);
+    const int32_t kept   = server_ranges_count(llama_kv_block_shared_ranges(ctx, slot.id), 0, slot.n_ctx); // by others
+    const int32_t room   = llama_kv_block_n_free(ctx, slot.id) + llama_kv_block_n_rows(ctx, slot.id) - kept;
     if (needed > room) {
         fail(503, "no_free_cells", "not enough cells", json { {"needed", needed}, {"free", room} });
     }
@@ -496,10 +514,9 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
     if (kind == "reuse")  { return op_reuse (op, plan); }
     if (kind == "attn-capture") { return op_capture(op, plan.slot, plan.dry); }
     if (kind == "drop") {
-        get_names(op);
-        json body = op;
-        body["tenant"] = plan.tenant;
-        return plan.dry ? json() : run_drop(body);
+        const auto names = get_names(op);
+        plan.dropped.insert(names.begin(), names.end());
+        return plan.dry ? json() : run_drop(json { {"tenant", plan.tenant}, {"names", names} });
     }
     fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, attn-capture");
 }
@@ -517,7 +534,10 @@ json server_blocks::op_save(const json & op, plan_state & plan) {
         if (server_ranges_count(plan.resident_first, p0, p1) != p1 - p0) {
             fail_request(string_format("[%d, %d) is not wholly resident", p0, p1));
         }
-        plan.names[name] = { p0, p1 };
+        if (plan.dropped.count(name)) {
+            fail(400, "invalid_request_error", "saves run first: what the plan drops before would be dropped after", json { {"name", name} });
+        }
+        plan.refer(name, key);
         plan.keep.insert(key);
         if (!store.count(key) && plan.fresh.insert(key).second) {
             plan.bytes += cost(p1 - p0, plan.slot.id);
@@ -544,15 +564,18 @@ json server_blocks::op_evict(const json & op, plan_state & plan) {
     llama_kv_ranges ranges;
     if (op.contains("names")) {
         for (const auto & name : get_names(op)) {
-            const auto it = plan.names.find(name);
-            const saved * block = it == plan.names.end() ? find(plan.tenant, name) : nullptr;
-            if (it == plan.names.end() && !block) {
-                unknown(plan.tenant, name);
+            if (plan.dry && !plan.named.count(name)) {
+                const saved * block = find(plan.tenant, name);
+                if (!block || plan.dropped.count(name)) {
+                    unknown(plan.tenant, name);
+                }
+                if (!matches(*block, plan.tokens, plan.hashes, false)) {
+                    fail(409, "stale_block", "the slot holds other tokens at this block's place", json { {"name", name} });
+                }
+                plan.refer(name, labels.at({ plan.tenant, name }));
             }
-            if (block && !matches(*block, plan.tokens, plan.hashes, false)) {
-                fail(409, "stale_block", "the slot holds other tokens at this block's place", json { {"name", name} });
-            }
-            ranges.push_back(block ? std::make_pair(block->kv.p0, block->kv.p1) : it->second);
+            const auto & key = plan.named.at(name);
+            ranges.push_back({ std::get<2>(key), std::get<3>(key) });
         }
     } else {
         const int32_t n_tokens = (int32_t) plan.tokens.size();
@@ -593,10 +616,10 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
     int32_t n_loaded = 0;
     int32_t n_same   = 0;
     for (const auto & name : get_names(op)) {
-        saved * block = find(plan.tenant, name);
-        if (!block || !block->in_ram()) {
+        if (plan.dropped.count(name) && plan.dry) {
             unknown(plan.tenant, name);
         }
+        saved * block = in_memory(plan.tenant, name);
         const llama_pos p0 = block->kv.p0;
         const llama_pos p1 = block->kv.p1;
         if (!plan.dry) {
@@ -619,6 +642,7 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
             fail(503, "no_free_cells", "not enough free cells or budget", json { {"needed", p1 - p0}, {"free", std::max(0, room)}, {"name", name} });
         }
         plan.n_free -= p1 - p0;
+        plan.refer(name, labels.at({ plan.tenant, name }));
         plan.keep.insert(labels.at({ plan.tenant, name }));
         server_ranges_add(plan.resident, p0, p1);
     }
@@ -639,6 +663,9 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
     }
     for (const auto & e : op.contains("order") ? op.at("order") : json::array()) {
         stream.order.push_back({ get_name(e.at("name")), get_int(e, "p0", 0, big), get_int(e, "p1", 0, big) });
+        if (stream.order.back().p0 >= stream.order.back().p1 || (int) stream.order.size() > plan.slot.n_ctx) {
+            fail_request("\"order\" must be blocks with p0 < p1, not more of them than the slot has tokens");
+        }
     }
     const int64_t held = (int64_t) stream.sink + stream.recent + server_ranges_count(stream.protect, 0, big) + stream.block;
     if (stream.budget > 0 && held > stream.budget) {
@@ -682,7 +709,7 @@ json server_blocks::run_compact(const json & body, const server_blocks_slot & sl
     const llama_tokens tokens = slot.prompt->tokens.get_text_tokens();
     llama_tokens kept;
     for (const auto & r : llama_kv_block_resident(ctx, slot.id)) {
-        kept.insert(kept.end(), tokens.begin() + r.first, tokens.begin() + std::min<size_t>(r.second, tokens.size()));
+        kept.insert(kept.end(), tokens.begin() + std::min<size_t>(r.first, tokens.size()), tokens.begin() + std::min<size_t>(r.second, tokens.size()));
     }
     const uint32_t n_moved = llama_kv_block_compact(ctx, slot.id);
     slot.prompt->clear();
@@ -708,10 +735,7 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
     if (names.size() != 1) {
         fail_request("one block at a time can be loaded at another place");
     }
-    saved * block = find(tenant, names[0]);
-    if (!block || !block->in_ram()) {
-        unknown(tenant, names[0]);
-    }
+    saved * block = in_memory(tenant, names[0]);
     const int32_t n = block->kv.p1 - block->kv.p0;
     if ((int64_t) tokens.size() + n >= slot.n_ctx) {
         fail_request(string_format("%zu + %d tokens do not fit the slot's context of %d", tokens.size(), n, slot.n_ctx));

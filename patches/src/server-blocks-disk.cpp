@@ -417,12 +417,14 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
             lock.unlock();
             server_blocks_file_write(folder, job.head, job.data);
             lock.lock();
+            others_fill = false;
             break;
         } catch (const server_blocks_file_error & e) {
             lock.lock();
             const bool again = attempt == 0 && (e.kind == server_blocks_file_error::GONE
                 ? mkdir(folder.c_str(), 0700) == 0 // somebody removed the folder
-                : e.kind == server_blocks_file_error::FULL && delete_oldest(file, lock));
+                : e.kind == server_blocks_file_error::FULL && !others_fill && free_up(bytes, file, lock));
+            others_fill = others_fill || (attempt > 0 && e.kind == server_blocks_file_error::FULL);
             if (!again) {
                 throw;
             }
@@ -432,6 +434,17 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
     e.bytes = bytes;
     e.used  = now_ns();
     add(file, std::move(e));
+}
+
+// so many bytes of the oldest files go, as the disk is full; false if there are not so many
+bool server_blocks_disk::free_up(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock) {
+    const size_t before = n_used;
+    while (n_used + bytes > before) {
+        if (!delete_oldest(except, lock)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 // files go until so many bytes fit under the cap

@@ -119,6 +119,7 @@ private:
     void write_one(server_blocks_write & job, std::unique_lock<std::mutex> & lock);
     void write_file(const server_blocks_write & job, const std::string & file, std::unique_lock<std::mutex> & lock);
     void make_room(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock);
+    bool free_up(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock);
     bool delete_oldest(const std::string & except, std::unique_lock<std::mutex> & lock);
     void add(const std::string & file, entry e);
     void forget(const std::string & file);
@@ -140,6 +141,7 @@ private:
     std::string last_error;
     uint64_t    n_written = 0, n_failed = 0, n_damaged = 0, n_deleted = 0, n_read = 0;
     int64_t     scanned_ms = 0; // when the folder was last looked through
+    bool        others_fill = false; // the disk is full, and deleting a file of ours did not help: no more of them go for that
     bool        stopping  = false;
     std::thread worker;
 };

@@ -17,7 +17,8 @@
 #endif
 
 static constexpr char     MAGIC[8] = { 'e', 'v', 'o', 'k', 'e', 'K', 'V', 'B' };
-static constexpr uint32_t VERSION  = 1;
+static constexpr uint32_t VERSION  = 2;          // 1: without bounds of the keys; is read too
+static constexpr uint64_t ID_SEED  = 1;          // of server_blocks_model_id()
 static constexpr uint32_t ORDER    = 0x01020304; // of the bytes of a number
 static constexpr size_t   ALIGN    = 64;         // of the rows
 static constexpr size_t   HEAD_MAX = size_t(64) << 20;
@@ -128,6 +129,8 @@ std::vector<uint8_t> packed(const server_blocks_head & head, uint64_t sum_data) 
     p.list(head.kv.tok);
     p.list(head.kv.x);
     p.list(head.kv.y);
+    p.list(head.bounds.layers);
+    p.list(head.bounds.values);
     p.bytes.resize(aligned(p.bytes.size()));
 
     fixed_head fixed {};
@@ -169,6 +172,10 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
     head.kv.x     = u.list<llama_pos>();
     head.kv.y     = u.list<llama_pos>();
     head.kv.size  = fixed.n_data;
+    if (fixed.version >= 2) {
+        head.bounds.layers = u.list<int32_t>();
+        head.bounds.values = u.list<float>();
+    }
 
     const size_t n = head.tokens.size();
     bool sound = head.kv.p0 >= 0 && head.kv.p1 > head.kv.p0 && n == (size_t) head.kv.p1 - head.kv.p0 && !head.labels.empty();
@@ -257,7 +264,7 @@ server_blocks_head peek(int fd, fixed_head & fixed) {
     if (memcmp(fixed.magic, MAGIC, sizeof(MAGIC)) != 0) {
         damaged("not a block file");
     }
-    if (fixed.version != VERSION || fixed.order != ORDER) {
+    if (fixed.version < 1 || fixed.version > VERSION || fixed.order != ORDER) {
         throw server_blocks_file_error(server_blocks_file_error::OTHER, "a block file of another version");
     }
     if (fixed.n_head < sizeof(fixed) || fixed.n_head > std::min(HEAD_MAX, size) || fixed.n_data != size - fixed.n_head) {
@@ -371,7 +378,7 @@ void server_blocks_file_write(const std::string &, const server_blocks_head &, c
 
 uint64_t server_blocks_model_id(const common_params & params) {
     int n_files = 1;
-    uint64_t h = gguf_id(params.model.path, VERSION, n_files);
+    uint64_t h = gguf_id(params.model.path, ID_SEED, n_files);
     std::vector<char> prefix(params.model.path.size() + 1), path(params.model.path.size() + 64);
     for (int i = 1; h != 0 && i < n_files; ++i) {
         int ignored = 0;
@@ -437,7 +444,7 @@ server_blocks_head server_blocks_file_read(const std::string & path, const serve
 }
 
 bool server_blocks_file_locked(const std::string & path) {
-    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     const bool free = fd < 0 || flock(fd, LOCK_EX | LOCK_NB) == 0;
     if (fd >= 0) {
         close(fd);

@@ -14,6 +14,14 @@
 #include <string>
 #include <vector>
 
+// the least and the greatest value of each channel of a block's keys, of some layers (llama_attn_capture_bounds)
+struct server_blocks_bounds {
+    std::vector<int32_t> layers;
+    std::vector<float>   values;
+
+    size_t size() const { return layers.size()*sizeof(int32_t) + values.size()*sizeof(float); }
+};
+
 // everything but the rows
 struct server_blocks_head {
     uint64_t    model  = 0; // server_blocks_model_id() of the server that wrote it
@@ -23,6 +31,7 @@ struct server_blocks_head {
     uint64_t    hash        = 0; // of the tokens up to p1
     llama_tokens   tokens;       // of [p0, p1)
     llama_kv_block kv;           // without data
+    server_blocks_bounds bounds; // where attention was captured; what is there is as long as its layers say
 };
 
 struct server_blocks_file_error : std::runtime_error {

@@ -53,7 +53,7 @@ void server_blocks::use(saved & block) {
     node.key() = block.used = ++clock;
     lru[block.in_ram()].insert(std::move(node));
     if (block.on_disk) {
-        disk.touch(server_blocks_file_name(head_of(key, block)));
+        disk.touch(file_of(key, block));
     }
 }
 
@@ -76,13 +76,18 @@ void server_blocks::erase(block_it it) {
         labels.erase({ std::get<0>(it->first), name });
     }
     lru[block.in_ram()].erase(block.used);
+    index_used -= block.in_ram() ? 0 : block.bytes;
     if (block.on_disk) {
-        const auto file = server_blocks_file_name(head_of(it->first, block));
+        const auto file = file_of(it->first, block);
         files.erase(file);
         disk.remove(file);
     }
+    const bool running = block.writing && !disk.cancel(*block.writing);
+    if (block.writing && !running && disk.state(*block.writing) == server_blocks_write::DONE) { // just now
+        disk.remove(server_blocks_file_name(block.writing->head));
+    }
     size_t bytes = block.bytes;
-    if (block.reading || (block.writing && !disk.cancel(*block.writing))) {
+    if (block.reading || running) {
         const size_t n = block.reading ? rows_cost(block.kv) : bytes;
         limbo.push_back({ block.writing, block.reading, block.reading ? block.reading->data : block.kv.data, n });
         bytes -= block.reading ? 0 : bytes;
@@ -135,9 +140,10 @@ bool server_blocks::free_some(const std::set<key_t> & keep) {
         return true;
     }
     for (const auto & [used, key] : lru[1]) {
-        if (!keep.count(key)) {
+        const auto it = store.find(key);
+        if (!keep.count(key) && !it->second.on_disk) { // those are only being written anew
             n_dropped++;
-            erase(store.find(key));
+            erase(it);
             return true;
         }
     }
@@ -158,8 +164,13 @@ bool server_blocks::put(const std::string & tenant, const std::string & name, in
                         const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep) {
     const key_t key { tenant, hashes[p1], p0, p1 };
     auto it = store.find(key);
+    if (it != store.end() && !it->second.in_ram() && !it->second.reading && !disk.holds(file_of(key, it->second))) {
+        erase(it); // somebody deleted its file: these rows have no copy any more
+        it = store.end();
+    }
     if (it != store.end()) {
         use(it->second);
+        keep_bounds(it->second, id);
         label(tenant, name, key);
         return true;
     }

@@ -62,7 +62,20 @@ server_blocks_head server_blocks::head_of(const key_t & key, const saved & block
     head.tokens = block.tokens;
     head.kv     = block.kv;
     head.kv.data = nullptr;
+    head.bounds = block.bounds;
     return head;
+}
+
+// the name of its file
+std::string server_blocks::file_of(const key_t & key, const saved & block) const {
+    server_blocks_head head;
+    head.model  = disk_model;
+    head.tenant = std::get<0>(key);
+    head.hash   = block.hash;
+    head.kv.layout = block.kv.layout;
+    head.kv.p0  = block.kv.p0;
+    head.kv.p1  = block.kv.p1;
+    return server_blocks_file_name(head);
 }
 
 //
@@ -109,7 +122,8 @@ void server_blocks::settle_write(block_it it) {
     if (state == server_blocks_write::DONE) {
         const auto & names = block.writing->head.labels;
         block.on_disk = true;
-        block.renamed = block.labels != std::set<std::string>(names.begin(), names.end());
+        block.renamed = block.labels != std::set<std::string>(names.begin(), names.end())
+            || block.bounds.layers != block.writing->head.bounds.layers;
         files[server_blocks_file_name(block.writing->head)] = it->first;
     } else if (state == server_blocks_write::FAILED) {
         rest_ms = block.rest_ms = ggml_time_ms() + REST_MS;
@@ -133,6 +147,7 @@ void server_blocks::settle_read(block_it it) {
     const size_t bytes = rows_cost(block.kv);
     if (read->state == server_blocks_read::DONE) {
         lru[0].erase(block.used);
+        index_used   -= block.bytes;
         block.kv      = read->head.kv;
         block.kv.data = read->data;
         block.tokens  = read->head.tokens;
@@ -200,19 +215,23 @@ void server_blocks::take_found() {
         }
         auto it = store.find(key);
         if (it == store.end()) {
-            if (names.empty() || (lru[0].size() + 1)*META > ram_budget/INDEX_SHARE || ram_used + META > ram_budget) {
+            const size_t room   = std::min(ram_budget - ram_used, ram_budget/INDEX_SHARE - std::min(index_used, ram_budget/INDEX_SHARE));
+            const bool   bounds = bounds_fit(head.bounds) && META + head.bounds.size() <= room;
+            if (names.empty() || META > room) {
                 continue;
             }
             saved block;
+            block.bounds = bounds ? head.bounds : server_blocks_bounds();
             block.kv.p0  = head.kv.p0;
             block.kv.p1  = head.kv.p1;
             block.kv.size   = head.kv.size;
             block.kv.layout = head.kv.layout;
             block.prefix_hash = head.prefix_hash;
             block.hash   = head.hash;
-            block.bytes  = META;
+            block.bytes  = META + block.bounds.size();
             block.used   = clock - i;
-            ram_used    += META;
+            ram_used    += block.bytes;
+            index_used  += block.bytes;
             lru[0][block.used] = key;
             it = store.emplace(key, std::move(block)).first;
         }
@@ -272,28 +291,36 @@ void server_blocks::release(block_it it) {
     llama_tokens().swap(block.tokens);
     ram_used    -= rows_cost(block.kv);
     block.bytes -= rows_cost(block.kv);
+    index_used  += block.bytes;
 }
 
 bool server_blocks::release_one(const std::set<key_t> & keep) {
     for (const auto & [used, key] : lru[1]) {
         const auto it = store.find(key);
-        if (!it->second.on_disk || keep.count(key)) {
-            continue;
+        if (!it->second.on_disk || it->second.writing || keep.count(key)) {
+            continue; // a file that gets other names is being read from this memory
         }
-        if (disk.holds(server_blocks_file_name(head_of(key, it->second)))) {
+        if (disk.holds(file_of(key, it->second))) {
             release(it);
             trim_index();
             return true;
         }
-        files.erase(server_blocks_file_name(head_of(key, it->second)));
+        files.erase(file_of(key, it->second));
         it->second.on_disk = false;
     }
     return false;
 }
 
-// knowing of blocks on disk must not take all the memory
+// knowing of blocks on disk must not take all the memory: of the oldest the bounds are forgotten, then that they are there
 void server_blocks::trim_index() {
-    for (auto it = lru[0].begin(); it != lru[0].end() && lru[0].size()*META > ram_budget/INDEX_SHARE; ) {
+    for (auto it = lru[0].begin(); it != lru[0].end() && index_used > ram_budget/INDEX_SHARE; ++it) {
+        auto & block = store.at(it->second);
+        index_used  -= block.bounds.size();
+        ram_used    -= block.bounds.size();
+        block.bytes -= block.bounds.size();
+        block.bounds = {};
+    }
+    for (auto it = lru[0].begin(); it != lru[0].end() && index_used > ram_budget/INDEX_SHARE; ) {
         const auto block = store.find((it++)->second);
         if (!block->second.reading) {
             erase(block);

@@ -15,18 +15,13 @@ void server_ranges_add(llama_kv_ranges & set, llama_pos p0, llama_pos p1) {
     if (p0 >= p1) {
         return;
     }
-    llama_kv_ranges res;
-    for (const auto & r : set) {
-        if (r.second < p0 || r.first > p1) {
-            res.push_back(r);
-        } else {
-            p0 = std::min(p0, r.first);
-            p1 = std::max(p1, r.second);
-        }
+    const auto first = std::lower_bound(set.begin(), set.end(), p0, [](const auto & r, llama_pos p) { return r.second < p; });
+    auto last = first; // behind those that it overlaps or touches
+    for (; last != set.end() && last->first <= p1; ++last) {
+        p0 = std::min(p0, last->first);
+        p1 = std::max(p1, last->second);
     }
-    res.push_back({ p0, p1 });
-    std::sort(res.begin(), res.end());
-    set = std::move(res);
+    set.insert(set.erase(first, last), { p0, p1 });
 }
 
 void server_ranges_remove(llama_kv_ranges & set, llama_pos p0, llama_pos p1) {

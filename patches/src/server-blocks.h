@@ -81,12 +81,6 @@ struct server_blocks_stream {
     std::vector<entry> order; // evicted first to last; then as --kv-eviction says, or the oldest first
 };
 
-// the least and the greatest value of each channel of a block's keys, of some layers (llama_attn_capture_bounds)
-struct server_blocks_bounds {
-    std::vector<int32_t> layers;
-    std::vector<float>   values;
-};
-
 class server_blocks {
 public:
     ~server_blocks();
@@ -173,7 +167,7 @@ private:
         size_t                bytes = 0; // of host memory
 
         bool        on_disk = false; // there is a file of it
-        bool        renamed = false; // which does not have its names
+        bool        renamed = false; // which does not have its names, or its bounds
         int64_t     rest_ms = 0;     // not to be written before: it has failed
         std::shared_ptr<server_blocks_write> writing;
         std::shared_ptr<server_blocks_read>  reading;
@@ -224,6 +218,7 @@ private:
     llama_kv_block_memory kind { "", false, false };
     size_t          ram_budget = 0;
     size_t          ram_used   = 0;
+    size_t          index_used = 0; // of it, for knowing of blocks that are only on disk
     size_t          row_size   = 0;
     bool            copying    = false; // copies are under way that nobody has waited for
     uint64_t        clock      = 0;
@@ -264,6 +259,7 @@ private:
     json op_load   (const json & op, plan_state & plan);
     json op_stream (const json & op, plan_state & plan);
     json op_reuse  (const json & op, plan_state & plan);
+    saved * in_memory(const std::string & tenant, const std::string & name);
     [[noreturn]] void unknown(const std::string & tenant, const std::string & name) const;
     static std::vector<std::string> needed(const server_blocks_call & call);
     json slot_json (const server_blocks_slot & slot) const;
@@ -276,6 +272,8 @@ private:
     json bounds_json  (const json & body, const server_blocks_slot & slot) const;
     server_blocks_bounds key_bounds(int id, llama_pos p0, llama_pos p1) const;
     size_t key_bounds_size(int id) const; // bytes of one block's
+    bool   bounds_fit(const server_blocks_bounds & bounds) const;
+    void   keep_bounds(saved & block, int id);
 
     // server-blocks.cpp
     void     bump(int id);
@@ -335,6 +333,7 @@ private:
     void     sweep();
     void     trim_index();
     server_blocks_head head_of(const key_t & key, const saved & block) const;
+    std::string file_of(const key_t & key, const saved & block) const;
     json     disk_json() const;
 
     static uint64_t mix(uint64_t h, uint64_t v);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import pytest
 from first_layer import attention, queries_and_keys
 from llama import Json, Llama, running, story
+from native import run
 
 from bench.random_models import SHAPES, ensure
 
@@ -291,3 +293,9 @@ def test_tokens_that_are_taken_back_have_no_mass(one: Llama) -> None:
     answer = one.get("/slots/0/attention?ranges=0-50,50-60,60-1000")
     assert answer["mass"][0] > 0 and answer["mass"][1] > 0
     assert answer["mass"][2] == 0
+
+
+def test_an_eval_callback_sees_the_softmax_that_is_captured(tmp_path: Path) -> None:
+    """Through the library itself: upstream's own tensors, no server and no JSON between them."""
+    said = run(Path(__file__).parents[1] / "attn_capture/attn_capture.cpp", tmp_path)
+    assert said.count("upstream's softmax") == said.count("in all layers") == 3

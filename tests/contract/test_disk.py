@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import random
 import resource
+import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections import Counter
@@ -99,12 +103,25 @@ def test_what_memory_has_no_room_for_is_on_disk_and_comes_back_exactly(tmp_path:
 def test_a_server_that_was_stopped_finds_its_blocks_again(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d")) as server:
         held = talk(server)
+        server.act("attn-capture", layers=[0, 2], queries=8)
         names = save_each(server, held)
+        known, limits = bounds(server, held)
+        assert all(known) and len(limits) == len(names) * 2 * 2 * 128 * 4
         reference = logprobs(server, held + held[:9], 0)
         assert tiers(server) == {"ram": len(names)} and disk(server)["n_files"] == 0
-    assert len(files(tmp_path / "d")) == len(names)  # written at the end
+    kept = files(tmp_path / "d")
+    assert len(kept) == len(names)  # written at the end
+    kept[0].write_bytes(first_version(kept[0].read_bytes()))  # as before there were bounds
     with running(True, *options(tmp_path / "d")) as server:
         assert tiers(server) == {"disk": len(names)}
+        server.act("block-adopt", 1, tokens=held, names=names[-1:])
+        server.act("attn-capture", 1, layers=[0, 2], queries=8)
+        known, found = bounds(server, held, 1)  # of blocks that are only on disk
+        assert known.count(False) <= 1
+        each = [limits[at : at + 2048] for at in range(0, len(limits), 2048)]
+        assert found == b"".join(part for part, here in zip(each, known, strict=True) if here)
+        server.act("attn-capture", 1, layers=[0], queries=8)
+        assert bounds(server, held, 1)[0] == [False] * (len(names) - 1) + [True]
         adopted = server.act("block-adopt", 1, tokens=held, names=names)
         assert adopted["bit_exact"] and adopted["n_loaded"] == len(held)
         assert disk(server)["n_read"] == len(names)
@@ -112,6 +129,53 @@ def test_a_server_that_was_stopped_finds_its_blocks_again(tmp_path: Path) -> Non
         assert evoke["recovered"] == len(held) and evoke["decoded"] == 9
         server.act("block-adopt", 1, tokens=held, names=names)
         assert logprobs(server, held + held[:9], 1) == reference
+
+
+def bounds(server: Llama, held: list[int], slot: int = 0) -> tuple[list[bool], bytes]:
+    """Of each block, resident or not: whether its key bounds are known, and what they are."""
+    ranges = [[p0, min(len(held), p0 + SIZE)] for p0 in range(0, len(held), SIZE)]
+    answer = server.post(f"/slots/{slot}?action=attention", {"bounds": ranges})["key_bounds"]
+    return answer["known"], base64.b64decode(answer["data"])
+
+
+def first_version(whole: bytes) -> bytes:
+    """The file as a server wrote it that kept no bounds."""
+    order, n_head, n_data, sum_data, _ = struct.unpack_from("<IQQQQ", whole, 12)
+    at = 48 + 4 * 8 + 2 * 4
+    at += 8 + struct.unpack_from("<Q", whole, at)[0]  # the tenant
+    (n_names,) = struct.unpack_from("<Q", whole, at)
+    at += 8
+    for size in [1] * n_names + [4] * 6:  # names, lists of numbers
+        at += 8 + size * struct.unpack_from("<Q", whole, at)[0]
+    assert struct.unpack_from("<Q", whole, at) == (2,)  # layers that have bounds
+    head = whole[:at] + bytes(-at % 64)
+    fields = (b"evokeKVB", 1, order, len(head), n_data, sum_data)
+    head = struct.pack("<8sIIQQQQ", *fields, 0) + head[48:]
+    return struct.pack("<8sIIQQQQ", *fields, checksum(head)) + head[48:] + whole[n_head:]
+
+
+def checksum(data: bytes) -> int:
+    """That of server-blocks-file.cpp, seed 0, of a multiple of 32 bytes."""
+    mask = (1 << 64) - 1
+    p1, p2, p3, p4 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
+
+    def rotated(x: int, r: int) -> int:
+        return (x << r | x >> (64 - r)) & mask
+
+    def mixed(total: int, lane: int) -> int:
+        return rotated((total + lane * p2) & mask, 31) * p1 & mask
+
+    lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
+    for i, lane in enumerate(struct.unpack(f"<{len(data) // 8}Q", data)):
+        lanes[i % 4] = mixed(lanes[i % 4], lane)
+    turned = zip(lanes, (1, 7, 12, 18), strict=True)
+    h = sum(rotated(lane, r) for lane, r in turned) & mask
+    for lane in lanes:
+        h = ((h ^ mixed(0, lane)) * p1 + p4) & mask
+    h = (h + len(data)) & mask
+    h = (h ^ h >> 33) * p2 & mask
+    h = (h ^ h >> 29) * p3 & mask
+    return h ^ h >> 32
 
 
 def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:
@@ -181,12 +245,16 @@ def test_a_folder_full_of_other_things_is_survived(tmp_path: Path) -> None:
 
 
 @contextmanager
-def killable(folder: Path) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
+def killable(
+    folder: Path, *before: str, ram: int = 1
+) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
+    """A server as a process; `before` is what its command is an argument of."""
     port = free_port()
-    command = [str(binary(patched=True)), "-m", str(MODEL), "-t", "1", "--port", str(port)]
+    command = [*before, str(binary(patched=True)), "-m", str(MODEL), "-t", "1"]
+    command += ["--port", str(port), "--slot-save-path", str(folder.parent)]
     with open(folder.parent / "log", "wb") as log:
         process = subprocess.Popen(
-            [*command, "--slot-save-path", str(folder.parent), *options(folder, ram=1)],
+            [*command, *options(folder, ram=ram)],
             stdout=log,
             stderr=log,
             env=plain_environment(),
@@ -329,6 +397,46 @@ def test_a_disk_that_fails_costs_copies_at_most(tmp_path: Path) -> None:
         error = server.refuse("block-spill", names=["d"])
         assert error["code"] == 503 and "Not a directory" in error["message"]
         assert process.poll() is None
+
+
+def test_a_file_system_that_is_full_is_said_and_gets_blocks_again_when_it_is_not(
+    tmp_path: Path,
+) -> None:
+    """A real one, of 2 MiB, that only the server's process sees."""
+    folder, mount = tmp_path / "d", 'mount -t tmpfs -o size=2m,mode=700 none "$0" && exec "$@"'
+    folder.mkdir(mode=0o700)
+    own = ("unshare", "-m", "sh", "-c", mount, str(folder))
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*own, "true"], capture_output=True).returncode
+    ):
+        pytest.skip("this system lets nobody here mount a file system")
+    with killable(folder, *own, ram=8) as (server, process):
+        there = Path(f"/proc/{process.pid}/root{folder}")
+        held = talk(server)
+        reference = logprobs(server, held, 0)
+        names = save_each(server, held)[:24]  # 3 MB, that the memory has room for
+        with (there / "another's").open("wb", buffering=0) as other:
+            while shutil.disk_usage(there).free:
+                other.write(bytes(4096))
+        error = server.refuse("block-spill", names=names[:4])
+        assert error["code"] == 503 and "No space left on device" in error["message"]
+        assert disk(server)["n_failed"] > 0 and not files(there) and not files(there, "tmp")
+        assert set(names) <= set(blocks(server)) and disk(server)["n_dropped"] == 0
+
+        os.truncate(there / "another's", 1 << 20)  # a third of them has room now
+        spill(server)
+        assert disk(server)["n_deleted"] > 0 and len(files(there)) >= 5
+        assert set(names) <= set(blocks(server))  # what went from there is in memory still
+
+        (there / "another's").unlink()
+        left = [name for name in names if name in blocks(server)][:12]
+        body = {"names": left, "release": True}
+        assert server.post("/slots/0?action=block-spill", body)["n_spilled"] == len(left)
+        for name in left[1:]:
+            server.act("block-evict", names=[name])
+            assert server.act("block-load", names=[name])["bit_exact"]
+        assert logprobs(server, held, 0) == reference and disk(server)["n_damaged"] == 0
 
 
 @pytest.mark.parametrize(

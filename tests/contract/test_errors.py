@@ -22,7 +22,20 @@ def held(one: Llama) -> Iterator[Llama]:
     assert one.slot() == before
 
 
+SAVE = {"op": "save", "name": "gone", "p0": 0, "p1": 32}
+LOAD = {"op": "load", "names": ["gone"]}
+# Saves run first: after them a name would be another block's, or nobody's.
+MIXED_UP: list[list[dict[str, Any]]] = [
+    [SAVE, LOAD],
+    [LOAD, SAVE],
+    [SAVE, SAVE | {"p0": 200, "p1": 240}],
+    [{"op": "drop", "names": ["here"]}, SAVE | {"name": "here", "p0": 128, "p1": 192}],
+    [{"op": "evict", "names": ["here"]}, SAVE | {"name": "here"}],
+]
+
 CASES: list[tuple[str, dict[str, Any], int, str]] = [
+    *(("block-plan", {"ops": ops}, 400, "invalid_request_error") for ops in MIXED_UP),
+    ("block-plan", {"ops": [{"op": "drop", "names": ["gone"]}, LOAD]}, 404, "unknown_block"),
     ("block-save", {"name": "x", "p0": 200, "p1": 100}, 400, "invalid_request_error"),
     ("block-save", {"name": "x", "p0": -1, "p1": 100}, 400, "invalid_request_error"),
     ("block-save", {"name": "x", "p0": 0, "p1": 100000}, 400, "invalid_request_error"),
@@ -45,6 +58,13 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("block-plan", {"ops": [], "expect": {"tokens_hash": "0"}}, 409, "stale_epoch"),
     ("stream", {"budget": 100, "sink": 4, "recent": 64, "block": 64}, 400, "invalid_request_error"),
     ("stream", {"budget": -5}, 400, "invalid_request_error"),
+    (
+        "stream",
+        {"budget": 200, "order": [{"name": "x", "p0": 8, "p1": 8}]},
+        400,
+        "invalid_request_error",
+    ),
+    ("attention", {"ranges": [[0, 200]] * 99}, 400, "invalid_request_error"),
     ("block-adopt", {"tokens": [], "names": ["gone"]}, 400, "invalid_request_error"),
     ("block-adopt", {"tokens": [99999], "names": ["gone"]}, 400, "invalid_request_error"),
     ("block-adopt", {"tokens": [5], "names": ["nope"]}, 404, "unknown_block"),
