@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
 from evoke_proxy.engine.at_rest import at_rest
+from evoke_proxy.engine.sweeper import Sweeper
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
@@ -47,9 +47,7 @@ class Vault:
         self._store: Store | None = None
         self._known: dict[str, Snapshot] = {}
         self._generation = -1
-        # Files go behind our back, one after the other: deleting a large one takes a disk long.
-        self._sweeper = ThreadPoolExecutor(1, "vault")
-        self._latest: Future[None] | None = None
+        self._sweeper = Sweeper()
         self._overdue: set[str] = set()
 
     def open(self, claim: bool = True) -> None:
@@ -83,7 +81,7 @@ class Vault:
 
     def close(self) -> None:
         """Let another process have it."""
-        self._sweeper.shutdown()
+        self._sweeper.close()
         if self._store is not None:
             self._store.close()
         self.files.free()
@@ -94,15 +92,19 @@ class Vault:
         self.trim()
 
     @property
+    def _index(self) -> Store:
+        assert self._store is not None, "it is not open"
+        return self._store
+
+    @property
     def busy(self) -> bool:
         """Whether files are on their way out."""
-        return self._latest is not None and not self._latest.done()
+        return self._sweeper.busy
 
     @property
     def snapshots(self) -> Collection[Snapshot]:
         """All of them, the latest used first as of the last look at the index."""
-        assert self._store is not None
-        if self._store.generation() != self._generation:
+        if self._index.generation() != self._generation:
             self._reload()
         return self._known.values()
 
@@ -137,11 +139,10 @@ class Vault:
             *(self.files.stored_bytes(n_bytes), checksum, label.prefill_s, now, now),
             tokens=tokens,
         )
-        assert self._store is not None
         try:
-            self._store.add(new, packed)
+            self._index.add(new, packed)
         except SnapshotUnusable:
-            self._sweep(self.files.discard, _name(new))
+            self._sweeper.sweep(self.files.discard, _name(new))
             await self.swept()
             raise
         self._known[new.id] = new
@@ -177,13 +178,11 @@ class Vault:
             yield name
         finally:
             if name != _name(snapshot):
-                self._sweep(self.files.discard, name)
+                self._sweeper.sweep(self.files.discard, name)
 
     def begin_restore(self, snapshot: Snapshot) -> None:
         """From here on it is suspect: should llama-server die of it, it is not tried again.
-
-        Raises SnapshotUnusable when the disk does not take that note.
-        """
+        Raises SnapshotUnusable when the disk does not take that note."""
         self._mark(snapshot, suspect=True)
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
@@ -192,25 +191,20 @@ class Vault:
         if current is None:  # deleted meanwhile
             return
         hits = hits_at(current, now, self._bounds.half_life_s) + useful
-        proven = {"suspect": False, "used": now if useful else current.used, "hits": hits}
-        try:
-            self._mark(snapshot, **proven)
-        except SnapshotUnusable as error:  # the next process will not trust it; we may
-            _log.warning("%s", error)
-            self._known[snapshot.id] = replace(current, **proven)  # type: ignore[arg-type]
+        self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
         """Out of the index, its file kept for whoever wants to look at it."""
         _log.warning("snapshot %s set aside: %s", snapshot.id, reason)
         self._metrics.snapshots_bad.labels(reason=reason).inc()
         self._remove(snapshot)
-        self._sweep(self.files.set_aside, _name(snapshot))
+        self._sweeper.sweep(self.files.set_aside, _name(snapshot))
 
     def delete(self, snapshot: Snapshot, reason: str) -> None:
         """Delete it, row first: a file without a row is a leaving, the reverse a lie."""
         self._metrics.snapshots_gone.labels(reason=reason).inc()
         self._remove(snapshot)
-        self._sweep(self.files.discard, _name(snapshot))
+        self._sweeper.sweep(self.files.discard, _name(snapshot))
 
     def pin(self, snapshot: Snapshot, pinned: bool) -> None:
         """A pinned one is never deleted for room, age or a newer one."""
@@ -221,7 +215,7 @@ class Vault:
         be written: it is deleted again with every later one, and at the next start."""
         self._overdue |= {part} if overdue else set()
         for name in self._overdue | {part}:
-            self._sweep(self.files.discard, name)
+            self._sweeper.sweep(self.files.discard, name)
 
     def trim(self) -> None:
         """Be within the bounds again."""
@@ -229,7 +223,7 @@ class Vault:
         for snapshot, reason in surplus(self.snapshots, self._bounds, free, time.time()):
             self.delete(snapshot, reason)
         for part in self._overdue:
-            self._sweep(self.files.discard, part)
+            self._sweeper.sweep(self.files.discard, part)
         self._metrics.snapshots.set(len(self._known))
         self._metrics.snapshot_bytes.set(sum(item.n_bytes for item in self._known.values()))
 
@@ -239,22 +233,19 @@ class Vault:
 
     def records(self) -> Sequence[Record]:
         """Of budgeted sessions, the latest used first; those that are too old are gone."""
-        assert self._store is not None
-        found, oldest = list(self._store.records()), time.time() - self._bounds.max_age_s
+        found, oldest = list(self._index.records()), time.time() - self._bounds.max_age_s
         for record in found:
             if record.used < oldest:
-                self._store.remove_record(record.id)
+                self._index.remove_record(record.id)
         return [record for record in found if record.used >= oldest]
 
     def put_record(self, record: Record) -> None:
         """Write a session down, instead of what was written of it before."""
-        assert self._store is not None
-        self._store.put_record(record)
+        self._index.put_record(record)
 
     def remove_record(self, id: str) -> None:
         """A session is not to go on; nothing when it was not written down."""
-        assert self._store is not None
-        self._store.remove_record(id)
+        self._index.remove_record(id)
 
     def _reconcile(self) -> None:
         """Rows without their file go, files without a row too, and whatever was being restored."""
@@ -270,46 +261,35 @@ class Vault:
         for name in sizes:
             self.files.discard(name)
         self.trim()
-        if self._latest is not None:
-            self._latest.result()
+        self._sweeper.wait()
 
     def _current(self, snapshot: Snapshot) -> Snapshot | None:
         """As the index has it now: whoever looks after it may have pinned or deleted it."""
         return next((item for item in self.snapshots if item.id == snapshot.id), None)
 
     def _reload(self) -> None:
-        assert self._store is not None
-        self._generation = self._store.generation()
-        self._known = {item.id: item for item in self._store.all()}
+        self._generation = self._index.generation()
+        self._known = {item.id: item for item in self._index.all()}
 
     def _mark(self, snapshot: Snapshot, **values: float) -> None:
         """Change these fields of it and nothing that somebody else may have changed."""
-        assert self._store is not None
-        self._store.mark(snapshot.id, **values)
+        try:
+            self._index.mark(snapshot.id, **values)
+        except SnapshotUnusable as error:
+            if values.get("suspect", True):
+                raise
+            _log.warning("%s", error)  # the next process will not trust it; we may
         current = self._current(snapshot)
         if current is not None:
             self._known[snapshot.id] = replace(current, **values)  # type: ignore[arg-type]
 
-    def _sweep(self, work: Callable[[str], None], name: str) -> None:
-        """Have a file moved or deleted; what cannot be is found at the next start."""
-
-        def swept() -> None:
-            try:
-                work(name)
-            except OSError as error:
-                _log.warning("%s stays where it is: %s", name, error.strerror)
-
-        self._latest = self._sweeper.submit(swept)
-
     async def swept(self) -> None:
-        """Wait until all of that is done."""
-        if self._latest is not None:  # they go one after the other
-            await asyncio.wrap_future(self._latest)
+        """Wait until all files that go are gone."""
+        await self._sweeper.swept()
 
     def _remove(self, snapshot: Snapshot) -> None:
-        assert self._store is not None
         try:
-            self._store.remove(snapshot.id)
+            self._index.remove(snapshot.id)
         except SnapshotUnusable as error:  # its file goes all the same: a row without one is found
             _log.warning("%s", error)
         self._known.pop(snapshot.id, None)
