@@ -8,7 +8,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
 
-BENCHES := support latency copies capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart growth agent long
+BENCHES := support latency copies capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -78,6 +78,7 @@ help:
 	@echo "make bench-long      a session eight times its budget: recall along it, rows in the cache"
 	@echo "make bench-restart   the first token after a restart: cold, by the usual recipe, by ours"
 	@echo "make bench-peers     that recipe and ours alone"
+	@echo "make bench-soak      many agents for 10 minutes; ARGS='--seconds 36000' for longer"
 	@echo "make bench           all benches, hours"
 	@echo "make fuzz            random operations and nonsense, 20000, under sanitizers"
 	@echo "make patches-check   which releases of llama.cpp take the patches: patches/APPLIES.md"

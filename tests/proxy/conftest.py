@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,42 @@ from running import RunningProxy, llama_server, proxy, server_binary
 from evoke_proxy.web.dialects import ANSWER_PATHS
 
 Json = dict[str, Any]
+_SOAK_S = 30
+_soak: dict[str, Any] = {}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the soak, if it is to be run, at once: it takes a minute whatever else is done."""
+    named = [item.name for item in session.items]
+    if "test_a_minute_of_mixed_agents" not in named or session.config.option.collectonly:
+        return
+    server_binary(patched=True)
+    server_binary(patched=False)
+    _soak["folder"] = tempfile.TemporaryDirectory()
+    out = Path(_soak["folder"].name) / "soak.json"
+    command = [sys.executable, "-m", "bench.soak", "--seconds", str(_SOAK_S), "--out", str(out)]
+    command += ["--agents", "3", "--pause", "0.5"]
+    _soak["process"] = subprocess.Popen(
+        ["nice", "-n", "10", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+    )
+    _soak["out"] = out
+
+
+def pytest_sessionfinish() -> None:
+    """Nothing of it outlives the tests."""
+    if _soak:
+        _soak["process"].send_signal(signal.SIGINT)  # so that it ends what it has started
+        _soak["process"].wait()
+        _soak["folder"].cleanup()
+
+
+@pytest.fixture
+def soaking() -> tuple[Any, Path]:
+    """The soak that was begun, and where it says what came of it."""
+    return _soak["process"], _soak["out"]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,290 @@
+"""Many agents for a long time: the proxy stays small, its books balance, no failure is its own.
+
+Agents talk through one proxy to a server with two slots: growing conversations with tool calls,
+streamed and whole, side requests (titles), requests that are wrong, clients that hang up at any
+moment. Every turn's books must sum to its prompt and keep the budget; no answer may be a 5xx that
+the proxy made; the memory of its process is sampled every second, and the slope of the last two
+thirds reported. Two ways: a patched server under a budget, a stock one with snapshots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.chat_turns import Proxy, proxied
+from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.demo.script import SYSTEM, paragraph
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+BUDGET, LONGEST = 384, 60
+KINDS = ("decoded", "recovered", "resident_before", "omitted")
+# What a minute may add once everything has been in use, in MiB: less than a thousandth of what a
+# month would need to hurt.
+SLOPE_MOST = 2.0
+_COLUMNS = (
+    *("way", "seconds", "requests", "turns", "hung_up", "refused", "own_5xx", "unbalanced"),
+    *("over_budget", "rss_start", "rss_end", "slope"),
+)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What all agents have seen."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, what: str, failure: str = "") -> None:
+        """One more of these; the first few failures are kept in words."""
+        with self.lock:
+            self.counts[what] += 1
+            if failure and len(self.failures) < 20:
+                self.failures.append(failure)
+
+
+@dataclass(slots=True)
+class Agent:
+    """One client: conversations of its own, one after the other."""
+
+    port: int
+    upstream: int
+    number: int
+    budgeted: bool
+    pause_s: float
+    tally: Tally
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    begun: int = 0
+
+    def work(self, until: float) -> None:
+        """Ask and ask, with pauses, until that moment of the monotonic clock."""
+        rng = random.Random(self.number)
+        acts = [self.turn, self.turn, self.tool, self.turn, self.side, self.hang_up, self.wrong]
+        while time.monotonic() < until:
+            if not self.messages or len(self.messages) > LONGEST:
+                self.begun += 1
+                self.messages = [{"role": "system", "content": SYSTEM}]
+            try:
+                rng.choice(acts)(rng)
+            except (OSError, http.client.HTTPException) as error:
+                self.tally.note("own_5xx", f"no answer: {error!r}")
+            time.sleep(rng.random() * 2 * self.pause_s)
+
+    def turn(self, rng: random.Random) -> None:
+        """The conversation goes on."""
+        self.messages.append({"role": "user", "content": paragraph(rng, rng.randint(1, 6))})
+        self._answered(rng)
+
+    def tool(self, rng: random.Random) -> None:
+        """The agent has called a tool and brings what it said."""
+        name = f"file{rng.randrange(5)}.py"
+        self.messages.append({"role": "user", "content": f"Read {name}."})
+        call = {"name": "read", "arguments": json.dumps({"path": name})}
+        calls = [{"id": f"call{rng.randrange(1 << 30)}", "type": "function", "function": call}]
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        said = paragraph(rng, rng.randint(2, 10))
+        self.messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": said})
+        self._answered(rng)
+
+    def side(self, rng: random.Random) -> None:
+        """A title, as chat clients want one beside the conversation."""
+        words = f"Write a short title for: {paragraph(rng, 1)}"
+        self._send({"messages": [{"role": "user", "content": words}], "max_tokens": 8}, {})
+
+    def wrong(self, rng: random.Random) -> None:
+        """What no server can answer: it is refused, by llama-server as it would do it directly."""
+        body = rng.choice((b"{", b'{"messages":1}', b'{"messages":[],"evoke_budget":-1}', b""))
+        status, said = _asked(self.port, body, {})
+        wanted = 400 if b"evoke" in body else _asked(self.upstream, body, {})[0]
+        fault = "" if status == wanted else f"{body!r} was answered {status}: {said[:200]!r}"
+        self.tally.note("own_5xx" if fault else "refused", fault)
+
+    def hang_up(self, rng: random.Random) -> None:
+        """A client that is gone before its answer, or in the middle of it."""
+        body = self._body([*self.messages, {"role": "user", "content": paragraph(rng, 3)}], 64)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {"Content-Type": "application/json", **self._headers()}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+        if rng.random() < 0.5:
+            connection.getresponse().read1(rng.randint(1, 200))
+        else:
+            time.sleep(rng.random() * 0.1)
+        connection.close()
+        self.tally.note("hung_up")
+
+    def _answered(self, rng: random.Random) -> None:
+        body = self._body(self.messages, rng.randint(1, 24))
+        body["stream"] = rng.random() < 0.5
+        reply = self._send(body, self._headers())
+        content = _text(reply) or "Yes."
+        self.messages.append({"role": "assistant", "content": content})
+        self._check(_timings(reply).get("evoke") if reply else None)
+
+    def _check(self, books: Mapping[str, Any] | None) -> None:
+        """A budgeted turn's books are there, sum to its prompt, and keep the budget."""
+        if not self.budgeted:
+            return
+        if books is None or sum(books[kind] for kind in KINDS) != books["n_prompt"]:
+            self.tally.note("unbalanced", f"books {books}")
+        elif books["n_resident_peak"] > BUDGET or books["marker"] != "ok":
+            self.tally.note("over_budget", f"books {books}")
+
+    def _body(self, messages: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
+        return {"messages": list(messages), "max_tokens": most, "temperature": 0}
+
+    def _headers(self) -> dict[str, str]:
+        return {"X-Evoke-Session": f"agent-{self.number}-{self.begun}"}
+
+    def _send(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> list[dict[str, Any]]:
+        """The JSON objects of the answer; none when it is no answer."""
+        status, said = _asked(self.port, json.dumps(body).encode(), headers)
+        self.tally.note("turns" if headers else "side")
+        if status != 200:
+            self.tally.note(
+                "own_5xx" if status >= 500 else "other_4xx", f"{status}: {said[:300]!r}"
+            )
+            return []
+        lines = said.split(b"\n") if said.startswith(b"data:") else [b"data: " + said]
+        return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+def _asked(port: int, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        sent = {"Content-Type": "application/json", **headers}
+        connection.request("POST", "/v1/chat/completions", body, sent)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def _text(reply: Sequence[Mapping[str, Any]]) -> str:
+    choices = [event["choices"][0] for event in reply if event.get("choices")]
+    parts = [(item.get("delta") or item.get("message") or {}).get("content") for item in choices]
+    return "".join(part for part in parts if part)
+
+
+def _timings(reply: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = [event["timings"] for event in reply if "timings" in event]
+    return dict(found[-1]) if found else {}
+
+
+def _memory(proxy: Proxy, until: float) -> list[tuple[float, float]]:
+    """Seconds and MiB that the process had resident, second by second."""
+    samples, page = [], os.sysconf("SC_PAGE_SIZE")
+    began = time.monotonic()
+    while time.monotonic() < until:
+        pages = int(Path(f"/proc/{proxy.pid}/statm").read_text(encoding="ascii").split()[1])
+        samples.append((time.monotonic() - began, pages * page / 2**20))
+        time.sleep(1.0)
+    return samples
+
+
+def slope(samples: Sequence[tuple[float, float]]) -> float:
+    """MiB a minute over the last two thirds, by Theil and Sen: the median of all pairs' slopes."""
+    late = samples[len(samples) // 3 :]
+    pairs = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(late) for b in late[i + 1 :: 7]]
+    return 60 * statistics.median(pairs) if pairs else 0.0
+
+
+def soak(way: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """One way for its time: a row, and failures in words."""
+    patched = way == "patched"
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        command = [str(ensure_server(patched=patched, progress=False)), "-m", str(bundled_model())]
+        template = Path(__file__).parents[1] / "tests/proxy/tools.jinja"
+        command += ["--port", str(port), "-t", "1", "-c", "16384", "-np", "2", "--jinja"]
+        command += ["--chat-template-file", str(template)]
+        slots = Path(folder) / "slots"
+        slots.mkdir()
+        command += ["--evoke-ram", "256"] if patched else ["--slot-save-path", str(slots)]
+        settings = Path(folder) / "evoke.yaml"
+        kept = {"directory": "" if patched else str(slots), "min_free_mib": 1, "max_mib": 256}
+        config: dict[str, Any] = {"snapshots": kept, "limits": {"sessions": 16, "queue": 256}}
+        config["policy"] = {"budget": BUDGET if patched else None}
+        settings.write_text(json.dumps(config))
+        options = ["--config", str(settings), "--admin-listen", "127.0.0.1:0"]
+        with serving(command, port, Path(folder) / "server.log"):
+            with proxied(port, *options) as proxy:
+                return _worked(way, proxy, port, arguments)
+
+
+def _worked(
+    way: str, proxy: Proxy, upstream: int, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], list[str]]:
+    tally, until = Tally(), time.monotonic() + arguments.seconds
+    agents = [
+        Agent(proxy.port, upstream, number, way == "patched", arguments.pause, tally)
+        for number in range(arguments.agents)
+    ]
+    threads = [threading.Thread(target=agent.work, args=(until,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    samples = _memory(proxy, until)
+    for thread in threads:
+        thread.join()
+    counts = tally.counts
+    row: dict[str, Any] = {name: counts[name] for name in _COLUMNS[3:9]}
+    row |= {"way": way, "seconds": arguments.seconds, "slope": round(slope(samples), 3)}
+    row["requests"] = sum(counts[name] for name in ("turns", "side", "hung_up", "refused"))
+    row |= {"other_4xx": counts["other_4xx"], "rss": [round(mib, 1) for _, mib in samples]}
+    row |= {"rss_start": row["rss"][len(samples) // 3], "rss_end": row["rss"][-1]}
+    return row, tally.failures
+
+
+def missed(row: Mapping[str, Any], long: bool) -> list[str]:
+    """What a run is held to and has not kept; the slope only of one that is `long` enough."""
+    none = ("own_5xx", "unbalanced", "over_budget", "other_4xx")
+    found = [f"{row['way']}: {name} {row[name]}" for name in none if row[name]]
+    if not row["turns"]:
+        found.append(f"{row['way']}: no turn")
+    if long and row["slope"] > SLOPE_MOST:
+        found.append(f"{row['way']}: {row['slope']} MiB a minute")
+    return found
+
+
+def main() -> int:
+    """Run it and say what came of it."""
+    parser = record.parser("soak", __doc__, "--seconds 600")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each way (600)")
+    parser.add_argument("--agents", type=int, default=6, help="at once (6)")
+    parser.add_argument("--pause", type=float, default=0.1, help="mean seconds between acts (0.1)")
+    parser.add_argument("--way", choices=("patched", "stock"), help="only one of them")
+    arguments = parser.parse_args()
+    ways = [arguments.way] if arguments.way else ["patched", "stock"]
+    rows, failures, found = [], [], []
+    for way in ways:
+        row, said = soak(way, arguments)
+        rows.append(row)
+        failures += said
+        found += missed(row, arguments.seconds >= 300)
+    print(record.table(rows, _COLUMNS))
+    for failure in failures:
+        print(f"  {failure}", file=sys.stderr)
+    summary = {"missed": found, "failures": failures, "slope_most_mib_a_minute": SLOPE_MOST}
+    record.write("soak", rows, summary, arguments.out)
+    for one in found:
+        print(f"missed: {one}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
