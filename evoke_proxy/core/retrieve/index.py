@@ -283,6 +283,8 @@ class Index:
 
 def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     """How many labels two tables begin with alike: nearly always the very same objects."""
+    if other[: len(one)] == one:
+        return len(one)
     at, count = 0, min(len(one), len(other))
     while at < count and one[at : at + _STRIDE] == other[at : at + _STRIDE]:
         at += _STRIDE

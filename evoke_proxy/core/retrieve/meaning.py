@@ -145,9 +145,12 @@ def standing_out(cosines: Scores) -> Scores:
     Encoders differ in what two unrelated texts have in common: only the session's own blocks say
     what is much.
     """
-    known = cosines[~np.isnan(cosines)]
+    known, total = cosines, float(cosines.sum())
+    if math.isnan(total):
+        known = cosines[~np.isnan(cosines)]
+        total = float(known.sum())
     count = max(1, len(known))
-    mean = float(known.sum()) / count
+    mean = total / count
     spread = math.sqrt(max(0.0, float(known @ known) / count - mean * mean))
     found = np.zeros(len(cosines))
     if spread > _NO_SPREAD:
