@@ -17,9 +17,9 @@ class ServerInfo:
     says it to a person; both are empty when it is `patched`. `routes`: it has no model itself and
     hands requests to servers that have. `adopts`: saved blocks can be put into an emptied slot, so
     that a session comes back to one without being decoded again. `spills`: copies can be written
-    to disk, where a restart leaves them. `capturable` are the layers whose attention it can
-    capture. `n_ctx` is how many tokens a slot's context may have, resident or not; None where only
-    the server knows.
+    to disk, where a restart leaves them. `recurrent`: some of a slot is in no row. `capturable` are
+    the layers whose attention it can capture. `n_ctx` is how many tokens a slot's context may have,
+    resident or not; None where only the server knows.
     """
 
     lacking: str
@@ -30,6 +30,7 @@ class ServerInfo:
     build: str = ""
     adopts: bool = False
     spills: bool = False
+    recurrent: bool = False
     capturable: tuple[int, ...] = ()
     n_ctx: int | None = None
 
@@ -51,6 +52,7 @@ class ServerInfo:
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),
             spills="disk" in _features(props.get("evoke")),
+            recurrent=_memory(props.get("evoke")) == "hybrid",
             capturable=_capturable(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),
         )
@@ -86,6 +88,10 @@ def _n_ctx(evoke: object) -> int | None:
     limits = evoke.get("limits") if isinstance(evoke, dict) else None
     n_ctx = limits.get("n_ctx_logical") if isinstance(limits, dict) else None
     return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
+
+
+def _memory(evoke: object) -> object:
+    return evoke.get("memory") if isinstance(evoke, dict) else None
 
 
 def _lacking(evoke: object) -> tuple[str, str]:

@@ -59,7 +59,7 @@ class Records:
 
     def spoken(self, dialect: str, body: bytes) -> Spoken | None:
         """What is to be remembered of a request until its answer is there; None when nothing is."""
-        if self._vault is None or self._server.adopts or dialect not in ("chat", "messages"):
+        if self._vault is None or not self._server.recurrent or dialect not in ("chat", "messages"):
             return None
         return Spoken(dialect, body, AnswerReader())
 
@@ -104,7 +104,7 @@ class Records:
             if names:
                 spill = {"names": names, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)
-        if not self._server.adopts and self._keeper is not None:
+        if self._server.recurrent and self._keeper is not None:
             await self._keeper.keep_slot(view.id, known, client)
         packed = await asyncio.to_thread(_packed, seated)
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
@@ -121,7 +121,7 @@ class Records:
     ) -> bool:
         """Whether a slot has been filled with what a conversation had in its own, where copies do
         not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
-        if self._keeper is None or self._vault is None or self._server.adopts:
+        if self._keeper is None or self._vault is None or not self._server.recurrent:
             return False
         n_past = view.n_past(len(tokens))
         match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)
