@@ -7,10 +7,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import load
+from evoke_proxy.core.recorded import read
 from evoke_proxy.core.snapshots import Snapshot, branch_summary, by_branch, described
 from evoke_proxy.engine.archive import archive
 from evoke_proxy.engine.vault import Vault
@@ -23,7 +27,8 @@ EXAMPLES = """examples:
       never delete it for room or age; any unambiguous beginning of an id will do
   evoke-proxy sessions export 3f2a chat.tar --directory /var/lib/llama/slots
       its files and what the index says of them: the conversation itself, keep it safe
-Works beside a running proxy, which sees every change."""
+Works beside a running proxy, which sees every change of snapshots. Budgeted sessions, which have
+none, are known to it while it runs: delete those at its page or with its admin API."""
 _ACTIONS = ("list", "show", "pin", "unpin", "export", "delete")
 
 
@@ -54,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _act(vault: Vault, arguments: argparse.Namespace) -> int:
     if arguments.action == "list":
-        _print_sessions(by_branch(vault.snapshots), arguments.json)
+        _print_sessions(_rows(vault), arguments.json)
         return 0
     id, found = _named(vault, arguments.id)
     if arguments.action == "export":
@@ -65,6 +70,8 @@ def _act(vault: Vault, arguments: argparse.Namespace) -> int:
         vault.pin(item, arguments.action == "pin")
     for item in found if arguments.action == "delete" else ():
         vault.delete(item, "asked")
+    if arguments.action == "delete":
+        vault.remove_record(id)
     if arguments.action == "show":
         _print_snapshots(found, arguments.json)
     else:
@@ -73,7 +80,8 @@ def _act(vault: Vault, arguments: argparse.Namespace) -> int:
 
 
 def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
-    sessions = by_branch(vault.snapshots)
+    sessions: dict[str, list[Snapshot]] = {record.id: [] for record in vault.records()}
+    sessions |= by_branch(vault.snapshots)
     fitting = [id for id in sessions if given and id.startswith(given)]
     if given in sessions:
         fitting = [given]
@@ -83,8 +91,23 @@ def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
     return fitting[0], sessions[fitting[0]]
 
 
-def _print_sessions(sessions: dict[str, list[Snapshot]], as_json: bool) -> None:
-    rows = [branch_summary(id, items) for id, items in sessions.items()]
+def _rows(vault: Vault) -> list[dict[str, Any]]:
+    """What has snapshots, and what was written down of budgeted sessions."""
+    found = [branch_summary(id, items) for id, items in by_branch(vault.snapshots).items()]
+    return found + [_recorded(record) for record in vault.records()]
+
+
+def _recorded(record: Record) -> dict[str, Any]:
+    try:
+        tokens = len(read(zlib.decompress(record.packed)).session.layout.tokens)
+    except (ValueError, zlib.error):  # of another version: it can still be deleted
+        tokens = 0
+    kept = {"snapshots": 0, "tokens": tokens, "bytes": len(record.packed)}
+    own = {"id": record.id, "tenant": record.tenant}
+    return own | kept | {"used": record.used, "pinned": False}
+
+
+def _print_sessions(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"sessions": rows}, indent=2))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from test_vault import TOKENS, kept, vault
 
 from evoke_proxy.__main__ import main
+from evoke_proxy.adapters.store import Record
 from evoke_proxy.core.snapshots import STEP
 
 
@@ -49,6 +51,20 @@ def test_list_and_show_say_what_there_is_but_no_token(
     assert all("tokens" not in item for item in shown)
     assert _run(folder, "show", "bbbb") == 0
     assert "user" in capsys.readouterr().out
+
+
+def test_budgeted_sessions_are_listed_and_deleted_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with vault(folder) as it:
+        it.put_record(Record("cccc3333", "me", time.time(), b"of another version"))
+    assert _run(folder, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["sessions"]
+    (row,) = [row for row in listed if row["id"] == "cccc3333"]
+    assert (row["snapshots"], row["tenant"], row["bytes"]) == (0, "me", 18)
+    assert _run(folder, "delete", "cccc") == 0
+    with vault(folder) as it:
+        assert it.records() == [] and len(it.snapshots) == 3
 
 
 def test_pin_and_delete_reach_files_and_index(folder: Path) -> None:
