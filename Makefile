@@ -72,6 +72,7 @@ help:
 	@echo "make bench-placement recall by where a recovered block lands, by distance"
 	@echo "make bench-support   which memories can do what: writes patches/SUPPORT.md"
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
+	@echo "make bench-recall    which layers of a model find the block that is asked for, and by what"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
 	@echo "make bench-growth    what a turn costs the proxy with 100 to 100,000 saved blocks"
 	@echo "make bench-agent     a coding agent on a budget: what is decoded, what comes back, to the bit"

@@ -76,6 +76,15 @@ class Metrics:
         )
         self.evicted = self._counter("evoke_blocks_evicted", "Blocks taken out of the KV cache.")
         self.recovered = self._counter("evoke_blocks_recovered", "Blocks put back undecoded.")
+        self.probes = self._counter(
+            "evoke_probes", "Turns the model was asked what it looks for, or why not.", "result"
+        )
+        self.probe_tokens = self._counter(
+            "evoke_probe_tokens", "Tokens decoded for that, besides those of the answers."
+        )
+        self.probe_seconds = self._histogram(
+            "evoke_probe_seconds", "Asking: the probe, and what it was looking for.", _PLAN_BUCKETS
+        )
         self.as_text = self._counter("evoke_blocks_as_text", "Blocks put back as text, decoded.")
         self.written_behind = self._counter(
             "evoke_blocks_written_behind", "Blocks copied while no request ran."

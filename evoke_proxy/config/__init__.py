@@ -24,9 +24,9 @@ from evoke_proxy.config.strict import (
 from evoke_proxy.errors import ConfigError
 
 __all__ = [
-    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECOVERIES",
-    "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig",
-    "PolicyConfig", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
+    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECALLS",
+    "RECOVERIES", "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "NormaliseConfig",
+    "PageConfig", "PolicyConfig", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
     "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
@@ -39,6 +39,7 @@ POLICIES = (
 BENCH_POLICIES = ("oracle",)
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 LOG_FORMATS = ("text", "json")
+RECALLS = ("text", "model", "fused", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
 POOLINGS = ("cls", "mean")
@@ -46,7 +47,7 @@ _MAY_BE_ZERO = frozenset(
     (
         *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
-        *("policy.weight_attention", "policy.weight_relevance"),
+        *("policy.weight_attention", "policy.weight_relevance", "policy.probe_worth_s"),
         *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
         "normalise.dates_h",
     )
@@ -88,6 +89,7 @@ class PolicyConfig:
     name: str = "evoke"
     budget: int | None = None
     recovery: str = "kv_restore"
+    recall: str = "text"
     block_tokens: int = 64
     sink_tokens: int = 16
     recent_tokens: int = 64
@@ -100,6 +102,9 @@ class PolicyConfig:
     weight_attention: float = 0.0
     weight_relevance: float = 2.0
     attention_layers: int = 4
+    recall_layers: tuple[int, ...] = ()
+    probe_tokens: int = 12
+    probe_worth_s: float = 2.0
     infllm_blocks: int = 8
     writeback: bool = True
     bench_fields: bool = False
@@ -238,6 +243,7 @@ def _check(config: Config) -> None:
     bench = config.policy.name not in BENCH_POLICIES or config.policy.bench_fields
     _require(bench, "policy.name", f"{config.policy.name!r} needs policy.bench_fields")
     _one_of("policy.recovery", config.policy.recovery, RECOVERIES)
+    _one_of("policy.recall", config.policy.recall, RECALLS)
     _one_of("embedder.device", config.embedder.device, DEVICES)
     _one_of("embedder.pooling", config.embedder.pooling or "cls", POOLINGS)
     _one_of("log.level", config.log.level, LOG_LEVELS)

@@ -119,17 +119,19 @@ def _value(kind: Any, value: object, path: str, known: Sequence[str]) -> object:
         below = typing.cast("dict[Any, object]", value)
         return _build(typing.cast(type, kind), below, f"{path}.", known)
     if kind == tuple[str, ...]:
-        return _texts(value, path)
+        return _listed([value] if isinstance(value, str) else value, str, "texts", path)
+    if kind == tuple[int, ...]:
+        return _listed(value, int, "whole numbers", path)
     if isinstance(kind, types.UnionType):
         return None if value is None else _value(typing.get_args(kind)[0], value, path, known)
     return _scalar(kind, value, path)
 
 
-def _texts(value: object, path: str) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        _refuse(path, "a list of texts", value)
-    return tuple(typing.cast("list[str]", items))
+def _listed(value: object, kind: type, what: str, path: str) -> tuple[object, ...]:
+    items = value if isinstance(value, list | tuple) else [None]
+    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+        _refuse(path, f"a list of {what}", value)
+    return tuple(items)
 
 
 def _scalar(kind: type, value: object, path: str) -> object:

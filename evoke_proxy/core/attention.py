@@ -17,18 +17,23 @@ from evoke_proxy.core.policy_view import PolicyView
 # Rows of the end of a prompt that are counted beside those of generated tokens.
 _WINDOW = 32
 _DECAY = 0.95
+# What llama-server keeps at most.
+_MOST_QUERIES = 64
 _MEAN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
     """How rows of attention are added up, and how many query rows are kept: see `attn-capture` in
-    patches/API.md."""
+    patches/API.md. `read` is what a turn asks of the one before it: nothing, the masses, or its
+    queries too; `layers` are those to be captured where the policy names them."""
 
     mode: str
     decay: float = _DECAY
     window: int = _WINDOW
     queries: int = 0
+    read: str = "masses"
+    layers: tuple[int, ...] = ()
 
     def op(self, layers: Sequence[int]) -> dict[str, Any]:
         """The op of a block-plan that begins it; llama-server does not begin twice."""
@@ -45,9 +50,10 @@ _BY_POLICY = {
     "snapkv": Capture("snapkv"),
     "tova": Capture("ewma", decay=0.0),
     "scored": Capture("ewma"),
-    "arkvale": Capture("ewma", queries=16),
+    "arkvale": Capture("ewma", queries=16, read="queries"),
 }
 _BY_KEEP_SCORE = ("evoke", "discard", "oracle")
+_PROBING = ("evoke", "infllm")
 
 
 def captured_for(config: PolicyConfig) -> Capture | None:
@@ -55,7 +61,18 @@ def captured_for(config: PolicyConfig) -> Capture | None:
     if config.budget is None:
         return None
     keeps = config.name in _BY_KEEP_SCORE and config.weight_attention > 0
-    return Capture("ewma") if keeps else _BY_POLICY.get(config.name)
+    capture = Capture("ewma") if keeps else _BY_POLICY.get(config.name)
+    if not probes(config):
+        return capture
+    read = "masses" if capture is not None else ""
+    kept = min(config.probe_tokens, _MOST_QUERIES)
+    return Capture("ewma", queries=kept, read=read, layers=config.recall_layers)
+
+
+def probes(config: PolicyConfig) -> bool:
+    """Whether the model itself is asked which blocks it looks for."""
+    able = config.name in _PROBING and config.recovery == "kv_restore"
+    return able and config.budget is not None and config.recall in ("model", "fused")
 
 
 def layers_of(possible: Sequence[int], count: int) -> tuple[int, ...]:
@@ -69,14 +86,14 @@ class Attended:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[float, int]] = {}
-        self._bounds = KeyBounds()
+        self.bounds = KeyBounds()
 
     def question(self, view: PolicyView, capture: Capture) -> dict[str, Any]:
         """The body of an `attention` call that tells what `told` takes."""
         spans = [[block.span.start, block.span.end] for block in view.blocks]
-        if not capture.queries:
+        if capture.read != "queries":
             return {"ranges": spans}
-        lacking = self._bounds.lacking(view.blocks)
+        lacking = self.bounds.lacking(view.blocks)
         return {"ranges": spans, "with_queries": True, "bounds": [spans[i] for i in lacking]}
 
     def told(
@@ -93,13 +110,13 @@ class Attended:
             self._take(view.blocks, share, view.in_cache, turn)
         if "query_rows" not in answer:
             return self.shown(view)
-        labels = [view.blocks.labels[i] for i in self._bounds.lacking(view.blocks)]
-        self._bounds.take(answer.get("key_bounds"), labels)
-        self._bounds.keep(view.blocks)
+        labels = [view.blocks.labels[i] for i in self.bounds.lacking(view.blocks)]
+        self.bounds.take(answer.get("key_bounds"), labels)
+        self.bounds.keep(view.blocks)
         queries = Queries.parse(answer["query_rows"], len(answer.get("layers", ())))
         if queries is None:
             return self.shown(view)
-        found = self._bounds.importance(queries, view.blocks)
+        found = self.bounds.importance(queries, view.blocks)
         return replace(self.shown(view), attention=np.nan_to_num(found, nan=_MEAN))
 
     def shown(self, view: PolicyView) -> PolicyView:

@@ -55,4 +55,5 @@ def effective(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
         budget=min(budgets, default=None),
         name=tags.policy or config.name,
         recovery=tags.recovery or config.recovery,
+        recall=tags.recall or config.recall,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECOVERIES
+from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECALLS, RECOVERIES
 from evoke_proxy.core.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
@@ -18,6 +18,7 @@ TOP_LEVEL_FIELDS = (
     "evoke_budget",
     "evoke_policy",
     "evoke_recovery",
+    "evoke_recall",
     "evoke_priority",
     "evoke_pinned",
     "evoke_task_boundary",
@@ -54,6 +55,7 @@ class Tags:
     session: str | None = None
     recover: tuple[str, ...] = ()
     oracle: tuple[str | int, ...] = ()
+    recall: str | None = None
     given: bool = False
 
 
@@ -71,6 +73,7 @@ def tags_of(body: Mapping[str, Any], marked: bool, bench: bool) -> Tags:
         budget=_budget(body),
         policy=_one_of(body, "evoke_policy", policies),
         recovery=_one_of(body, "evoke_recovery", RECOVERIES),
+        recall=_one_of(body, "evoke_recall", RECALLS),
         priority=_priority(body),
         pinned=_flag(body, "evoke_pinned", False),
         task_boundary=_flag(body, "evoke_task_boundary", False),

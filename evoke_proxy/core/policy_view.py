@@ -23,7 +23,8 @@ class PolicyView:
     which choosing counts as resident. `stale` are labels of useless copies. `recovered` are blocks
     that came back in this turn or lately, None: none. `held` rows stay, in blocks of their own.
     `attention` is how much each block was last looked at, 0 to 1, 0.5 the mean; `looked` the turn
-    it last had that or was made. None while nobody has captured it.
+    it last had that or was made. None while nobody has captured it. `sought` is how much the model
+    looked for each block when it began to answer without them, 0 to 1; None where it was not asked.
     """
 
     blocks: BlockTable
@@ -43,6 +44,7 @@ class PolicyView:
     recovered: Mask | None = None
     attention: Numbers | None = None
     looked: Numbers | None = None
+    sought: Numbers | None = None
 
     @property
     def tail(self) -> int:

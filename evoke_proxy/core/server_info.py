@@ -18,8 +18,9 @@ class ServerInfo:
     hands requests to servers that have. `adopts`: saved blocks can be put into an emptied slot, so
     that a session comes back to one without being decoded again. `spills`: copies can be written
     to disk, where a restart leaves them. `recurrent`: some of a slot is in no row. `capturable` are
-    the layers whose attention it can capture. `n_ctx` is how many tokens a slot's context may have,
-    resident or not; None where only the server knows.
+    the layers whose attention it can capture. `probes`: a request can be decoded only to see what
+    it looks for. `n_ctx` is how many tokens a slot's context may have, resident or not; None where
+    only the server knows.
     """
 
     lacking: str
@@ -32,6 +33,7 @@ class ServerInfo:
     spills: bool = False
     recurrent: bool = False
     capturable: tuple[int, ...] = ()
+    probes: bool = False
     n_ctx: int | None = None
 
     @property
@@ -54,6 +56,7 @@ class ServerInfo:
             spills="disk" in _features(props.get("evoke")),
             recurrent=_memory(props.get("evoke")) == "hybrid",
             capturable=_capturable(props.get("evoke")),
+            probes="probe" in _features(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),
         )
 

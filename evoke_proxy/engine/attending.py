@@ -30,7 +30,9 @@ class Attending:
         wanted = self.wanted(config)
         if wanted is None:
             return [NO_CAPTURE] if known.capture is not None else []
-        return [wanted.op(layers_of(self._server().capturable, config.attention_layers))]
+        possible = self._server().capturable
+        named = tuple(layer for layer in wanted.layers if layer in possible)
+        return [wanted.op(named or layers_of(possible, config.attention_layers))]
 
     async def seen(self, turn: Turn, known: Conversation, client: Mapping[str, str]) -> Turn:
         """The turn with what was captured in its slot since it was last asked.
@@ -40,6 +42,8 @@ class Attending:
         """
         wanted = self.wanted(turn.config)
         if wanted is None or wanted != known.capture or not turn.view.in_cache.any():
+            return turn
+        if not wanted.read:
             return turn
         memory, session = known.session.attention, known.session
         body = memory.question(turn.view, wanted) | {"tenant": known.tenant}

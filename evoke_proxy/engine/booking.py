@@ -22,7 +22,7 @@ def book(way: Forwarding, known: Conversation, books: Books, metrics: Metrics) -
         known.epoch = None
     if way.budget is not None and books.n_resident_peak > way.budget:
         metrics.breaches.inc()
-    known.n_resident = books.n_resident
+    known.n_resident, known.timings = books.n_resident, way.observer.timings
     metrics.decoded_again.inc(known.session.decoded_again)
     metrics.evicted.inc(len(books.auto_evicted))
     metrics.count_books({kind: getattr(books, kind) for kind in BOOK_KINDS})

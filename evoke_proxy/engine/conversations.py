@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,7 +58,7 @@ class Conversation:
     departed from the one before it. With an `own_budget` it keeps the budget that it has been
     given, whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
     `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
-    `was_in` is the slot it had when the proxy was another.
+    `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
     """
 
     session: Session
@@ -77,6 +77,7 @@ class Conversation:
     spoken: Spoken | None = None
     unsure: bool = False
     was_in: int | None = None
+    timings: Mapping[str, Any] | None = None
     in_use: int = 0
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     asked: Asked | None = None

@@ -13,6 +13,7 @@ from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.identity import Hint
 from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Plan
+from evoke_proxy.core.probe import Probed
 from evoke_proxy.core.sse import Observer
 from evoke_proxy.core.turn import Turn
 from evoke_proxy.engine.conversations import Conversation
@@ -26,7 +27,8 @@ class Forwarding:
     `usage.evoke`, `observe` wants its bytes.
 
     `leases`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
-    carries the marker, so that the reply will bring the engine's books. `held` is the budget of one
+    carries the marker, so that the reply will bring the engine's books. `probe` is what asking the
+    model before took. `held` is the budget of one
     that has no plan but is held in a budget all the same. `stage` is where planning stands, for
     counting what fails. `hint` is what the client calls its conversation, `id_slot` the slot it
     names, `is_batch` says that it brings several prompts. `patience` is what to do for it while it
@@ -53,6 +55,7 @@ class Forwarding:
     turn: Turn | None = None
     held: int | None = None
     plan: Plan = Plan.EMPTY
+    probe: Probed | None = None
     observer: Observer = field(default_factory=Observer)
     first_byte_s: float | None = None
     waits: dict[str, float] = field(default_factory=dict)
@@ -94,6 +97,8 @@ class Forwarding:
         if not self.shows or self.conversation is None:
             return
         loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
+        if self.probe is not None:
+            loads += self.probe.kept(plan)
         self.headers = {
             "X-Evoke-Session": self.conversation.name or self.conversation.id,
             "X-Evoke-Policy": turn.config.name,
@@ -102,6 +107,8 @@ class Forwarding:
             "X-Evoke-Omitted": f"tokens={forecast(turn.view, plan).omitted}",
         }
         self.outcome = outcome(turn, plan, quoted)
+        if self.probe is not None:
+            self.outcome["probe"] = self.probe.shown(plan)
         if "as_text" in self.outcome:
             self.headers["X-Evoke-As-Text"] = _counted([block.span for block in quoted])
 

@@ -28,6 +28,7 @@ from evoke_proxy.engine.attending import Attending
 from evoke_proxy.engine.calls import run_plan, slot_in
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.probing import Probing
 from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.vectors import BlockVectors
@@ -56,6 +57,7 @@ class Planner:
         self._vectors = vectors
         self._records = records
         self._attending = Attending(upstream, server)
+        self.probing = Probing(upstream, metrics, self._attending, server)
         self._server = server
 
     async def prepare(
@@ -184,6 +186,9 @@ class Planner:
         plan, recalled = session.plan(turn), None
         if recovers_text(turn.config):
             turn, plan, recalled = await self._with_text(way, turn, plan, client)
+        else:
+            way.stage = "probe"
+            turn, plan = await self.probing.looked(way, turn, plan, client)
         way.stage = "plan"
         tokens = turn.rendered.tokens
         more = self._attending.ops(turn.config, way.conversation)

@@ -482,49 +482,132 @@ int32_t llama_attn_capture_n_key(const llama_context * ctx, int32_t layer) {
     return (int32_t) ctx->get_model().hparams.n_embd_k_gqa(layer);
 }
 
+namespace {
+
+using attn_runs = std::vector<std::pair<uint32_t, uint32_t>>; // first cell, number of cells
+
+// where the rows of [p0, p1) are; nothing when not all of them are resident
+attn_runs attn_resident(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    attn_runs res;
+    llama_pos n_rows = 0;
+    const auto & rows = kv.get_cells(seq).seq_pos_get(seq);
+    for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it, ++n_rows) {
+        if (!res.empty() && res.back().first + res.back().second == it->second) {
+            res.back().second++;
+        } else {
+            res.push_back({ it->second, 1 });
+        }
+    }
+    return n_rows == p1 - p0 ? res : attn_runs();
+}
+
+std::vector<uint8_t> attn_key_rows(const llama_kv_cache & kv, llama_seq_id seq, int32_t layer, const attn_runs & runs) {
+    const ggml_tensor * k = kv.get_k_storage(layer);
+    std::vector<uint8_t> res;
+    for (const auto & [cell, count] : runs) {
+        const size_t at = res.size();
+        res.resize(at + count*k->nb[1]);
+        ggml_backend_tensor_get(k, res.data() + at, kv.get_stream(seq)*k->nb[2] + cell*k->nb[1], res.size() - at);
+    }
+    return res;
+}
+
+// the keys of these rows of a layer as floats, one after the other
+template <typename Take> void attn_each_key(const llama_kv_cache & kv, int32_t layer, const uint8_t * rows, size_t n_rows, Take && take) {
+    const ggml_tensor * k = kv.get_k_storage(layer);
+    const auto to_f = ggml_get_type_traits(k->type)->to_float;
+    std::vector<float> row(k->ne[0]);
+    for (size_t i = 0; i < n_rows; ++i) {
+        if (to_f) {
+            to_f(rows + i*k->nb[1], row.data(), row.size());
+        } else {
+            memcpy(row.data(), rows + i*k->nb[1], row.size()*sizeof(float));
+        }
+        take(row);
+    }
+}
+
+float attn_product(const float * a, const float * b, size_t n) {
+    float sums[8] = {}; // several, so that they are added beside each other
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (size_t j = 0; j < 8; ++j) {
+            sums[j] += a[i + j]*b[i + j];
+        }
+    }
+    for (; i < n; ++i) {
+        sums[0] += a[i]*b[i];
+    }
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// where the keys of a layer begin in a copy of n rows: after those of the layers before it
+size_t attn_keys_offset(const llama_context * ctx, const llama_kv_cache & kv, int32_t layer, size_t n_rows) {
+    size_t res = 0;
+    for (const int32_t other : llama_kv_block_layers(ctx)) {
+        if (other == layer) {
+            break;
+        }
+        res += n_rows*kv.get_k_storage(other)->nb[1];
+    }
+    return res;
+}
+
+} // namespace
+
 std::vector<float> llama_attn_capture_bounds(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1,
                                              const std::vector<int32_t> & layers) {
     const auto * kv = llama_kv_block_find(ctx);
-    std::vector<std::pair<uint32_t, uint32_t>> runs; // first cell, number of cells
-    llama_pos n_rows = 0;
-    if (kv) {
-        const auto & rows = kv->get_cells(seq).seq_pos_get(seq);
-        for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it, ++n_rows) {
-            if (!runs.empty() && runs.back().first + runs.back().second == it->second) {
-                runs.back().second++;
-            } else {
-                runs.push_back({ it->second, 1 });
-            }
-        }
-    }
+    const auto runs = kv ? attn_resident(*kv, seq, p0, p1) : attn_runs();
     std::vector<float> res;
-    if (n_rows == 0 || n_rows != p1 - p0) {
+    if (runs.empty()) {
         return res;
     }
     ctx->synchronize();
     for (const int32_t layer : layers) {
-        const ggml_tensor * k = kv->get_k_storage(layer);
-        const size_t n    = k->ne[0];
-        const auto   to_f = ggml_get_type_traits(k->type)->to_float;
-        std::vector<float> lo(n, std::numeric_limits<float>::max()), hi(n, std::numeric_limits<float>::lowest()), row(n);
-        std::vector<uint8_t> data;
-        for (const auto & [cell, count] : runs) {
-            data.resize(count*k->nb[1]);
-            ggml_backend_tensor_get(k, data.data(), kv->get_stream(seq)*k->nb[2] + cell*k->nb[1], data.size());
-            for (uint32_t i = 0; i < count; ++i) {
-                if (to_f) {
-                    to_f(data.data() + i*k->nb[1], row.data(), n);
-                } else {
-                    memcpy(row.data(), data.data() + i*k->nb[1], n*sizeof(float));
-                }
-                for (size_t c = 0; c < n; ++c) {
-                    lo[c] = std::min(lo[c], row[c]);
-                    hi[c] = std::max(hi[c], row[c]);
-                }
+        const size_t n = kv->get_k_storage(layer)->ne[0];
+        std::vector<float> lo(n, std::numeric_limits<float>::max()), hi(n, std::numeric_limits<float>::lowest());
+        const auto rows = attn_key_rows(*kv, seq, layer, runs);
+        attn_each_key(*kv, layer, rows.data(), p1 - p0, [&](const std::vector<float> & key) {
+            for (size_t c = 0; c < n; ++c) {
+                lo[c] = std::min(lo[c], key[c]);
+                hi[c] = std::max(hi[c], key[c]);
             }
-        }
+        });
         res.insert(res.end(), lo.begin(), lo.end());
         res.insert(res.end(), hi.begin(), hi.end());
+    }
+    return res;
+}
+
+std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1,
+                                               const llama_kv_block * saved) {
+    const auto * kv = llama_kv_block_find(ctx);
+    const auto * s  = attn_find(ctx, seq);
+    std::vector<float> res;
+    if (!kv || !s || s->queries.pos.empty()) {
+        return res;
+    }
+    const auto & queries = s->queries;
+    const auto   runs    = attn_resident(*kv, seq, p0, p1);
+    if (runs.empty() && !saved) {
+        return res;
+    }
+    ctx->synchronize();
+    const size_t d = queries.n_embd, n_head = queries.n_head;
+    for (size_t l = 0; l < s->params.layers.size(); ++l) {
+        const int32_t layer = s->params.layers[l];
+        const auto &  q     = queries.layers[l];
+        const size_t  group = n_head/(kv->get_k_storage(layer)->ne[0]/d); // heads that share a key
+        const auto    rows  = attn_key_rows(*kv, seq, layer, runs);
+        const uint8_t * keys = runs.empty() ? saved->data + attn_keys_offset(ctx, *kv, layer, p1 - p0) : rows.data();
+        std::vector<float> most(q.size()/d, std::numeric_limits<float>::lowest()); // [row][head]
+        attn_each_key(*kv, layer, keys, p1 - p0, [&](const std::vector<float> & key) {
+            for (size_t i = 0; i < most.size(); ++i) {
+                most[i] = std::max(most[i], attn_product(q.data() + i*d, key.data() + i%n_head/group*d, d));
+            }
+        });
+        res.insert(res.end(), most.begin(), most.end());
     }
     return res;
 }

@@ -100,6 +100,12 @@ LLAMA_API const llama_attn_queries * llama_attn_capture_queries(const llama_cont
 LLAMA_API std::vector<float> llama_attn_capture_bounds(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1,
                                                        const std::vector<int32_t> & layers);
 
+// of each layer, kept query row and head: the greatest product with a key of [p0, p1), all of which must be resident
+// or else in `saved`, a copy of exactly these rows (nullptr: there is none); empty otherwise
+struct llama_kv_block;
+LLAMA_API std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1,
+                                                         const llama_kv_block * saved);
+
 // channels of the keys of a layer: heads that keys are kept of x their size
 LLAMA_API int32_t llama_attn_capture_n_key(const llama_context * ctx, int32_t layer);
 

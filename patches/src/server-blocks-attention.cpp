@@ -226,6 +226,9 @@ json server_blocks::run_attention(const json & body, const server_blocks_slot & 
     if (body.contains("bounds")) {
         res["key_bounds"] = bounds_json(body, slot);
     }
+    if (body.contains("products")) {
+        res["key_products"] = products_json(body, slot);
+    }
     return res;
 }
 
@@ -257,16 +260,42 @@ json server_blocks::bounds_json(const json & body, const server_blocks_slot & sl
     std::vector<float> all;
     for (const auto & r : ranges) {
         auto values = llama_attn_capture_bounds(ctx, slot.id, r.first, r.second, layers);
-        if (values.empty() && r.second < (llama_pos) hashes.size()) {
-            const auto it = store.find({ tenant, hashes[r.second], r.first, r.second });
-            if (it != store.end() && it->second.bounds.layers == layers) {
-                values = it->second.bounds.values;
-            }
+        const auto * copy = values.empty() ? copy_of(tenant, hashes, r.first, r.second) : nullptr;
+        if (copy && copy->bounds.layers == layers) {
+            values = copy->bounds.values;
         }
         known.push_back(!values.empty());
         all.insert(all.end(), values.begin(), values.end());
     }
     return json { {"layers", layers}, {"n_key", n_key}, {"known", known}, {"data", encoded(all)} };
+}
+
+// the copy of exactly this range of the slot's text, or nullptr
+const server_blocks::saved * server_blocks::copy_of(const std::string & tenant, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const {
+    const auto it = p1 < (llama_pos) hashes.size() ? store.find({ tenant, hashes[p1], p0, p1 }) : store.end();
+    return it == store.end() ? nullptr : &it->second;
+}
+
+// what the bounds are bounds of: the greatest product itself, of resident rows and of copies in host memory
+json server_blocks::products_json(const json & body, const server_blocks_slot & slot) const {
+    const auto ranges = get_ranges(body, "products", slot.prompt->n_tokens());
+    const auto hashes = prefix_hashes(slot.prompt->tokens.get_text_tokens(), state[slot.id].adapters);
+    const std::string tenant = json_value(body, "tenant", std::string());
+    json known = json::array();
+    std::vector<float> all;
+    for (const auto & r : ranges) {
+        const auto * copy = copy_of(tenant, hashes, r.first, r.second);
+        const bool in_ram = copy && copy->in_ram() && !copy->reading;
+        const auto values = llama_attn_capture_products(ctx, slot.id, r.first, r.second, in_ram ? &copy->kv : nullptr);
+        known.push_back(!values.empty());
+        all.insert(all.end(), values.begin(), values.end());
+    }
+    const auto * params  = llama_attn_capture_get(ctx, slot.id);
+    const auto * queries = llama_attn_capture_queries(ctx, slot.id);
+    return json {
+        {"layers", params ? params->layers : std::vector<int32_t>()}, {"pos", queries ? queries->pos : std::vector<llama_pos>()},
+        {"n_head", queries ? queries->n_head : 0}, {"n_embd", queries ? queries->n_embd : 0}, {"known", known}, {"data", encoded(all)},
+    };
 }
 
 // kept with a copy while query rows are captured in its slot: what is not resident can still be scored

@@ -512,13 +512,14 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
     if (kind == "load")   { return op_load  (op, plan); }
     if (kind == "stream") { return op_stream(op, plan); }
     if (kind == "reuse")  { return op_reuse (op, plan); }
+    if (kind == "probe")  { return op_probe (plan); }
     if (kind == "attn-capture") { return op_capture(op, plan.slot, plan.dry); }
     if (kind == "drop") {
         const auto names = get_names(op);
         plan.dropped.insert(names.begin(), names.end());
         return plan.dry ? json() : run_drop(json { {"tenant", plan.tenant}, {"names", names} });
     }
-    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, attn-capture");
+    fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, probe, attn-capture");
 }
 
 json server_blocks::op_save(const json & op, plan_state & plan) {
@@ -675,7 +676,9 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
     if (!plan.dry) {
         state[plan.slot.id].stream   = stream;
         state[plan.slot.id].reserved = true;
-        state[plan.slot.id].peak     = 0; // what was there before nobody had to hold to this budget
+        if (!state[plan.slot.id].probed) {
+            state[plan.slot.id].peak = 0; // what was there before nobody had to hold to this budget
+        }
     }
     return json { {"budget", stream.budget}, {"sink", stream.sink}, {"recent", stream.recent}, {"block", stream.block} };
 }
@@ -687,6 +690,18 @@ json server_blocks::op_reuse(const json & op, plan_state & plan) {
         state[plan.slot.id].reuse = n;
     }
     return json { {"n_tokens", n} };
+}
+
+// The slot's next marked request is there to see what it looks for: its rows go before the one after it is decoded,
+// which goes on from where it did, and whose books have what was loaded and evicted for both.
+json server_blocks::op_probe(plan_state & plan) {
+    if (kind.windowed || kind.recurrent) {
+        fail(501, "not_supported_error", string_format("what was decoded cannot be taken back exactly (memory: %s)", kind.name));
+    }
+    if (!plan.dry) {
+        state[plan.slot.id].probe = true;
+    }
+    return json::object();
 }
 
 // positions are about to change: of an idle slot, in a memory whose keys can be turned

@@ -102,6 +102,7 @@ json server_blocks::props() const {
     json features = json::array({ "blocks", "plan", "render", "reuse", "stream" });
     if (!kind.windowed && !kind.recurrent) {
         features.push_back("adopt"); // rows are all there is to a sequence
+        features.push_back("probe");
     }
     if (llama_kv_block_can_shift(ctx)) {
         features.push_back("compact");
@@ -169,6 +170,8 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
         n_past = std::min(n_past, s.reuse);
     }
     s.reuse = std::numeric_limits<int32_t>::max();
+    s.probing = s.probe && s.marker == 1;
+    s.probe   = false;
     s.n_common = n_past;
     if (s.marker == 1) {
         s.reserved = true;
@@ -212,9 +215,14 @@ void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) 
     const int32_t n_present = server_ranges_count(resident, 0, n_past);
     // rows of a text that this one does not go on from were there all the time since the last reply,
     // unless loaded since, and are freed before anything is decoded: they are not this turn's
-    const int32_t n_cut = server_ranges_count(resident, s.n_common, end) - server_ranges_count(s.loaded, s.n_common, end);
+    // but for those of a probe, which are
+    const int32_t n_cut = s.probed ? 0 : server_ranges_count(resident, s.n_common, end) - server_ranges_count(s.loaded, s.n_common, end);
+    s.probed = false;
     s.peak   = std::max(s.peak - n_cut, n_present);
     s.n_past = n_past;
+    if (s.probing) {
+        s.reuse = n_past; // ended or broken off
+    }
     server_ranges_remove(s.loaded, n_past, end);
     s.used.resize(std::min(s.used.size(), (size_t) n_past));
     llama_attn_capture_forget(ctx, id, n_past);
@@ -237,8 +245,10 @@ void server_blocks::on_first_token(int id, const server_task & task, const serve
     if (!enabled()) {
         return;
     }
-    llama_attn_capture_prompt(ctx, id, false);
     auto & s = state[id];
+    if (!s.probing) {
+        llama_attn_capture_prompt(ctx, id, false);
+    }
     s.first_token = true;
     if (!told(id)) {
         return;
@@ -278,6 +288,13 @@ void server_blocks::on_final(int id, server_slot_stats & stats) {
     }
     s.marker = -1;
     s.hidden = 0;
+    if (s.probing) {
+        // the turn is not over: what it loaded and evicted so far is in the books of its real answer
+        s.probing = false;
+        s.probed  = true;
+        llama_attn_capture_prompt(ctx, id, false);
+        return;
+    }
     s.breach = 0;
     s.peak   = (int32_t) llama_kv_block_n_rows(ctx, id);
     s.loaded.clear();
@@ -306,6 +323,7 @@ void server_blocks::bump(int id) {
     s.reserved = false;
     s.stream   = {};
     s.reuse    = std::numeric_limits<int32_t>::max();
+    s.probe    = s.probing = s.probed = false;
     llama_attn_capture_set(ctx, id, {});
     s.loaded.clear();
     s.auto_evicted = json::array();

@@ -198,6 +198,9 @@ private:
         int32_t hidden = 0;
         int32_t breach = 0;
         bool    first_token = false;
+        bool    probe   = false; // the next marked request only looks: its tail is decoded again
+        bool    probing = false; // this one does
+        bool    probed  = false; // the last one did: the turn goes on
         const server_prompt * prompt = nullptr; // since tokens were first added to it
         std::vector<uint64_t> used; // by position: when it was last decoded, loaded, or attended to
         std::map<llama_pos, double> seen; // attention that each block had at the last look,
@@ -260,6 +263,7 @@ private:
     json op_stream (const json & op, plan_state & plan);
     json op_reuse  (const json & op, plan_state & plan);
     saved * in_memory(const std::string & tenant, const std::string & name);
+    json op_probe  (plan_state & plan);
     [[noreturn]] void unknown(const std::string & tenant, const std::string & name) const;
     static std::vector<std::string> needed(const server_blocks_call & call);
     json slot_json (const server_blocks_slot & slot) const;
@@ -270,6 +274,8 @@ private:
     json run_attention(const json & body, const server_blocks_slot & slot) const;
     json queries_json (const server_blocks_slot & slot) const;
     json bounds_json  (const json & body, const server_blocks_slot & slot) const;
+    json products_json(const json & body, const server_blocks_slot & slot) const;
+    const saved * copy_of(const std::string & tenant, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const;
     server_blocks_bounds key_bounds(int id, llama_pos p0, llama_pos p1) const;
     size_t key_bounds_size(int id) const; // bytes of one block's
     bool   bounds_fit(const server_blocks_bounds & bounds) const;

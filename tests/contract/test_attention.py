@@ -273,6 +273,59 @@ def test_query_rows_and_key_bounds_are_those_of_the_first_layer(server: Llama) -
     assert np.array_equal(numbers(answer["key_bounds"]["data"], 2, 2, 2, 128), limits[1:])
 
 
+def test_products_are_the_greatest_of_the_rows_and_of_the_copies(server: Llama) -> None:
+    prompt = server.tokens(story(120))
+    server.act("attn-capture", layers=[0, 2], queries=8)
+    server.complete(prompt, n_predict=5)
+    queries, keys = queries_and_keys(prompt)
+    ranges = [[0, 40], [40, 100], [100, len(prompt)]]
+    expected = np.stack(
+        [
+            np.einsum("rhc,thc->trh", queries[-8:], keys[a:b].repeat(HEADS // 2, axis=1)).max(0)
+            for a, b in ranges
+        ]
+    )
+
+    def read() -> Json:
+        answer: Json = server.post("/slots/0?action=attention", {"products": ranges})
+        found: Json = answer["key_products"]
+        return found
+
+    resident = read()
+    assert resident["known"] == [True, True, True]
+    assert (resident["layers"], resident["n_head"], resident["n_embd"]) == ([0, 2], HEADS, 64)
+    assert resident["pos"] == list(range(len(prompt) - 8, len(prompt)))
+    whole = numbers(resident["data"], 3, 2, 8, HEADS)
+    assert np.allclose(whole[:, 0], expected, atol=0.02)
+    assert not np.allclose(whole[:, 1], expected, atol=0.5)
+
+    # Of a copy they are those of the rows it was made from, in whatever layer.
+    server.act("block-save", name="b", p0=40, p1=100, evict=True)
+    server.act("block-evict", p0=10, p1=20)
+    saved = read()
+    assert saved["known"] == [False, True, True]
+    assert np.array_equal(numbers(saved["data"], 2, 2, 8, HEADS), whole[1:])
+    server.act("block-drop", names=["b"])
+    assert read()["known"] == [False, False, True]
+
+
+def test_a_probe_keeps_the_queries_of_the_words_it_makes(one: Llama) -> None:
+    one.erase()
+    prompt = one.tokens(story(120))
+    one.act("attn-capture", layers=[0], queries=8)
+    one.act("block-plan", ops=[{"op": "probe"}])
+    said = one.complete(prompt, n_predict=5)["tokens"]
+    rows = one.post("/slots/0?action=attention", {"with_queries": True})["query_rows"]
+    # The last token that was made has not been decoded.
+    assert rows["pos"] == list(range(len(prompt) - 4, len(prompt) + 4))
+    queries, _ = queries_and_keys([*prompt, *said[:-1]])
+    assert np.allclose(numbers(rows["data"], 1, 8, HEADS, 64)[0], queries[-8:], atol=1e-3)
+
+    one.complete(prompt, n_predict=5)
+    rows = one.post("/slots/0?action=attention", {"with_queries": True})["query_rows"]
+    assert rows["pos"] == list(range(len(prompt) - 8, len(prompt)))
+
+
 def test_somebody_else_ends_the_capture(one: Llama) -> None:
     one.erase()
     prompt = one.tokens(story(60))

@@ -421,7 +421,7 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, question: Question, blocks: BlockTable, own: int | None = None) -> Scores:
+    def relevance(self, question: Question, blocks: BlockTable, *_: object) -> Scores:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 

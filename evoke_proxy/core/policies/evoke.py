@@ -11,6 +11,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policies import moves
+from evoke_proxy.core.policies.asking import about
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
 from evoke_proxy.core.policy_view import PolicyView
 from evoke_proxy.core.question import Question
@@ -39,7 +40,7 @@ def choice(
 
 
 def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
-    relevance = view.index.relevance(question, view.blocks, view.own)
+    relevance = about(view, question, config)
     values = keep_scores(view, config) + config.weight_relevance * relevance
     rounded: Scores = values.round(9)  # sums in another order must not make another plan
     return rounded

@@ -16,6 +16,7 @@ from __future__ import annotations
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.block_table import Mask
 from evoke_proxy.core.policies import moves
+from evoke_proxy.core.policies.asking import about
 from evoke_proxy.core.policies.window import by_age, newest
 from evoke_proxy.core.policies.working_set import (
     Candidates,
@@ -41,7 +42,7 @@ def choice(
     def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
         return _select(given, values, capacity, config.infllm_blocks)
 
-    relevance = view.index.relevance(question, view.blocks, view.own)
+    relevance = about(view, question, config)
     values = relevance.round(9) + _AGE * by_age(view)
     return moves.Choice(values, values, select, recovers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,27 @@ Order = npt.NDArray[np.int64]
 _K = 60
 # So many of each ranking count; nothing behind them ever fits a budget.
 _DEPTH = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clause:
+    """What one clause makes of the blocks: their order, and how much speaks for each; more than 1
+    counts as 1, and of that `share`."""
+
+    order: Order
+    evidence: Scores
+    share: float = 1.0
+
+
+def with_sought(clauses: list[Clause], sought: Scores | None) -> list[Clause]:
+    """The clauses with what the model looks for: fused with the only one, else one of its own."""
+    if sought is None:
+        return clauses
+    evidence = by_rank(sought, sought)
+    if len(clauses) == 1:
+        total = clauses[0].share * np.minimum(clauses[0].evidence, 1.0) + evidence
+        return [Clause(ranked(total), total)]
+    return [Clause(ranked(evidence), evidence), *clauses]
 
 
 def ranked(scores: Scores, depth: int = _DEPTH) -> Order:

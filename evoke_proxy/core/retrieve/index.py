@@ -5,16 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import islice
 
 import numpy as np
 
-from evoke_proxy.core.block_table import BlockTable
+from evoke_proxy.core.block_table import BlockTable, shared_labels
 from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve.edges import closed, cut_off
-from evoke_proxy.core.retrieve.fusion import Order, by_rank, in_turns, ranked
+from evoke_proxy.core.retrieve.fusion import Clause, by_rank, in_turns, ranked, with_sought
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
 from evoke_proxy.core.retrieve.names import Names
 from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
@@ -24,8 +24,6 @@ from evoke_proxy.core.retrieve.words import Evidence, Numbers, Postings, Scores,
 SIGNALS = ("words", "grams", "vectors", "names")
 
 _COMPACT_ABOVE = 1024
-# So many labels are compared at once.
-_STRIDE = 512
 # After so many places what a place is worth has halved.
 _HALF_PLACE = 24
 # What the turn before was about counts half as much as what this one asks.
@@ -40,16 +38,6 @@ _EDGES = 32
 _TELLING_SHARE = 0.25
 # So many texts are read again for phrases, shared by the clauses.
 _CLOSELY = 48
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Clause:
-    """What one clause makes of the blocks: their order, and how much speaks for each; more than 1
-    counts as 1, and of that `share`."""
-
-    order: Order
-    evidence: Scores
-    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,16 +66,23 @@ class Index:
     def __len__(self) -> int:
         return len(self._held)
 
-    def relevance(self, question: Question, blocks: BlockTable, own: int | None = None) -> Scores:
+    def relevance(
+        self,
+        question: Question,
+        blocks: BlockTable,
+        own: int | None = None,
+        sought: Scores | None = None,
+    ) -> Scores:
         """One value in [0, 1] a block, in their order; all 0 when nothing matches.
 
         Blocks from index `own` on are the question's, which has all its words: they are ranked
-        among themselves. The index is first made to hold exactly these blocks.
+        among themselves. `sought` is what the model looks for, one value in [0, 1] a block: an
+        opinion on the question as a whole. The index is first made to hold exactly these blocks.
         """
         self._hold(blocks)
         own = len(blocks) if own is None else own
         looking = _Looking(own, _CLOSELY // max(1, len(question.parts) - question.leans))
-        clauses = self._clauses(question, looking)
+        clauses = with_sought(self._clauses(question, looking), sought)
         found = np.zeros(len(blocks))
         places = in_turns([clause.order for clause in clauses])
         if places:
@@ -101,6 +96,15 @@ class Index:
             found[at] = evidence / (1 + place / _HALF_PLACE)
         words = {term for term, (exact, _) in looking.heard.items() if self._tells(exact)}
         return self._with_neighbours(found, [i for i, _ in places[:_EDGES]], words)
+
+    def confidence(self, question: Question, blocks: BlockTable, own: int) -> float:
+        """How sure a question's text is of the blocks before `own` it finds, 0 to 1: of its clauses
+        the one that finds least. 0 for a question without any."""
+        self._hold(blocks)
+        looking = _Looking(own, _CLOSELY // max(1, len(question.parts)))
+        asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
+        best = (float(clause.evidence[:own].max(initial=0.0)) for clause in asked)
+        return min(1.0, min(best, default=0.0))
 
     def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
         """How close each block is to a topic, (cos + 1) / 2, and 0.5 where a block has no vector.
@@ -144,7 +148,7 @@ class Index:
         dead = len(self._postings) - len(self._held)
         if dead > max(_COMPACT_ABOVE, len(self._held)):
             self._compact()
-        same = _shared(self._held.labels, blocks.labels)
+        same = shared_labels(self._held, blocks)
         if not same == len(self._held) == len(blocks):
             had = dict(zip(self._held.labels[same:], self._numbers[same:].tolist(), strict=True))
             added = [had[b.label] if b.label in had else self._add(b) for b in blocks[same:]]
@@ -171,7 +175,7 @@ class Index:
         self._names.add(block.identity, number)
         return number
 
-    def _clauses(self, question: Question, looking: _Looking) -> list[_Clause]:
+    def _clauses(self, question: Question, looking: _Looking) -> list[Clause]:
         """What each clause says, and what all the words say together when there are several."""
         cosines = self._cosines(question)
         asked = list(zip(question.parts, cosines, strict=True))
@@ -192,7 +196,7 @@ class Index:
         found = self._rows.cosines(vectors, len(self._postings))
         return nothing if found is None else [self._of_held(one) for one in found]
 
-    def _clause(self, text: str, cosines: Scores | None, looking: _Looking) -> _Clause:
+    def _clause(self, text: str, cosines: Scores | None, looking: _Looking) -> Clause:
         """Each signal's evidence, weighted with its reciprocal rank, summed.
 
         Ranks alone would not do: the first of a signal that has nothing to say counts there as much
@@ -207,7 +211,7 @@ class Index:
             held = self._numbers, self._held.messages
             later = self._names.called(text, *held, looking.own)
             total += _MENTION * (later > 0)
-        return _Clause(ranked(total + _MENTION * later), total)
+        return Clause(ranked(total + _MENTION * later), total)
 
     def _said(self, text: str, looking: _Looking) -> Scores:
         """What words and their lookalikes say."""
@@ -279,14 +283,3 @@ class Index:
             if ends and behind:
                 shared[i + 1] = max(shared[i + 1], worth * scores[i])
         return shared
-
-
-def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many labels two tables begin with alike: nearly always the very same objects."""
-    if other[: len(one)] == one:
-        return len(one)
-    at, count = 0, min(len(one), len(other))
-    while at < count and one[at : at + _STRIDE] == other[at : at + _STRIDE]:
-        at += _STRIDE
-    pairs = zip(one[at : at + _STRIDE], other[at : at + _STRIDE], strict=False)
-    return min(count, at + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))

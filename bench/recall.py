@@ -1,0 +1,223 @@
+"""What of a model finds the block that a question is about: which layer, at which words, by what.
+
+A session is decoded whole, then every block of it leaves but the first and the latest ones. Each
+question is probed, as the proxy does with `recall: model`: the prompt's end and the first words of
+an answer are decoded without what is out, and their queries held against the keys of all blocks.
+`keys` are the greatest products themselves, `bounds` what their least and greatest values allow, of
+blocks and of pieces of 16 tokens; `asked` the rows of the question, `words` those of the answer.
+Sessions are those for tuning: `policy.recall_layers` may be chosen by this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench import record
+from bench.ceiling import wilson
+from bench.llama import Llama, running
+from bench.quality.sessions import TUNING, Script, scripts
+from bench.quality.stack import Range, Reading, read
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.key_bounds import Floats, Queries, floats
+from evoke_proxy.core.key_bounds import shares as bound_shares
+from evoke_proxy.core.probe import sought
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+WORDS = PolicyConfig().probe_tokens
+PIECE, LATEST, SINKS = 16, 400, 16
+PLACES = (1, 4, 8)
+Scores = npt.NDArray[np.float64]
+_COLUMNS = ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in PLACES), "interval_95")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON; 0 when all layers together find what is asked."""
+    args = _parser().parse_args(argv)
+    server, model = args.server or ensure_server(), args.model or bundled_model()
+    found: list[dict[str, Any]] = []
+    options = ("-c", "12288", "-np", "1", "-t", "1", "--evoke-ram", "128", "-fa", "on")
+    with running(server, model, *options) as llama:
+        layers = llama.call("GET", "/props")["evoke"]["limits"]["attention"]["layers"]
+        for task in args.tasks.split(","):
+            for script in scripts(TUNING.start + args.seed, task, args.tokens, args.sessions):
+                for ranks in Session(llama, script, layers).ranks():
+                    found.append({"task": task, "ranks": ranks})
+                print(f"{script.name}: {len(found)} questions", file=sys.stderr, flush=True)
+    rows = summarised(found)
+    print(record.table(rows, _COLUMNS))
+    best = chosen(rows)
+    print(f"layers that find it by themselves: {best}")
+    print(f"written: {record.write('recall', rows, {'layers': best}, args.out)}")
+    whole = [row for row in rows if (row["by"], row["rows"], row["layers"]) == _TOGETHER]
+    return 0 if all(row["first_8"] >= args.least for row in whole) else 1
+
+
+_TOGETHER = ("keys", "words", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session on the server, and its questions."""
+
+    llama: Llama
+    script: Script
+    layers: Sequence[int]
+
+    def ranks(self) -> Iterator[dict[str, int]]:
+        """For each question how many blocks are before the one with its fact, by what is asked."""
+        reading = read(self.llama.port, self.script)
+        told = self.script.turns[-len(self.script.probes)] - 1
+        end = reading.ends[told - 1]
+        tokens = self._tokens()
+        self.llama.erase()
+        self.llama.act("attn-capture", layers=list(self.layers), queries=WORDS + 8)
+        self.llama.complete(tokens[:end], n_predict=0)
+        blocks = [(b.span.start, b.span.end) for b in reading.blocks if b.span.end <= end]
+        pieces = [[a, min(a + PIECE, b)] for s, b in blocks for a in range(s, b, PIECE)]
+        bounds = self._bounds([list(block) for block in blocks]), self._bounds(pieces)
+        out = [block for block in blocks if block[0] >= SINKS and block[1] <= end - LATEST]
+        self._evict(out)
+        for number in range(len(self.script.probes)):
+            gold = reading.gold[number][-1:]
+            if any(a < g[1] and g[0] < b for a, b in out for g in gold):
+                yield self._asked(reading, number, tokens, blocks, bounds)
+
+    def _tokens(self) -> list[int]:
+        body = {"messages": list(self.script.messages[:-1])}
+        asked = {"dialect": "chat", "body": body}
+        tokens: list[int] = self.llama.call("POST", "/evoke/render", asked)["tokens"]
+        return tokens
+
+    def _evict(self, out: Sequence[Range]) -> None:
+        saves = [{"op": "save", "name": f"{a}", "p0": a, "p1": b} for a, b in out]
+        evicts = [{"op": "evict", "p0": a, "p1": b} for a, b in out]
+        self.llama.act("block-plan", ops=[*saves, *evicts])
+
+    def _bounds(self, spans: list[list[int]]) -> Floats:
+        """[span, layer, 2, key]"""
+        found = self.llama.act("attention", ranges=[], bounds=spans)["key_bounds"]
+        shape = (len(spans), len(self.layers), 2, found["n_key"][0])
+        return floats(found["data"]).reshape(shape)
+
+    def _asked(
+        self,
+        reading: Reading,
+        number: int,
+        tokens: Sequence[int],
+        blocks: Sequence[Range],
+        bounds: tuple[Floats, Floats],
+    ) -> dict[str, int]:
+        """One question behind the ones before it and their answers."""
+        message = self.script.turns[number - len(self.script.probes)]
+        prompt = list(tokens[: reading.prompt(message)])
+        self.llama.act("block-plan", ops=[{"op": "probe"}])
+        self.llama.complete(prompt, n_predict=WORDS)
+        spans = [list(block) for block in blocks]
+        told = self.llama.act("attention", ranges=[], with_queries=True, products=spans)
+        gold = {i for i, (a, b) in enumerate(blocks) for g in reading.gold[number][-1:]
+                if a < g[1] and g[0] < b}  # fmt: skip
+        scored = self._scored(told, len(prompt), blocks, bounds)
+        return {key: _rank(scores, gold) for key, scores in scored}
+
+    def _scored(
+        self,
+        told: Mapping[str, Any],
+        n_prompt: int,
+        blocks: Sequence[Range],
+        bounds: tuple[Floats, Floats],
+    ) -> Iterator[tuple[str, Scores]]:
+        """Every way to score the blocks, by its name."""
+        queries = Queries.parse(told["query_rows"], len(self.layers))
+        assert queries is not None
+        words = np.array(told["query_rows"]["pos"]) >= n_prompt - 1
+        starts = np.cumsum([0, *(-(-(b - a) // PIECE) for a, b in blocks)])[:-1]
+        alone = {str(layer): [i] for i, layer in enumerate(self.layers)}
+        for name, of in {"all": list(range(len(self.layers))), **alone}.items():
+            for rows, mask in (("words", words), ("asked", ~words)):
+                product = _of_layers(told["key_products"], of, mask, n_prompt)
+                scores = sought(product, np.arange(len(blocks)), len(blocks), n_prompt)
+                if scores is None:
+                    continue
+                yield f"keys/{rows}/{name}", scores
+                part = queries.rows[of][:, mask]
+                yield f"bounds/{rows}/{name}", _peaks(part, bounds[0][:, of])
+                small = np.maximum.reduceat(_peaks(part, bounds[1][:, of]), starts)
+                yield f"bounds_{PIECE}/{rows}/{name}", small
+
+
+def _peaks(rows: Floats, bounds: Floats) -> Scores:
+    """The most of the softmax of its bounds that a block has at any layer, head and row."""
+    peaks: Scores = np.max([one.max(axis=(0, 1)) for one in bound_shares(rows, bounds)], axis=0)
+    return peaks
+
+
+def _of_layers(
+    products: Mapping[str, Any], of: Sequence[int], mask: npt.NDArray[np.bool_], n_prompt: int
+) -> Mapping[str, Any]:
+    """The products of some layers and rows, as rows of an answer's words."""
+    shape = (-1, len(products["layers"]), len(products["pos"]), products["n_head"])
+    part = floats(products["data"]).reshape(shape)[:, of][:, :, mask]
+    data = base64.b64encode(np.ascontiguousarray(part, "<f4").tobytes()).decode()
+    named = {"layers": list(of), "pos": [n_prompt] * int(mask.sum()), "data": data}
+    return {**products, **named}
+
+
+def _rank(scores: Scores, gold: set[int]) -> int:
+    """How many blocks have more than the best of the gold ones."""
+    best = max(scores[i] for i in gold)
+    return int((scores > best).sum())
+
+
+def summarised(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Shares of questions whose block is among the first, by task and way to score."""
+    rows: list[dict[str, Any]] = []
+    for task in dict.fromkeys(item["task"] for item in found):
+        ranks = [item["ranks"] for item in found if item["task"] == task]
+        for key in ranks[0]:
+            by, which, layers = key.split("/")
+            got = np.array([one[key] for one in ranks])
+            first = {f"first_{k}": float((got < k).mean()) for k in PLACES}
+            low, high = wilson(int((got < PLACES[1]).sum()), len(got))
+            shown = {"interval_95": [round(low, 3), round(high, 3)]}
+            named = {"task": task, "by": by, "rows": which, "layers": layers, "n": len(got)}
+            rows.append({**named, **first, **shown})
+    return rows
+
+
+def chosen(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The layers that find as much alone, by their keys at the words, as all do together."""
+    ours = [row for row in rows if row["by"] == "keys" and row["rows"] == "words"]
+    whole = {row["task"]: row["first_1"] for row in ours if row["layers"] == "all"}
+    alone = [row for row in ours if row["layers"] != "all"]
+    names = dict.fromkeys(row["layers"] for row in alone)
+    return [
+        int(name)
+        for name in names
+        if all(r["first_1"] >= 0.98 * whole[r["task"]] for r in alone if r["layers"] == name)
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = record.parser("recall", __doc__, "--tasks paraphrase --sessions 2")
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
+    parser.add_argument("--tasks", default="paraphrase,facts12,facts20,codes", help="of the bench")
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens of a session (4000)")
+    parser.add_argument("--sessions", type=int, default=4, help="of each task (4)")
+    parser.add_argument("--seed", type=int, default=20, help="which sessions for tuning (20)")
+    parser.add_argument("--least", type=float, default=0.95, help="share among the first 8 (0.95)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

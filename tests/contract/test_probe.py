@@ -1,0 +1,93 @@
+"""A probe is decoded to see what it looks for; the turn goes on behind it, from where it was."""
+
+from __future__ import annotations
+
+import numpy as np
+from llama import Json, Llama, running, story
+
+from bench.random_models import SHAPES, ensure
+
+
+def probe(server: Llama, prompt: list[int], *ops: Json, **more: object) -> Json:
+    server.act("block-plan", ops=[*ops, {"op": "probe"}])
+    return server.complete(prompt, **{"n_predict": 6} | more)
+
+
+def logprobs(answer: Json) -> list[float]:
+    """Of each token that was chosen."""
+    return [one["logprob"] for one in answer["completion_probabilities"]]
+
+
+def test_the_answer_is_that_of_a_turn_without_a_probe(server: Llama) -> None:
+    history, prompt = server.tokens(story(150)), server.tokens(story(190))
+    server.complete(history)
+    server.act("block-save", name="b", p0=40, p1=100, evict=True)
+    server.act("block-load", names=["b"])
+    plain = server.complete(prompt, n_predict=10, n_probs=20)
+
+    server.erase()
+    server.complete(history)
+    server.act("block-evict", p0=40, p1=100)
+    without = probe(server, prompt, n_predict=10, n_probs=20)
+    server.act("block-plan", ops=[{"op": "load", "names": ["b"]}])
+    again = server.complete(prompt, n_predict=10, n_probs=20)
+    assert again["tokens"] == plain["tokens"]
+    # Rows of the probe took cells of the block: in others the sums of attention differ a little.
+    assert np.allclose(logprobs(again), logprobs(plain), atol=0.05)
+    assert not np.allclose(logprobs(again), logprobs(without), atol=0.05)
+    tail = plain["timings"]["evoke"]["decoded"]
+    assert without["timings"]["evoke"]["decoded"] == tail
+    books = again["timings"]["evoke"]
+    assert (books["decoded"], books["recovered"], books["omitted"]) == (tail, 60, 0)
+    assert books["resident_before"] == books["n_prompt"] - tail - 60
+
+
+def test_what_was_loaded_for_the_probe_is_recovered_in_the_books_of_the_answer(one: Llama) -> None:
+    one.erase()
+    history, prompt = one.tokens(story(150)), one.tokens(story(190))
+    one.complete(history)
+    one.act("block-plan", ops=[
+        {"op": "save", "name": name, "p0": p0, "p1": p0 + 30} for name, p0 in (("a", 20), ("b", 60))
+    ] + [{"op": "evict", "names": ["a", "b"]}])  # fmt: skip
+    one.complete(history)
+    looked = probe(one, prompt, {"op": "load", "names": ["a"]})
+    assert looked["timings"]["evoke"]["recovered"] == 30
+    one.act("block-plan", ops=[{"op": "load", "names": ["b"]}])
+    books = one.complete(prompt)["timings"]["evoke"]
+    assert (books["recovered"], books["omitted"]) == (60, 0)
+    assert books["resident_before"] + books["decoded"] + 60 == books["n_prompt"]
+    # The rows of the probe were there too.
+    assert books["n_resident_peak"] >= looked["timings"]["evoke"]["n_resident"] + 30
+    # What comes after is a turn of its own.
+    later = one.complete(prompt)["timings"]["evoke"]
+    assert (later["recovered"], later["omitted"]) == (0, 0)
+
+
+def test_rows_of_a_probe_are_common_with_nothing(one: Llama) -> None:
+    one.erase()
+    history, prompt = one.tokens(story(150)), one.tokens(story(190))
+    n_past = one.complete(history)["timings"]["evoke"]["n_prompt"]
+    probe(one, prompt)
+    view = one.post("/evoke/render", {"dialect": "completions", "body": {"prompt": prompt}})
+    common = view["slots"][0]["n_common"]
+    assert n_past <= common < len(prompt)
+    assert one.complete(prompt)["timings"]["prompt_n"] == len(prompt) - common
+
+
+def test_an_unmarked_request_is_no_probe(one: Llama) -> None:
+    one.erase()
+    prompt = one.tokens(story(150))
+    one.complete(prompt)
+    one.act("block-plan", ops=[{"op": "probe"}])
+    one.complete(prompt, marked=False)
+    one.complete(prompt)
+    assert one.complete(prompt)["timings"]["prompt_n"] == 1
+
+
+def test_what_cannot_be_taken_back_is_not_probed() -> None:
+    with running(
+        True, "-c", "1024", "--evoke-ram", "16", model=ensure(SHAPES["tiny-qwen35"])
+    ) as hybrid:
+        assert "probe" not in hybrid.get("/props")["evoke"]["features"]
+        error = hybrid.refuse("block-plan", ops=[{"op": "probe"}])
+        assert error["code"] == 501

@@ -1,0 +1,173 @@
+"""Whether a turn is probed, and what a probe says of blocks."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from test_policies import CONFIG, FILLER, line
+
+from evoke_proxy.core import policies
+from evoke_proxy.core.attention import Attended, Capture, captured_for
+from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.key_bounds import KeyBounds, Queries
+from evoke_proxy.core.plan import Evict, Load, Plan
+from evoke_proxy.core.probe import Pace, Probed, declined, likeliest, outside, reachable, sought
+from evoke_proxy.core.question import Question
+
+Floats = npt.NDArray[np.float32]
+FUSED = replace(CONFIG, recall="fused")
+VIEW = line(FILLER[:8], "rssrrrrr", tail=64)
+LAYERS, ROWS, HEADS, SIZE = 2, 3, 4, 16
+
+
+def answer(products: Floats, known: list[bool], pos: list[int]) -> dict[str, object]:
+    """`key_products` as llama-server tells them: [block, layer, row, head]"""
+    data = base64.b64encode(products.astype("<f4").tobytes()).decode()
+    shape = {"n_head": HEADS, "n_embd": SIZE, "layers": list(range(LAYERS))}
+    return {**shape, "pos": pos, "known": known, "data": data}
+
+
+def test_only_what_the_configuration_asks_for_is_captured() -> None:
+    assert captured_for(CONFIG) is None
+    assert captured_for(FUSED) == Capture("ewma", queries=12, read="")
+    keeping = replace(FUSED, weight_attention=0.3, recall_layers=(3,))
+    assert captured_for(keeping) == Capture("ewma", queries=12, read="masses", layers=(3,))
+    assert captured_for(replace(FUSED, recovery="discard")) is None
+    assert captured_for(replace(FUSED, budget=None)) is None
+    # What the queries of a probe are is not what those of arkvale are: the masses are read.
+    assert "with_queries" not in Attended().question(VIEW, Capture("ewma", queries=12))
+
+
+@pytest.mark.parametrize(
+    ("recall", "seconds", "confidence", "reason"),
+    [
+        ("text", 0.0, 0.0, "off"),
+        ("none", 0.0, 0.0, "off"),
+        ("fused", 1.9, 0.0, ""),
+        ("fused", 2.1, 0.0, "too_dear"),
+        ("fused", 0.5, 0.7, ""),
+        ("fused", 0.7, 0.7, "too_dear"),
+        ("fused", 0.0, 1.0, ""),
+        ("model", 1.9, 1.0, ""),
+        ("model", 2.1, 0.0, "too_dear"),
+    ],
+)
+def test_a_probe_pays_for_what_text_is_not_sure_of(
+    recall: str, seconds: float, confidence: float, reason: str
+) -> None:
+    assert declined(VIEW, replace(CONFIG, recall=recall), seconds, confidence) == reason
+
+
+def test_a_probe_needs_something_that_is_out_and_room_for_it() -> None:
+    assert outside(VIEW).tolist() == [1, 2]
+    assert reachable(VIEW).tolist() == list(range(8))
+    assert declined(line(FILLER[:8], "rrrrbbrr"), FUSED, 0.0, 0.0) == "nothing_out"
+    assert declined(line(FILLER[:8], "rddrrrrr"), FUSED, 0.0, 0.0) == "nothing_out"
+    assert declined(replace(VIEW, n_tokens=VIEW.n_tokens + 200), FUSED, 0.0, 0.0) == "long_tail"
+
+
+def test_what_any_head_looks_for_at_any_word_of_the_answer_is_sought() -> None:
+    random = np.random.default_rng(3)
+    products = random.standard_normal((8, LAYERS, ROWS, HEADS), dtype=np.float32)
+    products[2, 1, 2, 3] = 40.0  # one head, at one word
+    products[5, 0, 0, 1] = 90.0  # before the answer begins
+    at = np.arange(8)
+    n_tokens = 100
+    told = answer(products, [True] * 8, [98, 99, 100])
+    found = sought(told, at, len(VIEW.blocks), n_tokens)
+    assert found is not None
+    assert found.argmax() == 2 and found[2] > 0.99
+    assert np.all((found >= 0) & (found <= 1)) and found[5] < 0.9
+    logits = products[:, 1, 2, 3] / np.sqrt(SIZE)
+    assert found[2] == pytest.approx(np.exp(logits[2]) / np.exp(logits).sum(), rel=1e-6)
+
+
+def test_what_is_not_known_is_not_sought_and_no_products_say_nothing() -> None:
+    products = np.ones((2, LAYERS, ROWS, HEADS), np.float32)
+    told = answer(products, [True, False, True], [9, 10, 11])
+    found = sought(told, np.array([1, 4, 6]), 8, 10)
+    assert found is not None and np.flatnonzero(found).tolist() == [1, 6]
+    assert sought(None, np.array([1]), 8, 10) is None
+    assert sought(answer(products[:0], [False], []), np.array([1]), 8, 10) is None
+    assert sought(answer(products, [True, True], [1, 2, 3]), np.array([1, 2]), 8, 10) is None
+
+
+def test_of_many_blocks_bounds_say_which_are_held_against_their_keys() -> None:
+    bounds, keys = KeyBounds(), np.zeros((8, LAYERS, 2, 2, SIZE), np.float32)
+    keys[:, :, 0], keys[:, :, 1] = -0.1, 0.1
+    keys[6, 1, 1, 0, 3] = 5.0
+    data = base64.b64encode(np.delete(keys, 4, axis=0).astype("<f4").tobytes()).decode()
+    known = [i != 4 for i in range(8)]
+    told = {"layers": [0, 1], "n_key": [2 * SIZE] * 2, "known": known, "data": data}
+    bounds.take(told, VIEW.blocks.labels)
+    rows = np.zeros((LAYERS, 1, HEADS, SIZE), np.float32)
+    rows[1, 0, 1, 3] = 9.0
+    # What looks best by its bounds, and what has none: it could be anything.
+    assert likeliest(VIEW, bounds, Queries(rows), 2).tolist() == [4, 6]
+    assert likeliest(VIEW, bounds, Queries(rows), 8).tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("recall", ["model", "fused"])
+def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) -> None:
+    config = replace(CONFIG, recall=recall, margin=0.0)
+    texts = [FILLER[0], "my residence is amber falcon", *FILLER[2:8]]
+    view = line(texts, "rsrrrrrr", tail=64)
+    question = Question.of("where do I live?")
+    assert policies.decide(view, question, config).loads == ()
+    found = np.zeros(8)
+    found[1] = 0.9
+    plan = policies.decide(replace(view, sought=found), question, config)
+    assert [load.label for load in plan.loads] == ["s/1"]
+    text_only = replace(config, recall="text")
+    assert policies.decide(replace(view, sought=found), question, text_only).loads == ()
+
+
+def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
+    texts = [FILLER[0], "my residence is amber falcon", "the oslo vault code is 48213"]
+    view = line([*texts, *FILLER[3:8]], "rssrrrrr", tail=64)
+    found = np.zeros(8)
+    found[1] = 0.9
+    question = Question.of("what is the oslo vault code?")
+    config = replace(FUSED, margin=0.0)
+    plan = policies.decide(replace(view, sought=found), question, config)
+    assert {load.label for load in plan.loads} == {"s/1", "s/2"}
+    for recall, label in (("text", "s/2"), ("model", "s/1")):
+        alone = replace(config, recall=recall)
+        plan = policies.decide(replace(view, sought=found), question, alone)
+        assert [load.label for load in plan.loads] == [label]
+    nothing = policies.decide(replace(view, sought=found), question, replace(config, recall="none"))
+    assert nothing.loads == ()
+
+
+def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
+    texts = ["the oslo vault code is 48213", *FILLER[1:8]]
+    view = line(texts, "ssrrrrrr")
+
+    def sure(text: str) -> float:
+        return view.index.confidence(Question.of(text), view.blocks, view.own)
+
+    assert sure("what is the oslo vault code?") > 0.9
+    assert sure("what is the oslo vault code, and where do I live?") < 0.2
+    assert sure("where do I live?") < 0.2
+    assert view.index.confidence(Question(), view.blocks, view.own) == 0.0
+
+
+def test_the_pace_is_that_of_the_replies() -> None:
+    pace = Pace()
+    assert pace.seconds(1000, 12) == 0.0
+    pace.note(None)
+    pace.note({"prompt_n": 200, "prompt_ms": 100.0, "predicted_n": 10, "predicted_ms": 200.0})
+    assert pace.seconds(1000, 12) == pytest.approx(0.5 + 0.24)
+
+
+def test_what_a_probe_brought_back_before_is_told_as_far_as_it_stayed() -> None:
+    spans = [Span(0, 64), Span(64, 128), Span(128, 192)]
+    first = Plan(loads=tuple(Load(f"s/{i}", span) for i, span in enumerate(spans[:2])))
+    later = Plan(evicts=(Evict(spans[1], "s/1"),), loads=(Load("s/2", spans[2]),))
+    probed = Probed(first, 70, 0.0123)
+    assert probed.kept(later) == [spans[0]]
+    assert probed.shown(later) == {"decoded": 70, "brought": 64, "ms": 12.3}
