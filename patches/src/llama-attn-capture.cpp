@@ -598,7 +598,11 @@ std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id
     for (size_t l = 0; l < s->params.layers.size(); ++l) {
         const int32_t layer = s->params.layers[l];
         const auto &  q     = queries.layers[l];
-        const size_t  group = n_head/(kv->get_k_storage(layer)->ne[0]/d); // heads that share a key
+        const size_t  n_kv  = kv->get_k_storage(layer)->ne[0]/d;
+        if (n_kv == 0 || n_head % n_kv != 0 || q.size() != queries.pos.size()*n_head*d) {
+            return {}; // layers with heads of their own shape
+        }
+        const size_t  group = n_head/n_kv; // heads that share a key
         const auto    rows  = attn_key_rows(*kv, seq, layer, runs);
         const uint8_t * keys = runs.empty() ? saved->data + attn_keys_offset(ctx, *kv, layer, p1 - p0) : rows.data();
         std::vector<float> most(q.size()/d, std::numeric_limits<float>::lowest()); // [row][head]

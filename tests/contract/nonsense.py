@@ -42,6 +42,7 @@ FIELDS = {
     "with_queries": [True, False, 3],
     "ranges": [[], [[0, 64]], [[64, 0]], [[0]], "0-64", "0-", "-1-5", [[0, 2**40]], [[0, 1]] * 999],
     "bounds": [[], [[0, 64], [64, 128]], [[0, 10**6]], [[-1, 5]], "64-128", 7],
+    "products": [[], [[0, 64], [64, 128]], [[0, 10**6]], [[5, 5]], [[-1, 5]], "64-128", 7],
     "tenant": ["", "t", 5, "\u0000"],
     "all": [True, False],
     "release": [True, False, "no"],
@@ -79,7 +80,7 @@ def body(chance: random.Random, action: str, epoch: int) -> dict[str, Any]:
         usual = chance.random() < 0.9
         found[field] = chance.choice(FIELDS[field] if usual else ODD)
     if chance.random() < 0.3:
-        kinds = ["save", "evict", "load", "drop", "stream", "reuse", "attn-capture", "fly"]
+        kinds = ["save", "evict", "load", "drop", "stream", "reuse", "probe", "attn-capture", "fly"]
         found["ops"] = [
             {"op": chance.choice(kinds)}
             | {f: chance.choice(FIELDS[f]) for f in chance.sample(sorted(FIELDS), 4)}
