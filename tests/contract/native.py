@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 from llama import MODEL, binary
 
+from evoke_proxy.server_build.build import place_order
 from evoke_proxy.server_build.cache import cache_dir
+from evoke_proxy.server_build.series import patches_dir
+from evoke_proxy.server_build.toolchain import find_toolchain
 
 
 def run(source: Path, folder: Path) -> str:
     """What the program says of the bundled model. Skips where the libraries are not at hand."""
     binary(patched=True)
-    trees = [tree for tree in (cache_dir() / "trees").glob("*") if _is_patched(tree)]
-    if not trees:
-        pytest.skip("the patched server was not built on this machine last")
-    tree = max(trees, key=lambda tree: (tree / "build/src/libllama.a").stat().st_mtime)
+    order = place_order(True, find_toolchain(False, False), None, patches_dir(), cache_dir())
+    tree = cache_dir() / "trees" / order.tree_key
+    if not _stands_patched(tree):
+        pytest.skip("the patched server was not what was built last on this machine")
     libraries = [tree / "build/src/libllama.a", *tree.glob("build/ggml/**/lib*.a")]
     libraries += tree.glob("build/vendor/**/lib*.a")
     includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]
@@ -29,7 +32,8 @@ def run(source: Path, folder: Path) -> str:
     return done.stdout
 
 
-def _is_patched(tree: Path) -> bool:
-    """Whether the tree stands as the patched server left it: the stock one is made there too."""
-    library = tree / "build/src/libllama.a"
-    return library.exists() and b"llama_attn_capture_set" in library.read_bytes()
+def _stands_patched(tree: Path) -> bool:
+    """Whether the tree is as our sources are now: other servers are made there too."""
+    library, ours = tree / "build/src/libllama.a", patches_dir() / "src/llama-attn-capture.h"
+    theirs = tree / "src/src" / ours.name
+    return library.exists() and theirs.exists() and theirs.read_bytes() == ours.read_bytes()
