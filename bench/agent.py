@@ -35,7 +35,7 @@ from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
 ARMS = ("evoke", "discard", "truncate", "no_eviction")
-BUDGET, STEPS = 3072, 50
+BUDGET, STEPS = 2048, 36
 ANSWER_TOKENS = 8
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
 _USER_EVERY = 14

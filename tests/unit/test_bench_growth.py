@@ -22,9 +22,10 @@ def test_a_turn_is_planned_and_measured(way: str) -> None:
 
 
 def test_growth_is_measured_from_each_number_to_the_next() -> None:
-    made = [{"way": "one", "blocks": 10**i, "own_ms": ms} for i, ms in ((2, 1), (3, 2), (4, 20))]
+    taken = ((2, 1), (3, 2), (4, 20))
+    made = [{"way": "one", "blocks": 10**i, "own_ms": ms, "planning_ms": ms / 2} for i, ms in taken]
     summary = growth.summarise(made)
-    assert summary["one_exponents"] == [0.3, 1.0]
+    assert summary["one_own_exponents"] == summary["one_planning_exponents"] == [0.3, 1.0]
     assert summary["one_1000_ms"] == 2
     assert not growth.reached(made)
     assert growth.reached(made[:2])
