@@ -34,7 +34,7 @@ from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
-ARMS = ("evoke", "discard", "truncate", "no_eviction")
+ARMS = ("evoke", "no_eviction", "truncate", "discard")
 BUDGET, STEPS = 2048, 36
 ANSWER_TOKENS = 8
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
@@ -349,7 +349,10 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/agent.json`; 0 when nothing is missed."""
     args = _parser().parse_args(argv)
-    found = [measure(args, arm) for arm in args.arms]
+    found = []
+    for arm in args.arms:
+        found.append(measure(args, arm))
+        print(record.table([found[-1][0]], _COLUMNS), flush=True)
     table = [row for row, _ in found]
     print(record.table(table, _COLUMNS))
     summary = summarise(table)
