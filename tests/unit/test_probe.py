@@ -156,6 +156,15 @@ def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
     assert view.index.confidence(Question(), view.blocks, view.own) == 0.0
 
 
+def test_text_is_not_sure_of_a_word_that_many_blocks_have() -> None:
+    texts = [f"some heavy filler number{i}" for i in range(11)] + ["my weight is 19605"]
+    view = line(texts, "s" * 11 + "r")
+    sure = view.index.confidence(Question.of("how heavy am I?"), view.blocks, view.own)
+    assert 0 < sure < 0.6
+    rare = line(["some heavy filler", *FILLER[1:12]], "s" * 11 + "r")
+    assert rare.index.confidence(Question.of("how heavy am I?"), rare.blocks, rare.own) > 0.9
+
+
 def test_the_pace_is_that_of_the_replies() -> None:
     pace = Pace()
     assert pace.seconds(1000, 12) == 0.0

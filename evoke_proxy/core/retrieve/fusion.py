@@ -16,6 +16,8 @@ Order = npt.NDArray[np.int64]
 _K = 60
 # So many of each ranking count; nothing behind them ever fits a budget.
 _DEPTH = 128
+# Blocks of which a clause says nearly the same, and how many of them a budget has room for.
+_ALIKE, _FEW = 0.75, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +39,14 @@ def with_sought(clauses: list[Clause], sought: Scores | None) -> list[Clause]:
         total = clauses[0].share * np.minimum(clauses[0].evidence, 1.0) + evidence
         return [Clause(ranked(total), total)]
     return [Clause(ranked(evidence), evidence), *clauses]
+
+
+def sureness(evidence: Scores) -> float:
+    """How sure a clause is of the best, 0 to 1: as much as speaks for it, less when as much speaks
+    for more blocks than a few. A word that many have says little about any of them."""
+    best = float(evidence.max(initial=0.0))
+    alike = int((evidence >= _ALIKE * best).sum())
+    return min(1.0, best) * min(1.0, _FEW / max(1, alike))
 
 
 def ranked(scores: Scores, depth: int = _DEPTH) -> Order:

@@ -14,7 +14,14 @@ from evoke_proxy.core.blocks import Block
 from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.question import Question
 from evoke_proxy.core.retrieve.edges import closed, cut_off
-from evoke_proxy.core.retrieve.fusion import Clause, by_rank, in_turns, ranked, with_sought
+from evoke_proxy.core.retrieve.fusion import (
+    Clause,
+    by_rank,
+    in_turns,
+    ranked,
+    sureness,
+    with_sought,
+)
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
 from evoke_proxy.core.retrieve.names import Names
 from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
@@ -99,12 +106,11 @@ class Index:
 
     def confidence(self, question: Question, blocks: BlockTable, own: int) -> float:
         """How sure a question's text is of the blocks before `own` it finds, 0 to 1: of its clauses
-        the one that finds least. 0 for a question without any."""
+        the one that finds least, or too many alike. 0 for a question without any."""
         self._hold(blocks)
         looking = _Looking(own, _CLOSELY // max(1, len(question.parts)))
         asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
-        best = (float(clause.evidence[:own].max(initial=0.0)) for clause in asked)
-        return min(1.0, min(best, default=0.0))
+        return min((sureness(clause.evidence[:own]) for clause in asked), default=0.0)
 
     def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
         """How close each block is to a topic, (cos + 1) / 2, and 0.5 where a block has no vector.
