@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -50,16 +51,28 @@ class SnapshotFiles:
             message = f"snapshots.directory: {self.directory} cannot be used: {error.strerror}"
             raise ConfigError(message) from error
 
-    def claim(self) -> None:
-        """Keep every other proxy out for as long as this process lives; ConfigError when one is
-        there already: each would take the other's files for leavings."""
+    def claim(self, shared: bool = False) -> bool:
+        """Keep every other proxy out for as long as this process lives, or with `shared` those that
+        do not share; whether nobody else is there, so that it may be put in order.
+
+        ConfigError when one is there already: each would take the other's files for leavings.
+        """
         self._lock = (self.directory / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.free()
-            message = f"snapshots.directory: another evoke-proxy uses {self.directory}"
-            raise ConfigError(message) from error
+        for wait_s in (0.0, *[0.1] * (50 if shared else 0)):  # as long as another puts it in order
+            time.sleep(wait_s)
+            for how in (fcntl.LOCK_EX, *([fcntl.LOCK_SH] if shared else [])):
+                try:
+                    fcntl.flock(self._lock, how | fcntl.LOCK_NB)
+                except OSError:
+                    continue
+                return how == fcntl.LOCK_EX
+        self.free()
+        raise ConfigError(f"snapshots.directory: another evoke-proxy uses {self.directory}")
+
+    def share(self) -> None:
+        """Let others in that share it, too."""
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def free(self) -> None:
         """Let others have it."""

@@ -14,6 +14,7 @@ class SnapshotsConfig:
 
     directory: str = ""
     key_file: str = ""
+    shared: bool = False
     min_tokens: int = 256
     look_ahead: bool = True
     max_mib: int = 32768

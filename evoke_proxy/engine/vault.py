@@ -42,7 +42,7 @@ class Vault:
     def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:
         self._bounds = Bounds.of(config)
         self._metrics = metrics or Metrics()
-        self._form = at_rest(config.key_file)
+        self._form, self._shared = at_rest(config.key_file), config.shared
         self.files = SnapshotFiles(Path(config.directory), self._form)
         self._store: Store | None = None
         self._known: dict[str, Snapshot] = {}
@@ -53,26 +53,27 @@ class Vault:
     def open(self, claim: bool = True) -> None:
         """Take over what is there, files and index made to agree; ConfigError when unusable."""
         self.files.prepare()
-        if claim:
-            self.files.claim()
+        alone = claim and self.files.claim(self._shared)
         try:
-            self._store = self._opened(claim)
-            if claim:
+            self._store = self._opened(alone)
+            if alone:
                 self._metrics.snapshots_bad.labels(reason="row").inc(self._store.drop_bad())
             self._reload()
-            if claim:
+            if alone:
                 self._reconcile()
+            if self._shared:
+                self.files.share()
         except BaseException:
             self.close()
             raise
 
-    def _opened(self, claim: bool) -> Store:
+    def _opened(self, alone: bool) -> Store:
         """The index; a damaged one is set aside, and with it all that it knew of."""
         path = self.files.directory / INDEX
         try:
             return Store(path, self._form)
         except IndexUnusable as error:
-            if not claim:
+            if not alone:
                 raise ConfigError(f"snapshots.directory: {error}") from error
             _log.error("the index is set aside, nothing is kept of before: %s", error)
         self._metrics.snapshots_bad.labels(reason="index").inc()

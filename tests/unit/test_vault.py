@@ -214,6 +214,30 @@ def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
+def test_proxies_that_share_a_directory_see_each_others_and_leave_them_alone(
+    tmp_path: Path,
+) -> None:
+    with vault(tmp_path, shared=True) as first:
+        item = kept(first, branch="first")
+        part = first.part()
+        written(tmp_path, part)  # llama-server is about to have saved it
+        with vault(tmp_path, shared=True) as second:
+            assert [found.id for found in second.snapshots] == [item.id]
+            assert (tmp_path / part).exists()
+            other = kept(second, TOKENS + 500, branch="second")
+            assert {found.id for found in first.snapshots} == {item.id, other.id}
+            first.delete(item, "test")
+            assert [found.id for found in second.snapshots] == [other.id]
+            with pytest.raises(ConfigError, match="another evoke-proxy"), vault(tmp_path):
+                pass
+        assert [found.id for found in first.snapshots] == [other.id]
+    with vault(tmp_path, shared=True) as third:
+        assert [found.id for found in third.snapshots] == [other.id]
+        assert not (tmp_path / part).exists(), "alone again, it is put in order"
+    with vault(tmp_path):
+        pass
+
+
 def test_an_index_that_is_none_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
     metrics = Metrics()

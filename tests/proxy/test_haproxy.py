@@ -1,0 +1,163 @@
+"""Debian's HAProxy in front of two proxies, each with a llama-server: one goes, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from keeping import QUICK, House, decoded
+from running import Answer, ask
+
+from evoke_proxy.core.identity import SOURCES
+from evoke_proxy.demo.processes import free_port, healthy, proxy_command
+
+CONFIG = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
+pytestmark = pytest.mark.skipif(
+    not shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin"),
+    reason="needs haproxy: apt-get install haproxy",
+)
+HAPROXY = shutil.which("haproxy", path=os.environ.get("PATH", "") + ":/usr/sbin") or ""
+LONG = " ".join(f"w{number % 211}" for number in range(160))
+
+
+@contextmanager
+def _proxy(port: int, upstream: int, settings: Path) -> Iterator[subprocess.Popen[bytes]]:
+    admin = ["--admin-listen", "127.0.0.1:0", "--config", str(settings)]
+    with subprocess.Popen([*proxy_command(port, upstream), *admin]) as process:
+        try:
+            _await(lambda: healthy(port))
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def _haproxy(folder: Path, ports: tuple[int, int]) -> Iterator[int]:
+    """HAProxy with our configuration, in which only addresses are others."""
+    front, text = free_port(), CONFIG.read_text()
+    text = text.replace("bind :8080", f"bind 127.0.0.1:{front}").replace("inter 2s", "inter 100ms")
+    for number, port in enumerate(ports, 1):
+        text = text.replace(f"proxy-{number}:8090", f"127.0.0.1:{port}")
+    (folder / "haproxy.cfg").write_text(text)
+    with (folder / "haproxy.log").open("wb") as log:
+        command = [HAPROXY, "-f", str(folder / "haproxy.cfg")]
+        with subprocess.Popen(command, stdout=log, stderr=log) as process:
+            try:
+                _await(lambda: healthy(front))
+                yield front
+            finally:
+                process.terminate()
+
+
+def _await(holds: object) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _say(port: int, session: str, messages: list[dict[str, str]], text: str) -> Answer:
+    messages.append({"role": "user", "content": text})
+    body = {"messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    headers = {"Content-Type": "application/json", "X-Evoke-Session": session}
+    answer = ask(port, "POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+    assert answer.status == 200, answer.body
+    content = json.loads(answer.body)["choices"][0]["message"]["content"]
+    messages.append({"role": "assistant", "content": content})
+    return answer
+
+
+def test_the_configuration_is_one(tmp_path: Path) -> None:
+    text = CONFIG.read_text()
+    for number in (1, 2):
+        text = text.replace(f"proxy-{number}:8090", f"127.0.0.1:{8090 + number}")
+    (tmp_path / "haproxy.cfg").write_text(text)
+    done = subprocess.run([HAPROXY, "-c", "-f", str(tmp_path / "haproxy.cfg")], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"WARNING" not in done.stderr.upper(), done.stderr.decode()
+
+
+def test_it_goes_by_what_the_proxy_goes_by() -> None:
+    named = re.findall(r"req\.hdr\(([^)]*)\) if", CONFIG.read_text())
+    headers = [name.lower() for kind, name, _ in SOURCES if kind == "header"]
+    assert named[: len(headers)] == headers
+
+
+def test_a_conversation_goes_on_at_the_other_when_its_proxy_dies(tmp_path: Path) -> None:
+    slots = tmp_path / "slots"
+    slots.mkdir()
+    house, settings = House(slots, "", ("--cache-ram", "0")), tmp_path / "evoke.yaml"
+    kept = {"directory": str(slots), "shared": True, "min_tokens": 64, "look_ahead": False}
+    settings.write_text(json.dumps({"snapshots": {**QUICK, **kept}}))
+    ports = (free_port(), free_port())
+    with ExitStack() as stack:
+        servers = [stack.enter_context(house.server()) for _ in ports]
+        pairs = zip(ports, servers, strict=True)
+        proxies = [stack.enter_context(_proxy(port, up, settings)) for port, up in pairs]
+        front = stack.enter_context(_haproxy(tmp_path, ports))
+        _await(lambda: ask(front, "GET", "/evoke/ready").status == 200)
+        assert ask(front, "GET", "/evoke/sessions").status == 404
+
+        # Each conversation stays where it is, and not all are at one place.
+        talks: dict[str, list[dict[str, str]]] = {f"session-{n}": [] for n in range(6)}
+        at = {}
+        for session, messages in talks.items():
+            before = [decoded(port) for port in servers]
+            _say(front, session, messages, f"{session}: {LONG}")
+            at[session] = _grown(before, [decoded(port) for port in servers])
+        assert set(at.values()) == {0, 1}
+        for session, messages in talks.items():
+            before = [decoded(port) for port in servers]
+            _say(front, session, messages, "Go on.")
+            assert _grown(before, [decoded(port) for port in servers]) == at[session]
+
+        # What the other will say, were it asked alone.
+        session = next(session for session, place in at.items() if place == 0)
+        _settle(ports[0])
+        proxies[0].send_signal(signal.SIGKILL)
+        proxies[0].wait()
+        before = [decoded(port) for port in servers]
+        answer = _say(front, session, talks[session], "And then?")
+        after = [decoded(port) for port in servers]
+        assert _grown(before, after) == 1 and after[0] == before[0]
+        timings = json.loads(answer.body)["timings"]
+        prompt = timings["cache_n"] + timings["prompt_n"]
+        assert prompt > 200 and after[1] - before[1] < prompt / 2, "it was restored, not decoded"
+        restored = re.search(
+            rb'evoke_snapshot_restores_total\{result="useful"\} (\d+)',
+            ask(ports[1], "GET", "/metrics").body,
+        )
+        assert restored is not None and int(restored[1]) >= 1
+        with house.server() as alone:
+            asked, said = talks[session][:-2], talks[session][-1]["content"]
+            _say(alone, "", asked, "And then?")
+            assert asked[-1]["content"] == said
+        for other, messages in talks.items():
+            _say(front, other, messages, "Still there?")
+
+
+def _grown(before: list[int], after: list[int]) -> int:
+    """Which server has decoded something."""
+    (which,) = [i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]]
+    return which
+
+
+def _settle(port: int) -> None:
+    """Wait until what follows an answer is done there."""
+    saved = -1.0
+    for _ in range(50):
+        text = ask(port, "GET", "/metrics").body.decode()
+        now = sum(map(float, re.findall(r"^evoke_snapshot_saves_total\S* (\S+)", text, re.M)))
+        if now == saved:
+            return
+        saved = now
+        time.sleep(0.3)
