@@ -124,9 +124,11 @@ def likeliest(
 def sought(answer: object, at: Positions, n_blocks: int, n_tokens: int) -> Scores | None:
     """How much the model looked for each block, 0 to 1: of `key_products` for blocks `at`.
 
-    The softmax over the blocks of their products, and of a block the most that any head of any
-    layer gave it at any word. Rows before the last token of the prompt, which is `n_tokens` long,
-    do not count: nothing is answered there. None without products.
+    The softmax over the blocks of their products, its mean over the heads of a layer, and of a
+    block the most that any layer gave it at any word: heads by themselves look for one block or
+    another at nearly every word, those of a layer together where they want the fact. Rows before
+    the last token of the prompt, which is `n_tokens` long, do not count: nothing is answered there.
+    None without products.
     """
     if not isinstance(answer, Mapping) or not answer.get("pos"):
         return None
@@ -138,7 +140,7 @@ def sought(answer: object, at: Positions, n_blocks: int, n_tokens: int) -> Score
     logits = products[:, :, rows].astype(np.float64) / np.sqrt(int(answer["n_embd"]))
     weights = np.exp(logits - logits.max(axis=0))
     found = np.zeros(n_blocks)
-    found[known] = (weights / weights.sum(axis=0)).max(axis=(1, 2, 3))
+    found[known] = (weights / weights.sum(axis=0)).mean(axis=3).max(axis=(1, 2))
     return found
 
 
