@@ -8,7 +8,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
 
-BENCHES := support latency copies capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long
+BENCHES := support latency copies capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long opencode
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -76,6 +76,7 @@ help:
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
 	@echo "make bench-growth    what a turn costs the proxy with 100 to 100,000 saved blocks"
 	@echo "make bench-agent     a coding agent on a budget: what is decoded, what comes back, to the bit"
+	@echo "make bench-opencode  opencode itself on a budget, against an intact prefix cache"
 	@echo "make bench-long      a session eight times its budget: recall along it, rows in the cache"
 	@echo "make bench-restart   the first token after a restart: cold, by the usual recipe, by ours"
 	@echo "make bench-peers     that recipe and ours alone"
