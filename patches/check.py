@@ -21,11 +21,13 @@ from pathlib import Path
 
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
+from evoke_proxy.server_build.build import place_order
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.errors import BuildError
 from evoke_proxy.server_build.fetch import pristine_source
 from evoke_proxy.server_build.pin import Pin, read_pin
 from evoke_proxy.server_build.series import Series, git_apply, read_series
+from evoke_proxy.server_build.toolchain import find_toolchain
 
 PATCHES = Path(__file__).parent
 TESTS = PATCHES.parent / "tests"
@@ -66,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pin, tried, _ in rows:
         _say(f"{pin.requirement}: {', '.join(tried.words)} {tried.where}")
     others = [row for row in rows[1:] if row[1].applies]
-    compiled = {}
+    compiled: dict[str, str] = {}
     for pin, _, tree in others:
         if sum(word == _COMPILES for word in compiled.values()) < args.compile:
             compiled[pin.requirement] = _compiled(pin, tree, work)
-    alone = list(_alone(series, work)) if args.alone else []
+    alone = list(_alone(series)) if args.alone else []
     text = document(series, [(pin, tried) for pin, tried, _ in rows], compiled, alone)
     if (args.compile and args.alone) or not (PATCHES / "APPLIES.md").exists():
         (PATCHES / "APPLIES.md").write_text(text, "utf-8")
@@ -143,7 +145,7 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
     return failed or _COMPILES
 
 
-def _alone(series: Series, work: Path) -> Iterator[tuple[str, str]]:
+def _alone(series: Series) -> Iterator[tuple[str, str]]:
     """(patch, outcome): the pin with the patches up to this one, built, and this one's tests."""
     for n, patch in enumerate(series.patches, 1):
         _say(f"{patch.name} on the {n - 1} before it")
@@ -151,48 +153,31 @@ def _alone(series: Series, work: Path) -> Iterator[tuple[str, str]]:
             for path in (PATCHES / "LLAMA_CPP_VERSION", *series.patches[:n]):
                 shutil.copy2(path, folder)
             shutil.copytree(PATCHES / "src", Path(folder) / "src")
+            own = OWN_TESTS[patch.name[:4]]
             try:
-                own = OWN_TESTS[patch.name[:4]]
-                if own:
-                    failed = _pytest(_on_the_pin(Path(folder), work), own)
-                else:
-                    failed = _kv_block(Path(folder), work)
+                server = ensure_server(patches=Path(folder))
+                failed = _pytest(server, own) if own else _kv_block(Path(folder), server)
                 yield patch.name, failed or "passed"
             except BuildError as error:
                 yield patch.name, "does not compile: " + _first_error(str(error))
 
 
-def _pin_cache(work: Path) -> Path:
-    """A cache of its own, with the source that is there already."""
-    cache = work / "pin"
-    (cache / "source").mkdir(parents=True, exist_ok=True)
-    source = pristine_source(read_pin(PATCHES), cache_dir(), _say)
-    if not (cache / "source" / source.name).exists():
-        (cache / "source" / source.name).symlink_to(source)
-    return cache
-
-
-def _on_the_pin(patches: Path, work: Path) -> Path:
-    """The server of the pin with these patches."""
-    return ensure_server(patches=patches, flags=_QUICK, cache=_pin_cache(work))
-
-
-def _kv_block(patches: Path, work: Path) -> str:
+def _kv_block(patches: Path, server: Path) -> str:
     """The test of rows alone, linked with the library of these patches; "" when it passes."""
-    program = _on_the_pin(patches, work).with_name("kv_block")
+    program = server.with_name("kv_block")
     if not program.exists():
-        shutil.rmtree(program.parent)  # made again: the tree may be at other patches by now
-        _on_the_pin(patches, work)
-        linked = _linked(program, work / "pin")
+        shutil.rmtree(server.parent)  # made again: the tree may be at other patches by now
+        linked = _linked(ensure_server(patches=patches).with_name(program.name), patches)
         if linked:
             return linked
     done = subprocess.run([program, bundled_model()], capture_output=True, text=True)
     return "" if done.returncode == 0 else f"failed: {done.stdout.splitlines()[-1:]}"
 
 
-def _linked(program: Path, cache: Path) -> str:
+def _linked(program: Path, patches: Path) -> str:
     """Why the test of rows does not link; "" when it did."""
-    (tree,) = (cache / "trees").iterdir()
+    order = place_order(True, find_toolchain(cuda=False), None, patches, cache_dir())
+    tree = cache_dir() / "trees" / order.tree_key
     libraries = sorted(str(path) for path in tree.glob("build/**/lib*.a"))
     includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]
     command = ["g++", "-std=c++17", str(TESTS / "kv_block/kv_block.cpp"), *includes]
