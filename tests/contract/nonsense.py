@@ -54,7 +54,9 @@ NEEDED = {
     "block-compact": [], "block-spill": ["names"], "stream": ["budget"],
     "attn-capture": ["layers"], "attention": [],
 }  # fmt: skip
-SLOTS = ["0", "0", "0", "0", "1", "-1", "9", "99999999999", "x", "0x1", "%00", "1e0", "+1", "0/0"]
+SLOTS = [
+    *["0"] * 14, *["1"] * 4, "-1", "9", "99999999999", "x", "0x1", "%00", "1e0", "+1", "0/0",
+]  # fmt: skip
 TENANTS = ["", "t", "%00", "%ff%fe", "%F0%9F%98%80", "a&tenant=b", "x" * 5000]
 RENDERED: list[Any] = [
     {"messages": []},
