@@ -49,7 +49,8 @@ bench-%: venv
 fuzz: venv
 	@$(BIN)/python tests/fuzz.py $(ARGS)
 
-# Where the series applies: writes patches/APPLIES.md. Downloads 300 MB and compiles three times.
+# Where the series applies: writes patches/APPLIES.md. Downloads 350 MB, compiles two releases and what
+# each patch touches of the pin; what was built is there for the next run.
 patches-check: venv
 	@$(BIN)/python patches/check.py $(ARGS)
 

@@ -1,4 +1,8 @@
-"""Calls of every kind from several clients at once, some of whom hang up in the middle of one."""
+"""Calls of every kind from several clients at once, some of whom hang up in the middle of one.
+
+None of them saves, restores or empties a slot that works: upstream lets one call that waits go on for
+each request that ends, and where that is one of these three, a request behind it waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ def settled(server: Llama) -> None:
 def _client(
     server: Llama, calls: int, chance: random.Random, prompts: list[list[int]]
 ) -> Counter[str]:
-    kinds = {"one": 30, "completion": 20, "slot": 5, "gone": 30, "gone in a completion": 15}
+    kinds = {"one": 30, "completion": 25, "gone": 30, "gone in a completion": 15}
     seen = Counter[str]()
     for _ in range(calls):
         kind = chance.choices(list(kinds), list(kinds.values()))[0]
@@ -61,8 +65,6 @@ def _client(
             one(server, chance)
         elif kind == "completion":
             _complete(server, completion(server, chance, prompts))
-        elif kind == "slot":
-            _slot_file(server, chance)
         elif kind == "gone":
             action = chance.choice(ACTIONS)
             asked = body(chance, action, server.epoch(0))
@@ -89,16 +91,6 @@ def _complete(server: Llama, asked: Json) -> None:
         message = json.loads(raw)["error"]["message"]
         short = status == 500 and any(words in message.lower() for words in _UPSTREAM_500)
         assert status in (400, 503) or short, (status, message)
-
-
-def _slot_file(server: Llama, chance: random.Random) -> None:
-    """A slot to its file, or back, or emptied."""
-    slot = chance.randint(0, 1)
-    action = chance.choice(["save", "restore", "erase"])
-    status, raw = server.raw(
-        "POST", f"/slots/{slot}?action={action}", b'{"filename": "slot-%d"}' % chance.randint(0, 1)
-    )
-    assert status in (200, 400), (action, raw)
 
 
 def _hang_up(server: Llama, chance: random.Random, path: str, asked: Json) -> None:
