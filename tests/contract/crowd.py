@@ -1,7 +1,8 @@
 """Calls of every kind from several clients at once, some of whom hang up in the middle of one.
 
-None of them saves, restores or empties a slot that works: upstream lets one call that waits go on for
-each request that ends, and where that is one of these three, a request behind it waits for ever.
+None of them saves, restores or empties a slot that works: upstream lets one call that waits go on
+for each request that ends, and where that is one of these three, a request behind it waits for
+ever.
 """
 
 from __future__ import annotations
