@@ -10,6 +10,13 @@
 #endif
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else // what is not given out is nobody's to touch; only the sanitizer sees to it
+#define ASAN_POISON_MEMORY_REGION(p, size)   ((void) (p), (void) (size))
+#define ASAN_UNPOISON_MEMORY_REGION(p, size) ((void) (p), (void) (size))
+#endif
+
 static constexpr size_t ALIGNMENT = 64;
 static constexpr size_t STEP      = size_t(16) << 20;
 
@@ -41,6 +48,7 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
         toucher.join();
         stop = false;
     }
+    ASAN_UNPOISON_MEMORY_REGION(base, total);
     if (buffer) {
         ggml_backend_buffer_free(buffer);
     } else if (base) {
@@ -63,6 +71,7 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
     }
     total = size;
     gaps[0] = size;
+    ASAN_POISON_MEMORY_REGION(base, total);
     if (buffer) {
         return true; // pinned pages are present
     }
@@ -80,6 +89,7 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
 }
 
 uint8_t * server_blocks_arena::take(size_t size) {
+    const size_t asked = size;
     size = (std::max<size_t>(size, 1) + ALIGNMENT - 1)/ALIGNMENT*ALIGNMENT;
     for (auto it = gaps.begin(); it != gaps.end(); ++it) {
         if (it->second < size) {
@@ -91,6 +101,7 @@ uint8_t * server_blocks_arena::take(size_t size) {
             gaps[offset + size] = bytes - size;
         }
         used[offset] = size;
+        ASAN_UNPOISON_MEMORY_REGION(base + offset, asked);
         return base + offset;
     }
     return nullptr;
@@ -104,6 +115,7 @@ void server_blocks_arena::give(uint8_t * p) {
     size_t offset = it->first;
     size_t bytes  = it->second;
     used.erase(it);
+    ASAN_POISON_MEMORY_REGION(p, bytes);
     auto next = gaps.lower_bound(offset);
     if (next != gaps.end() && next->first == offset + bytes) {
         bytes += next->second;
