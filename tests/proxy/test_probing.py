@@ -10,6 +10,8 @@ import pytest
 from running import RunningProxy
 from talking import Talk
 
+from evoke_proxy.core.probe import Pace
+
 BUDGET = 320
 STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
 
@@ -68,11 +70,18 @@ def len_of(talk: Talk, ours: RunningProxy) -> int:
     return len(known.tokens)
 
 
-def test_where_text_is_sure_and_probes_are_slow_none_is_made(patched_proxy: RunningProxy) -> None:
+class _Slow(Pace):
+    """Twenty tokens a second, whatever is measured."""
+
+    def seconds(self, tail: int, words: int) -> float:
+        return (tail + words) / 20
+
+
+def test_where_text_is_sure_and_probes_are_slow_none_is_made(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     talk = told(patched_proxy.port, "probing sure", "fused")
-    engine = patched_proxy.engine
-    pace = engine._planner.probing.pace
-    pace.prompt.value, pace.answer.value = 20.0, 20.0
+    monkeypatch.setattr(patched_proxy.engine._planner.probing, "pace", _Slow())
     declined = patched_proxy.metric("evoke_probes_total", result="too_dear")
     text, usage, _ = asked(talk, "What is my residence?")
     assert "amber falcon" in text and "probe" not in usage
