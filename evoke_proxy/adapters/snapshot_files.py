@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -140,8 +141,8 @@ class SnapshotFiles:
 
     def lend(self, name: str) -> str:
         """What llama-server is to restore: the snapshot, or what it is decrypted, which the caller
-        discards. Raises SnapshotUnusable, and then leaves nothing."""
-        lent = f"lent-{name.removesuffix(WHOLE)}{PART}"
+        discards, of its own for each. Raises SnapshotUnusable, and then leaves nothing."""
+        lent = f"lent-{uuid.uuid4().hex[:20]}{PART}"
         paths = str(self.directory / name), str(self.directory / lent)
         try:
             return lent if self._form.read(*paths, name.encode()) else name

@@ -21,6 +21,8 @@ from evoke_proxy.core.snapshots import Snapshot
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2
+# A change waits so long, all requests with it, for that of another proxy.
+_SHARED_WAIT_MS = 500
 _TABLE = """
 CREATE TABLE IF NOT EXISTS snapshots (
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, fingerprint TEXT NOT NULL, branch TEXT NOT NULL,
@@ -80,6 +82,10 @@ class Store:
     def close(self) -> None:
         """No call after this."""
         self._db.close()
+
+    def share(self) -> None:
+        """Another process may be changing it: do not wait for it longer than requests may."""
+        self._db.execute(f"PRAGMA busy_timeout={_SHARED_WAIT_MS}")
 
     def add(self, snapshot: Snapshot, packed: bytes) -> None:
         """Add one, its tokens as `pack` has made them of it."""

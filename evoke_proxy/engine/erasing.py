@@ -123,8 +123,9 @@ class Eraser:
         slot = self._slots.pool.slot_of(known.id)
         if self._watch.server.patched:
             return slot if known.epoch is not None else None
-        held = known.held
-        return held.slot if held is not None and held.slot >= 0 else None
+        held, n_slots = known.held, len(self._slots.pool)
+        # It may be in a slot that is none of ours: where requests go one at a time, one is.
+        return held.slot if held is not None and 0 <= held.slot < n_slots else None
 
     async def _empty(self, slot: int, known: Conversation) -> None:
         """Nobody else's request is in the slot meanwhile; raises what llama-server refuses."""

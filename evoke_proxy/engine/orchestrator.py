@@ -284,7 +284,8 @@ class Engine:
         """A server has appeared: whatever was in the one before is gone."""
         self._slots.restart(self.keeper.n_places(server))
         for id, slot in self.conversations.lost(server.adopts).items():
-            self._slots.pool.moved(id, slot)
+            if slot < len(self._slots.pool):
+                self._slots.pool.moved(id, slot)
         self._records.started(server)
         self.keeper.restarted(server)
         self.feed.tell("server", patched=server.patched, slots=server.n_slots)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _log = logging.getLogger(__name__)
+# Files that are swept again and again, the latest ones.
+_AGAIN = 16
 
 
 class Sweeper:
@@ -16,14 +18,20 @@ class Sweeper:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "vault")
         self._latest: Future[None] | None = None
+        self._again: dict[str, None] = {}
 
     @property
     def busy(self) -> bool:
         """Whether files are on their way out."""
         return self._latest is not None and not self._latest.done()
 
-    def sweep(self, work: Callable[[str], None], name: str) -> None:
-        """Have a file moved or deleted; what cannot be is found at the next start."""
+    def sweep(self, work: Callable[[str], None], name: str, again: bool = False) -> None:
+        """Have a file moved or deleted; what cannot be is found at the next start. `again` when
+        it may still be written."""
+        if again:
+            self._again.pop(name, None)
+            self._again[name] = None
+            self._again = dict.fromkeys(list(self._again)[-_AGAIN:])
 
         def swept() -> None:
             try:
@@ -33,6 +41,11 @@ class Sweeper:
 
         self._latest = self._thread.submit(swept)
 
+    def sweep_again(self, work: Callable[[str], None]) -> None:
+        """Those that may have been written meanwhile."""
+        for name in self._again:
+            self.sweep(work, name)
+
     def wait(self) -> None:
         """Until all of that is done."""
         if self._latest is not None:  # they go one after the other
@@ -41,7 +54,8 @@ class Sweeper:
     async def swept(self) -> None:
         """The same, without blocking."""
         if self._latest is not None:
-            await asyncio.wrap_future(self._latest)
+            # Whoever stops waiting does not take it out of the queue.
+            await asyncio.shield(asyncio.wrap_future(self._latest))
 
     def close(self) -> None:
         """All of that is done, and no call comes after this."""

@@ -48,7 +48,6 @@ class Vault:
         self._known: dict[str, Snapshot] = {}
         self._generation = -1
         self._sweeper = Sweeper()
-        self._overdue: set[str] = set()
 
     def open(self, claim: bool = True) -> None:
         """Take over what is there, files and index made to agree; ConfigError when unusable."""
@@ -62,6 +61,7 @@ class Vault:
             if alone:
                 self._reconcile()
             if self._shared:
+                self._store.share()
                 self.files.share()
         except BaseException:
             self.close()
@@ -212,19 +212,17 @@ class Vault:
         self._mark(snapshot, pinned=pinned)
 
     def discard(self, part: str, overdue: bool = False) -> None:
-        """Delete what llama-server has written and is no snapshot. One that is `overdue` may still
-        be written: it is deleted again with every later one, and at the next start."""
-        self._overdue |= {part} if overdue else set()
-        for name in self._overdue | {part}:
-            self._sweeper.sweep(self.files.discard, name)
+        """Delete what llama-server has written and is no snapshot; what is `overdue`, and may still
+        be written, again with every later one, and at the next start."""
+        self._sweeper.sweep(self.files.discard, part, again=overdue)
+        self._sweeper.sweep_again(self.files.discard)
 
     def trim(self) -> None:
         """Be within the bounds again."""
         free = self.files.free_bytes()
         for snapshot, reason in surplus(self.snapshots, self._bounds, free, time.time()):
             self.delete(snapshot, reason)
-        for part in self._overdue:
-            self._sweeper.sweep(self.files.discard, part)
+        self._sweeper.sweep_again(self.files.discard)
         self._metrics.snapshots.set(len(self._known))
         self._metrics.snapshot_bytes.set(sum(item.n_bytes for item in self._known.values()))
 
@@ -235,9 +233,8 @@ class Vault:
     def records(self) -> Sequence[Record]:
         """Of budgeted sessions, the latest used first; those that are too old are gone."""
         found, oldest = list(self._index.records()), time.time() - self._bounds.max_age_s
-        for record in found:
-            if record.used < oldest:
-                self._index.remove_record(record.id)
+        for record in (record for record in found if record.used < oldest):
+            self.remove_record(record.id)
         return [record for record in found if record.used >= oldest]
 
     def put_record(self, record: Record) -> None:
@@ -245,8 +242,11 @@ class Vault:
         self._index.put_record(record)
 
     def remove_record(self, id: str) -> None:
-        """A session is not to go on; nothing when it was not written down."""
-        self._index.remove_record(id)
+        """A session is not to go on; one that stays on disk all the same is still in `records`."""
+        try:
+            self._index.remove_record(id)
+        except SnapshotUnusable as error:
+            _log.warning("%s", error)
 
     def _reconcile(self) -> None:
         """Rows without their file go, files without a row too, and whatever was being restored."""

@@ -87,6 +87,7 @@ def test_nothing_of_a_conversation_is_to_be_read_and_everything_comes_back(tmp_p
         lent = second.files.lend(f"{again.id}.evoke-kv")
         assert lent.endswith(".evoke-part") and listed in (folder / lent).read_bytes()
         assert (folder / lent).stat().st_mode & 0o777 == 0o600
+        assert second.files.lend(f"{again.id}.evoke-kv") != lent, "each restore deletes its own"
     with vault(folder, key_file=key):
         assert not list(folder.glob("*.evoke-part")), (
             "what a crash leaves in the clear goes at start"

@@ -6,9 +6,12 @@ import asyncio
 import os
 import random
 import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +21,11 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.model_file import ModelFiles
+from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.snapshots import STEP, USER, Snapshot
+from evoke_proxy.engine.stock.states import _into
+from evoke_proxy.engine.sweeper import Sweeper
 from evoke_proxy.engine.vault import Label, Vault
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
@@ -277,6 +283,70 @@ def test_an_index_that_is_damaged_never_lies(tmp_path: Path, name: str) -> None:
             if number % 10 == 0:
                 kept(it, TOKENS + 9000, "new")
     assert found > 0
+
+
+def test_a_record_that_cannot_be_removed_stays_and_nobody_is_told_by_an_error(
+    tmp_path: Path,
+) -> None:
+    with vault(tmp_path, shared=True) as it:
+        it.put_record(Record("a", "t", time.time(), b"x"))
+        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        it.remove_record("a")
+        assert time.monotonic() - began < 2, "requests wait for that"
+        assert [record.id for record in it.records()] == ["a"]
+        other.close()
+        it.remove_record("a")
+        assert not it.records()
+
+
+def test_of_saves_that_timed_out_the_latest_are_deleted_again(tmp_path: Path) -> None:
+    with vault(tmp_path) as it:
+        parts = [it.part() for _ in range(20)]
+        for part in parts:
+            it.discard(part, overdue=True)
+        it.discard(parts[10], overdue=True)
+        asyncio.run(it.swept())
+        for part in parts:  # written all the same
+            written(tmp_path, part)
+        it.trim()
+        asyncio.run(it.swept())
+        assert whole_files(tmp_path) == sorted(parts[:4])
+
+
+def test_whoever_stops_waiting_for_files_to_go_leaves_the_others_waiting() -> None:
+    sweeper, free = Sweeper(), threading.Event()
+    gone: list[str] = []
+
+    def held(_: str) -> None:
+        free.wait(5)
+
+    async def impatient() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sweeper.swept(), 0.01)
+        free.set()
+        await sweeper.swept()
+
+    sweeper.sweep(held, "one")
+    sweeper.sweep(gone.append, "other")
+    asyncio.run(impatient())
+    assert gone == ["other"]
+    sweeper.close()
+
+
+def test_work_that_is_cancelled_is_not_waited_for() -> None:
+    async def work() -> bool:
+        await asyncio.sleep(60)
+        return True
+
+    async def cancelled() -> bool:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_into(future, work()), 0.01)
+        return future.cancelled()
+
+    assert asyncio.run(cancelled())
 
 
 def _damage(path: Path, how: random.Random) -> None:

@@ -193,6 +193,9 @@ class States:
 async def _into(future: asyncio.Future[bool], work: Coroutine[Any, Any, bool]) -> None:
     try:
         future.set_result(await work)
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
     except Exception as error:
         future.set_exception(error)
         future.exception()  # seen, even if nobody waits any more

@@ -1,0 +1,21 @@
+"""What the engine makes of a server that comes back otherwise than it went."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from test_recorded import seated
+
+from evoke_proxy.config import Config
+from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.engine.orchestrator import Engine
+
+
+def test_a_server_with_fewer_slots_than_a_session_was_in_is_taken() -> None:
+    engine = Engine(Config())
+    for id, slot in (("first", 1), ("far", 7)):
+        was = seated()
+        engine.conversations.recall(replace(was, slot=slot, session=replace(was.session, id=id)))
+    engine._started(ServerInfo("", "", n_slots=2))
+    pool = engine._slots.pool
+    assert (pool.slot_of("first"), pool.slot_of("far")) == (1, None)
