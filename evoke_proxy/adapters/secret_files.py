@@ -58,8 +58,8 @@ def write_secret(path: Path, text: str) -> None:
 class KeyFile:
     """Keys as the file has them now: a key that is taken out is refused from then on.
 
-    Raises ConfigError at first when the file cannot be used. Should that become so later, the keys
-    that were read last go on to count, and it is said.
+    Raises ConfigError at first when the file cannot be used. Should it be broken later, the keys
+    that were read last go on to count; should it be gone, none does. Either is said.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,11 +73,19 @@ class KeyFile:
         seen = _look(self._path)
         if seen != self._seen:
             self._seen = seen
-            try:
-                self._keys = _keys_of(self._path)
-            except ConfigError as error:
-                _log.error("the keys stay as they were: %s", error)
+            self._keys = self._read() if seen else self._gone()
         return self._keys
+
+    def _read(self) -> Keys:
+        try:
+            return _keys_of(self._path)
+        except ConfigError as error:
+            _log.error("the keys stay as they were: %s", error)
+            return self._keys
+
+    def _gone(self) -> Keys:
+        _log.error("security.keys_file: %s is gone: nobody gets in", self._path)
+        return Keys.parse("")
 
 
 def _look(path: Path) -> tuple[int, ...]:

@@ -22,8 +22,11 @@ class _UniqueKeys(yaml.SafeLoader):
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise ConfigError(f"a key must be a word, not a list or a mapping (line {line})")
             if key in seen:
-                raise ConfigError(f"{key}: given twice (line {key_node.start_mark.line + 1})")
+                raise ConfigError(f"{key}: given twice (line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
 

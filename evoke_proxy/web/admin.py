@@ -38,7 +38,8 @@ def routes(engine: Engine) -> list[web.RouteDef]:
         *(web.route(*path, _guarded(engine, handler)) for path, handler in admin_api.ROUTES),
         *page_files.routes(engine),
         web.get("/metrics", metrics, allow_head=False),
-        web.route("*", "/evoke/{path:.*}", unknown),
+        # [\s\S], because a dot does not match an encoded newline.
+        web.route("*", r"/evoke/{path:[\s\S]*}", unknown),
     ]
 
 

@@ -73,7 +73,7 @@ def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
             refused = RequestError(error.text or error.reason, "not_found", error.status)
             return dialects.error_response(request.path, refused)
         except Exception:
-            _log.exception("unexpected failure in %s %s", request.method, request.path)
+            _log.exception("unexpected failure in %s %r", request.method, request.path)
             failure = EvokeError("evoke-proxy failed; see its log")
             return dialects.error_response(request.path, failure)
 

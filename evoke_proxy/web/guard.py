@@ -99,8 +99,9 @@ async def apart(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _refuse_names(request: web.Request) -> None:
     """Without a token, a page of somebody else could have a browser ask us under a name of its
     own that leads here; it cannot do so under a number."""
-    host = urlsplit(f"//{request.host}").hostname or ""
+    host = ""
     try:
+        host = urlsplit(f"//{request.host}").hostname or ""
         ipaddress.ip_address(host)
     except ValueError:
         if host != "localhost":

@@ -32,19 +32,32 @@ class Patience:
             self._drop(request, "slow_reader")
             raise ConnectionResetError("the client does not read its answer") from error
 
-    def body_due(self, request: web.Request) -> asyncio.TimerHandle | None:
-        """The client is cut off unless its body has arrived, or the handle been cancelled, in time.
+    def body_due(self, request: web.Request) -> Callable[[], None]:
+        """The client is cut off unless its body has arrived, or what this gives been called, in
+        time. While we read nothing from it, since llama-server does not, it has its time anew."""
+        due: asyncio.TimerHandle | None = None
 
-        None when it is here already.
-        """
-        if request.content.is_eof():
-            return None
-        loop = asyncio.get_running_loop()
-        return loop.call_later(self._limits.body_timeout_s, self._late, request)
+        def wait() -> None:
+            nonlocal due
+            if not request.content.is_eof():
+                loop = asyncio.get_running_loop()
+                due = loop.call_later(self._limits.body_timeout_s, late)
 
-    def _late(self, request: web.Request) -> None:
-        if not request.content.is_eof():
-            self._drop(request, "slow_body")
+        def late() -> None:
+            transport = request.transport
+            if request.content.is_eof() or transport is None or transport.is_closing():
+                return
+            if isinstance(transport, asyncio.ReadTransport) and not transport.is_reading():
+                wait()
+            else:
+                self._drop(request, "slow_body")
+
+        def cancel() -> None:
+            if due is not None:
+                due.cancel()
+
+        wait()
+        return cancel
 
     def _drop(self, request: web.Request, reason: str) -> None:
         if isinstance(request.transport, asyncio.WriteTransport):
@@ -58,9 +71,8 @@ PATIENCE = web.AppKey("patience", Patience)
 @web.middleware
 async def punctual(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The body of every request is due."""
-    due = request.app[PATIENCE].body_due(request)
+    arrived = request.app[PATIENCE].body_due(request)
     try:
         return await handler(request)
     finally:
-        if due is not None:
-            due.cancel()
+        arrived()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ _HOP_BY_HOP = frozenset(
 _REQUEST_ONLY = frozenset(("host", "expect"))
 # aiohttp fills these in when absent; a faithful relay takes them out again.
 _FILLED_IN = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Relayed(web.StreamResponse):
@@ -60,8 +62,10 @@ def raw_target(request: web.Request) -> str:
     """Path and query exactly as the client spelled them.
 
     RequestError when they do not begin with a slash: put behind the server's address, they would
-    name another one.
+    name another one. And when the path has control characters: no path of llama-server's has.
     """
+    if _CONTROL.search(request.path):
+        raise RequestError("the path has control characters")
     spelled = request.raw_path
     target = spelled if spelled.startswith("/") else request.rel_url.raw_path_qs
     if not target.startswith("/"):
@@ -108,7 +112,7 @@ async def send(
     except UpstreamError as error:
         if not response.prepared:
             raise
-        _log.warning("answer to %s broke off: %s", request.path, error)
+        _log.warning("answer to %r broke off: %s", request.path, error)
         response.broken = error
         if request.transport is not None:
             request.transport.close()

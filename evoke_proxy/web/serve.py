@@ -16,8 +16,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
+from evoke_proxy.core.bounds import check_room
 from evoke_proxy.engine import Engine
-from evoke_proxy.errors import ConfigError
+from evoke_proxy.errors import BudgetTooSmall, ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
 from evoke_proxy.web.draining import TRAFFIC
@@ -106,7 +107,8 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
     """Take over what can be of the settings as they are now; all stays when they are broken."""
     try:
         found = reloaded(engine.config, again())
-    except ConfigError as error:
+        check_room(found.config.policy)
+    except (ConfigError, BudgetTooSmall) as error:
         engine.metrics.reloads.labels(result="failed").inc()
         _log.error("settings not reloaded, the old ones stay: %s", error)
         return

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import fake_upstream as fake_upstream_module
 import pytest
 from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, whole
 from running import RunningProxy, ask, proxy
@@ -104,6 +105,21 @@ def test_a_key_that_is_taken_out_is_refused_at_once(echo: FakeUpstream, tmp_path
         assert ask(running.port, *asked).status == 401
 
 
+def test_without_its_file_no_key_counts_and_a_broken_one_changes_nothing(
+    echo: FakeUpstream, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+    with proxy(echo.port, security__keys_file=str(path)) as running:
+        asked = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
+        write_secret(path, "nonsense")
+        assert ask(running.port, *asked).status == 200
+        path.unlink()
+        assert ask(running.port, *asked).status == 401
+        write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+        assert ask(running.port, *asked).status == 200
+
+
 @pytest.mark.parametrize(
     "target",
     """/slots /slots/0?action=erase /slots/0?action=block-load /slots/0/blocks?tenant=bob
@@ -118,6 +134,34 @@ def test_what_belongs_to_others_is_not_for_clients(
     answer = ask(keyed.port, "POST", target, CHAT, _bearer(ALICE))
     assert (answer.status, json.loads(answer.body)["error"]["code"]) == (403, "evoke_forbidden")
     assert echo.requests == []
+
+
+@pytest.mark.parametrize(
+    "rest", ["%0A", "%0A/../../slots", "%0a/../../slots/0?action=erase", "../slots"]
+)
+def test_no_way_through_our_own_paths_leads_to_the_server(
+    keyed: RunningProxy, echo: FakeUpstream, rest: str
+) -> None:
+    assert ask(keyed.port, "POST", f"/evoke/{rest}", CHAT).status == 404
+    assert echo.requests == []
+
+
+@pytest.mark.parametrize("host", ["[", "[::1", "a]b", "[x]"])
+def test_a_host_that_is_none_is_refused(
+    stray: tuple[RunningProxy, FakeUpstream], host: str
+) -> None:
+    head = f"GET /evoke/sessions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    assert int(_raw(stray[0].port, head.encode()).split(b" ")[1]) in (400, 403)
+
+
+@pytest.mark.parametrize("path", ["/evil%0Aline", "/x%0A/../slots", "/%7f", "/v1/models%00"])
+def test_no_control_character_of_a_path_reaches_the_server(
+    stray: tuple[RunningProxy, FakeUpstream], path: str
+) -> None:
+    running, fake = stray
+    fake.requests.clear()
+    assert ask(running.port, "GET", path).status == 400
+    assert fake.requests == []
 
 
 @pytest.mark.parametrize(
@@ -282,6 +326,22 @@ def test_a_body_that_does_not_come_ends_the_request(echo: FakeUpstream, path: st
             pass
         assert running.metric("evoke_clients_dropped_total", reason="slow_body") == 1
         assert ask(running.port, "POST", path, CHAT, JSON).status == 200
+
+
+def test_a_client_is_not_blamed_for_a_server_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, echo: FakeUpstream
+) -> None:
+    read = fake_upstream_module._read
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
+        await asyncio.sleep(1)
+        return await read(reader, writer)
+
+    monkeypatch.setattr(fake_upstream_module, "_read", late)
+    with proxy(echo.port, limits__body_timeout_s=0.3) as running:
+        # More than all buffers on the way hold.
+        assert ask(running.port, "POST", "/x", b"x" * (32 << 20)).status == 200
+        assert running.metric("evoke_clients_dropped_total", reason="slow_body") == 0
 
 
 def test_a_client_that_does_not_read_gives_its_slot_back() -> None:

@@ -153,6 +153,8 @@ def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:
         assert done["message"] == "settings reloaded; changed: policy.budget"
         broken = reload("policy: {budgte: 1}", "not reloaded")
         assert broken["level"] == "error" and "policy.budget?" in str(broken["message"])
+        small = reload("policy: {budget: 9}\nlog: {format: json}", "budget of 9 ")
+        assert small["level"] == "error" and "settings not reloaded" in str(small["message"])
         more = "log: {format: json, level: debug}\nembedder: {device: cpu}\n"
         waiting = reload("policy: {budget: 1024}\n" + more, "restart")
         assert waiting["message"] == "settings that need a restart: embedder.device"

@@ -86,6 +86,7 @@ def test_environment_reads_each_type() -> None:
         ("embedder: {cache_mib: 0}", "embedder.cache_mib: must be more than 0, not 0"),
         ("log: {level: 3}", "log.level: must be a text, not 3"),
         ("log: {level: info}\nlog: {level: info}", "log: given twice (line 2)"),
+        ("? [a]\n: 1", "a key must be a word, not a list or a mapping (line 1)"),
         ("- 1", "the top level must be a mapping of keys"),
         ("a: [", "not valid YAML"),
     ],
