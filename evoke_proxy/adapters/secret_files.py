@@ -15,7 +15,10 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 
 def read_secret(path: Path, setting: str) -> str:
-    """The text of a file; ConfigError, naming the setting, unless only its owner may read it."""
+    """The text of a file; ConfigError, naming the setting, unless only its owner may read it.
+
+    Root is anybody's equal here: it may see to the files of those that it runs.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -27,7 +30,7 @@ def read_secret(path: Path, setting: str) -> str:
     with os.fdopen(handle, "rb") as file:
         if found.st_mode & 0o077:
             raise ConfigError(f"{setting}: others may read {path}: chmod 600 {path}")
-        if found.st_uid not in (os.geteuid(), 0):
+        if os.geteuid() and found.st_uid not in (os.geteuid(), 0):
             raise ConfigError(f"{setting}: {path} belongs to somebody else")
         try:
             return file.read(_MAX_BYTES).decode()
@@ -44,11 +47,17 @@ def read_token(path: Path, setting: str) -> str:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Replace a file as a whole, for its owner alone. Raises OSError."""
+    """Replace a file as a whole, for its owner alone: when root does, the one there was.
+
+    Raises OSError.
+    """
     part = path.with_name(path.name + ".new")
     part.unlink(missing_ok=True)
     handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
+        if os.geteuid() == 0 and path.exists():
+            was = path.stat()
+            os.fchown(handle, was.st_uid, was.st_gid)
         file.write(text)
         file.flush()
         os.fsync(handle)

@@ -139,7 +139,7 @@ class SecurityConfig:
     """
 
     keys_file: str = ""
-    admin_listen: tuple[str, ...] = ("127.0.0.1:8091",)
+    admin_listen: tuple[str, ...] = ("127.0.0.1:18090",)
     admin_token_file: str = ""
 
 

@@ -122,7 +122,7 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
 
 async def _listen(runner: web.AppRunner, config: Config) -> None:
     """The addresses of the admin first, so that no other is ever taken for one."""
-    await _listen_apart(runner, config.security)
+    await _listen_apart(runner, config.security, config.listen)
     admin = list(runner.addresses)
     for address in config.listen:
         host, port = parse_listen(address)
@@ -133,18 +133,29 @@ async def _listen(runner: web.AppRunner, config: Config) -> None:
         _say(f"is operated at {_shown(address)}/evoke/")
 
 
-async def _listen_apart(runner: web.AppRunner, config: SecurityConfig) -> None:
+async def _listen_apart(
+    runner: web.AppRunner, config: SecurityConfig, listen: tuple[str, ...]
+) -> None:
     if not config.admin_listen:
         return
+    # Two proxies on a machine are nothing wrong, nor one that has clients at our default; a place
+    # that somebody has chosen is.
+    default = config.admin_listen == SecurityConfig().admin_listen
     for address in config.admin_listen:
+        if default and _port(address) in map(_port, listen):
+            _say(f"is not operated: security.admin_listen, {address}, is among listen")
+            continue
         try:
             await web.TCPSite(runner, *parse_listen(address)).start()
         except OSError:
-            # Two proxies on a machine are nothing wrong; a place that somebody has chosen is.
-            if config != SecurityConfig(config.keys_file, admin_token_file=config.admin_token_file):
+            if not default:
                 raise
             _say(f"is not operated: security.admin_listen, {address}, is taken")
     runner.app[DOOR].open_at(runner.addresses)
+
+
+def _port(address: str) -> int:
+    return parse_listen(address)[1]
 
 
 def _shown(address: Any) -> str:

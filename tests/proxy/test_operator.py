@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -16,12 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from fake_upstream import Exchange, fake_upstream, whole
 
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.config import load
+from evoke_proxy.config import Config, SecurityConfig, load
 from evoke_proxy.core.keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
+from evoke_proxy.web.guard import DOOR, Door
+from evoke_proxy.web.serve import _listen_apart
 
 TOKEN = "0123456789abcdef-of-the-admin"
 KEY = key_of(b"k" * 32)
@@ -121,7 +125,7 @@ def _checked(settings: Path) -> str:
 def test_a_taken_default_is_said_and_a_taken_choice_ends_the_start(upstream: int) -> None:
     with socket.socket() as other:
         with contextlib.suppress(OSError):  # somebody has it already
-            other.bind(("127.0.0.1", 8091))
+            other.bind(("127.0.0.1", 18090))
             other.listen()
         with _serving(upstream) as (clients, admin, said):
             assert not admin and "is not operated: security.admin_listen" in said
@@ -135,7 +139,27 @@ def test_a_taken_default_is_said_and_a_taken_choice_ends_the_start(upstream: int
         assert ended.returncode == 1
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:8091", ":8091", "[::]:8091", "10.0.0.1:1", "host:1"])
+@pytest.mark.parametrize("address", [":18090", "127.0.0.1:18090"])
+def test_a_proxy_does_not_take_its_own_address(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def addresses() -> list[object]:
+        app = web.Application()
+        app[DOOR] = Door(Config())
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await _listen_apart(runner, SecurityConfig(), ("127.0.0.1:0", address))
+        found = list(runner.addresses)
+        await runner.cleanup()
+        return found
+
+    assert asyncio.run(addresses()) == []
+    assert "is not operated: security.admin_listen, 127.0.0.1:18090, is among" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:18090", ":1", "[::]:1", "10.0.0.1:1", "host:1"])
 def test_an_address_for_others_needs_a_token(address: str) -> None:
     with pytest.raises(ConfigError, match="needs security.admin_token_file"):
         load(None, {}, {"security.admin_listen": [address]})

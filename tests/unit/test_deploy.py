@@ -16,6 +16,7 @@ from evoke_proxy.config import Config, env_name, keys, load
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 README = (DEPLOY / "README.md").read_text("utf-8")
+OPERATE = (ROOT / "docs/operate.md").read_text("utf-8")
 UNITS = {path.name: path for path in sorted(DEPLOY.glob("*.service"))}
 PROXY, SERVER = "evoke-proxy.service", "llama-server.service"
 EACH = pytest.mark.parametrize("name", [PROXY, SERVER])
@@ -101,6 +102,7 @@ def test_server_listens_where_the_proxy_looks_and_nowhere_else() -> None:
 def test_order_and_restarts() -> None:
     assert SERVER in _one(PROXY, "Unit.After").split()
     assert _one(PROXY, "Unit.Wants") == SERVER
+    assert f"chown {_one(PROXY, 'Service.User')} " in OPERATE, "its keys are its own"
     assert "Unit.Requires" not in unit(PROXY), "the proxy outlives a server that fails"
     for name in UNITS:
         assert _one(name, "Service.Restart") == "on-failure"

@@ -76,6 +76,18 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
         read_secret(tmp_path / "none", "security.keys_file")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_root_sees_to_the_files_of_others_and_leaves_them_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write_secret(path, "one")
+    os.chown(path, 10001, 10002)
+    assert read_secret(path, "x") == "one"
+    write_secret(path, "two")
+    found = path.stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (10001, 10002, 0o600)
+    assert read_secret(path, "x") == "two"
+
+
 def test_a_key_counts_from_the_moment_it_is_in_the_file_until_it_is_out(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write_secret(path, "")
