@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from damage import damage
 from keeping import Chat, House, decoded, long_chat, settled
 from running import RunningProxy, ask, process_on
 
@@ -69,15 +70,6 @@ def _corrupt(running: RunningProxy) -> float:
     return sum(sample.value for sample in found if sample.name.endswith("_total"))
 
 
-def _damage(path: Path, how: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    if how.random() < 0.5:
-        del data[how.randrange(len(data)) :]
-    else:
-        data[how.randrange(len(data))] ^= 1 << how.randrange(8)
-    path.write_bytes(data)
-
-
 def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
     house: House, running: tuple[int, RunningProxy]
 ) -> None:
@@ -88,7 +80,7 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
     wanted, before = chat.said, _corrupt(proxied)
     for _ in range(DAMAGES):
         (path,) = house.files()
-        _damage(path, how)
+        damage(path, how)
         _erase(port)
         cached, new = chat.ask(proxied.port)
         assert chat.said == wanted and cached + new > 64

@@ -65,15 +65,21 @@ async def _slow_stream(exchange: Exchange) -> None:
     await exchange.say(*[chunked(b"x")] * 10, b"0\r\n\r\n", pause_s=0.1)
 
 
+def _begun(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """A chat whose answer has begun to come."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/chat/completions", CHAT)
+    answer = connection.getresponse()
+    assert answer.read(1) == b"x"
+    return connection, answer
+
+
 def test_while_it_stops_new_requests_are_refused_in_their_dialect() -> None:
     with (
         fake_upstream(_slow_stream) as fake,
         _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
     ):
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/v1/chat/completions", CHAT)
-        answer = connection.getresponse()
-        assert answer.read(1) == b"x"
+        connection, answer = _begun(port)
         process.send_signal(signal.SIGTERM)
         while (ready := ask(port, "GET", "/evoke/ready")).status == 200:
             time.sleep(0.01)
@@ -102,10 +108,7 @@ def test_what_does_not_end_in_its_time_is_cut_off(monkeypatch: pytest.MonkeyPatc
         fake_upstream(_endless_stream) as fake,
         _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
     ):
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/v1/chat/completions", CHAT)
-        answer = connection.getresponse()
-        assert answer.read(1) == b"x"
+        connection, answer = _begun(port)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 0
         connection.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import damage
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.model_file import ModelFiles
@@ -272,7 +273,7 @@ def test_an_index_that_is_damaged_never_lies(tmp_path: Path, name: str) -> None:
         folder.mkdir()
         for known, data in source.items():
             (folder / known).write_bytes(data)
-        _damage(folder / name, how)
+        damage(folder / name, how)
         with vault(folder) as it:
             for item in it.snapshots:
                 start = 1000 * int(item.branch.removeprefix("b"))
@@ -347,15 +348,6 @@ def test_work_that_is_cancelled_is_not_waited_for() -> None:
         return future.cancelled()
 
     assert asyncio.run(cancelled())
-
-
-def _damage(path: Path, how: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    if how.random() < 0.5:
-        del data[how.randrange(len(data)) :]
-    else:
-        data[how.randrange(len(data))] ^= 1 << how.randrange(8)
-    path.write_bytes(data)
 
 
 def test_only_a_few_bad_ones_are_kept_for_looking_at(tmp_path: Path) -> None:
