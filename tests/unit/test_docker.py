@@ -317,8 +317,11 @@ def test_only_loopback_is_published_and_never_the_server(stack: Any) -> None:
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert set(published) == {"proxy", "prometheus", "grafana"}
     for name, ports in published.items():
-        assert len(ports) == 1
-        assert re.fullmatch(r"\$\{[A-Z_]+:-127\.0\.0\.1:\d+\}:\d+", ports[0]), (name, ports)
+        assert len(ports) == (2 if name == "proxy" else 1)
+        for port in ports:
+            assert re.fullmatch(r"\$\{[A-Z_]+:-127\.0\.0\.1:\d+\}:\d+", port), name
+    admin = parse_listen(Config().security.admin_listen[0])[1]
+    assert published["proxy"][1].endswith(f":{admin}")
     inside = int(published["proxy"][0].rpartition(":")[2])
     assert parse_listen(services["proxy"]["environment"]["EVOKE_LISTEN"]) == ("0.0.0.0", inside)
     assert services["llama-server"]["networks"] == ["backend"]
@@ -477,6 +480,7 @@ def test_grafana_finds_what_it_is_to_show() -> None:
     grafana = ROOT / "deploy/grafana"
     (provider,) = yaml.safe_load((grafana / "dashboards.yml").read_text())["providers"]
     assert str(Path(at["dashboard.json"]).parent) == provider["options"]["path"]
+    assert service["environment"]["GF_AUTH_BASIC_ENABLED"] == "false"
     shown = service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert shown == at["dashboard.json"]
     (source,) = yaml.safe_load((grafana / "datasource.yml").read_text())["datasources"]
