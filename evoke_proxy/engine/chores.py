@@ -17,12 +17,12 @@ class Chores:
 
     def __init__(self) -> None:
         self._tasks = asyncio.TaskGroup()
-        self._under_way = 0
+        self._under_way: set[asyncio.Task[None]] = set()
 
     @property
     def busy(self) -> bool:
         """Whether any of it is not done."""
-        return self._under_way > 0
+        return bool(self._under_way)
 
     async def __aenter__(self) -> Chores:
         await self._tasks.__aenter__()
@@ -34,13 +34,19 @@ class Chores:
     def run(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Begin it; `what` names it in the log."""
         task = self._tasks.create_task(_logged(work, what))
-        self._under_way += 1
-        task.add_done_callback(lambda _: self._done(work))
+        self._under_way.add(task)
+        task.add_done_callback(lambda task: self._done(task, work))
         return task
 
-    def _done(self, work: Coroutine[Any, Any, None]) -> None:
+    async def ended(self) -> None:
+        """Wait for what is under way now, and for what that begins before it ends."""
+        for _ in range(2):
+            if self._under_way:
+                await asyncio.wait(self._under_way)
+
+    def _done(self, task: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
         work.close()  # one that was cancelled before it began complains otherwise
-        self._under_way -= 1
+        self._under_way.discard(task)
 
 
 async def _logged(work: Coroutine[Any, Any, None], what: str) -> None:

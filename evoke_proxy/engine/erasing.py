@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from evoke_proxy.adapters.upstream import Upstream
@@ -22,6 +22,8 @@ from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
+# Whether a snapshot or a record is meant, by whose and of which session it is.
+Mine = Callable[[str, str], bool]
 
 
 class Eraser:
@@ -47,23 +49,20 @@ class Eraser:
         self._feed = feed
         self._watch = watch
 
-    async def delete(
-        self, known: Sequence[Conversation], snapshots: Iterable[Snapshot]
-    ) -> dict[str, Any]:
-        """Forget these; RequestError (409), and nothing is changed, while one of them is used."""
+    async def delete(self, known: Sequence[Conversation], mine: Mine) -> dict[str, Any]:
+        """Forget these, and what is `mine` on disk; RequestError (409),
+        and nothing is changed, while one of them is used."""
         busy = [item.id for item in known if item.in_use]
         if busy:
             raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
         for item in known:  # at once: nothing is to go on from them any more
             self._conversations.forget(item)
+        await self._keeper.quiet()
         left: list[str] = []
         for item in known:
             left += await self._forget(item)
-        gone = list(snapshots)
-        for snapshot in gone:
-            self._keeper.vault.delete(snapshot, "asked")
-        if gone:
-            await self._keeper.vault.swept()
+        await self._keeper.quiet()  # only now nothing of it is on its way to the disk
+        gone = await self._off_disk(mine, left) if self._keeper.on else ()
         for id in {item.id for item in known} | {item.branch for item in gone}:
             self._feed.tell("deleted", session=id)
         return {"sessions": len(known), "snapshots": len(gone), "left": left}
@@ -72,8 +71,7 @@ class Eraser:
         """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
         known = [item for item in self._conversations if item.tenant == tenant]
         vault = self._keeper.vault if self._keeper.on else None
-        there = vault.snapshots if vault is not None else ()
-        done = await self.delete(known, [item for item in there if item.tenant == tenant])
+        done = await self.delete(known, lambda owner, _: owner == tenant)
         if self._watch.server.patched:
             try:
                 everything = {"all": True, "tenant": tenant}
@@ -83,11 +81,24 @@ class Eraser:
         elif self._watch.server.lacking != "unreachable":
             done["left"].append("what llama-server has in its own RAM cache, until it ends")
         if vault is not None:
-            for record in [record for record in vault.records() if record.tenant == tenant]:
-                vault.remove_record(record.id)
             vault.files.forget_aside()
         self._embedding.forget()
         return done
+
+    async def _off_disk(self, mine: Mine, left: list[str]) -> Sequence[Snapshot]:
+        """The snapshots that are gone, and the records with them."""
+        vault = self._keeper.vault
+        gone = [item for item in vault.snapshots if mine(item.tenant, item.branch)]
+        for snapshot in gone:
+            vault.delete(snapshot, "asked")
+        if gone:
+            await vault.swept()
+        for record in vault.records():
+            if mine(record.tenant, record.id):
+                vault.remove_record(record.id)
+        if any(mine(record.tenant, record.id) for record in vault.records()):
+            left.append("records on disk")
+        return gone
 
     async def _forget(self, known: Conversation) -> list[str]:
         """Everything of one that its snapshots do not hold; what is left of it."""

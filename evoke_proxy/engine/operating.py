@@ -157,8 +157,10 @@ class Operator:
 
     async def delete(self, id: str) -> dict[str, Any]:
         """Forget it: rows, copies, snapshots; how far that went."""
-        known, items = self._find(id)
-        return await self._eraser.delete([known] if known is not None else [], items)
+        known, _ = self._find(id)
+        ids = {id} if known is None else {known.id, _branch(known)}
+        there = [known] if known is not None else []
+        return await self._eraser.delete(there, lambda _, of: of in ids)
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
         """Forget all of a tenant; how far that went."""

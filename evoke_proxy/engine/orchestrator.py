@@ -82,7 +82,9 @@ class Engine:
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
             router.keeper.vault if router else None,
         )
-        self._records = Records(self.upstream, None if router else self.keeper)
+        self._records = Records(
+            *(self.upstream, None if router else self.keeper, self.conversations)
+        )
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, self._records, lambda: self.server),
@@ -107,7 +109,7 @@ class Engine:
 
     async def __aenter__(self) -> Engine:
         await self.keeper.__aenter__()
-        self._records.recall(self.conversations)
+        self._records.recall()
         if self._router is None:
             await self.embedding.__aenter__()
         await self.upstream.__aenter__()
@@ -213,6 +215,7 @@ class Engine:
             if way.helped:
                 await self.keeper.prepare(way, request, client, tenant_of(client))
             elif reason:
+                self.keeper.stop()
                 await self._seating.guest(way, request, client, tenant_of(client))
             else:
                 await self._planner.prepare(way, request, client, tenant_of(client))

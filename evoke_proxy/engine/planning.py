@@ -81,9 +81,10 @@ class Planner:
         lease = await self._seating.acquire(
             way, known.id, tenant, known.passing, self._seating.wanted(way)
         )
+        moved = await self._records.undisturbed(lease.slot, tenant, client) or lease.waited
         rendered = await self._brought_back(way, request, rendered, client)
         request, changed = self._truncated(way, request, rendered)
-        if changed or lease.waited:
+        if changed or moved:
             way.stage = "render"
             rendered = await self._upstream.render(request.dialect, way.body, client)
         if left is not None and left != lease.slot:

@@ -33,8 +33,11 @@ _log = logging.getLogger(__name__)
 class Records:
     """Does nothing without a keeper that has a directory."""
 
-    def __init__(self, upstream: Upstream, keeper: Keeper | None) -> None:
+    def __init__(
+        self, upstream: Upstream, keeper: Keeper | None, conversations: Conversations
+    ) -> None:
         self._upstream = upstream
+        self._conversations = conversations
         self._vault = keeper.vault if keeper is not None and keeper.on else None
         self._keeper = keeper
         self._server = UNKNOWN_SERVER
@@ -48,11 +51,11 @@ class Records:
         """Whether sessions are written down."""
         return self._vault is not None
 
-    def recall(self, conversations: Conversations) -> None:
+    def recall(self) -> None:
         """Every session that was written down is known again, as far as there is room for them."""
         for record in reversed(self._vault.records() if self._vault is not None else ()):
             try:
-                conversations.recall(read(zlib.decompress(record.packed)))
+                self._conversations.recall(read(zlib.decompress(record.packed)))
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
@@ -62,6 +65,10 @@ class Records:
         if self._vault is None or not self._server.recurrent or dialect not in ("chat", "messages"):
             return None
         return Spoken(dialect, body, AnswerReader())
+
+    async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
+        """Whether anything was decoded ahead in this slot, which is over then."""
+        return self._keeper is not None and await self._keeper.undisturbed(slot, tenant, client)
 
     async def ready(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
         """Before a slot is saved whole: decode what the next turn begins with, whatever it says.
@@ -104,9 +111,13 @@ class Records:
             if names:
                 spill = {"names": names, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)
+        if self._forgotten(known):  # what is deleted does not come back
+            return
         if self._server.recurrent and self._keeper is not None:
             await self._keeper.keep_slot(view.id, known, client)
         packed = await asyncio.to_thread(_packed, seated)
+        if self._forgotten(known):
+            return
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
 
     async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
@@ -130,6 +141,9 @@ class Records:
         answer = await self._upstream.slot(view.id, known.tenant, client)
         self._keeper.proved(match, int(answer.get("n_tokens") or 0))
         return True
+
+    def _forgotten(self, known: Conversation) -> bool:
+        return self._conversations.get(known.id) is not known
 
     def forget(self, id: str) -> None:
         """Nobody goes on from this session any more."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any
 
 import orjson
 
@@ -37,6 +38,8 @@ from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
+# llama-server needs about so long to notice that it is to stop.
+_GRACE_S = 1.0
 # What other dialects are as chats, and where llama-server counts the tokens of such a request.
 _AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
 _COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
@@ -72,7 +75,7 @@ class Keeper:
         parts = Parts(config.snapshots, *known, slots, conversations, metrics)
         self._places = Places(parts)
         self._look_ahead = LookAhead(parts, self._places)
-        self._ahead: set[asyncio.Task[None]] = set()
+        self._ahead: dict[asyncio.Task[None], int] = {}
 
     async def __aenter__(self) -> Keeper:
         if self._opens:
@@ -102,14 +105,35 @@ class Keeper:
         return 1 if alone else server.n_slots
 
     async def go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
-        """Decode so far in a slot of a patched server, which keeps its holes and its budget."""
-        done = await self._calls.prefill(tokens, slot, client, known.epoch)
+        """Decode so far in a slot of a patched server, which keeps its holes and its budget, unless
+        somebody wants it."""
+        if self._slots.pool.idle() and not known.in_use:
+            work = self._go_on(slot, known, tokens, client)
+            await asyncio.wait([self._run_ahead(work, slot)])
+
+    async def _go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
+        epoch = known.epoch
+        done = await self._calls.prefill(tokens, slot, client, epoch)
+        if known.epoch != epoch:  # a guest has its slot; a turn of its own would have waited
+            return
         books = Books.parse(done.timings)
         if books is None or books.marker != "ok":
             known.epoch = None
             return
         known.session.learn((name, span) for span, name in books.auto_evicted if name is not None)
         known.n_resident = books.n_resident
+
+    async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
+        """Whether anything was decoded ahead in this slot of a patched server; it is over then.
+        What is about to end does: stopping takes as long."""
+        mine = {task for task, place in self._ahead.items() if place == slot}
+        self.stop(mine)
+        _, late = await asyncio.wait(mine, timeout=_GRACE_S) if mine else ((), ())
+        if late:
+            self.stop()
+            await asyncio.wait(late)
+            await self._seating.until_idle(slot, tenant, client, lambda: False)
+        return bool(mine)
 
     async def keep_slot(self, slot: int, known: Conversation, client: Client) -> None:
         """Save a slot of a patched server whole, holes and all; it begins with the conversation's
@@ -140,19 +164,28 @@ class Keeper:
 
     async def keep(self) -> None:
         """Save what slots hold of conversations and no snapshot has yet."""
-        self.stop()
-        if self._ahead:
-            await asyncio.wait(self._ahead)
+        await self.quiet()
         for known in list(self._conversations):
             try:
                 await self._places.keep(known)
             except EvokeError as error:
                 _log.warning("session %s is not kept: %s", known.id, error)
 
-    def stop(self) -> None:
+    def stop(self, but: Collection[asyncio.Task[None]] = ()) -> None:
         """Leave off whatever is decoded ahead: somebody wants the server."""
-        for task in self._ahead:
+        for task in self._ahead.keys() - but:
             task.cancel()
+
+    async def quiet(self) -> None:
+        """Nothing is decoded ahead any more, and what was being written is."""
+        self.stop()
+        await self._chores.ended()
+
+    def _run_ahead(self, work: Coroutine[Any, Any, None], slot: int) -> asyncio.Task[None]:
+        task = self._chores.run(work, "decoding ahead")
+        self._ahead[task] = slot
+        task.add_done_callback(self._ahead.pop)
+        return task
 
     def restarted(self, server: ServerInfo) -> None:
         """A server has appeared: whatever the one before held is gone.
@@ -262,7 +295,5 @@ class Keeper:
         if not ready or not self._config.look_ahead:
             return
         assert way.seat is not None and way.conversation is not None
-        ahead = self._look_ahead.run(way.conversation, way.seat, client)
-        task = self._chores.run(ahead, "decoding ahead")
-        self._ahead.add(task)
-        task.add_done_callback(self._ahead.discard)
+        slot = -1 if way.lease is None else way.lease.slot
+        self._run_ahead(self._look_ahead.run(way.conversation, way.seat, client), slot)

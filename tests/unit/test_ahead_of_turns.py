@@ -1,0 +1,118 @@
+"""What is decoded ahead on a patched server, and a turn that comes meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+from test_recorded import seated
+
+from evoke_proxy.config import Config
+from evoke_proxy.core.rendered import SlotView
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.stock import keeper as keeping
+from evoke_proxy.engine.stock.calls import Prefilled
+
+TOKENS = np.arange(9, dtype=np.int32)
+TIMINGS = {"evoke": {"marker": "stale"}}
+
+
+def with_engine(
+    monkeypatch: Any, use: Callable[[Engine, Conversation, list[str]], Coroutine[Any, Any, None]]
+) -> list[str]:
+    """What happened, with a llama-server that decodes for a while and finds the epoch old."""
+    happened: list[str] = []
+
+    async def run() -> None:
+        engine = Engine(Config())
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        known.epoch = 5
+
+        async def prefill(*_: object) -> Prefilled:
+            happened.append("begun")
+            await asyncio.sleep(0.05)
+            happened.append("decoded")
+            return Prefilled(0, 0, 9, 0.05, TIMINGS)
+
+        async def until_idle(*_: object) -> None:
+            happened.append("idle")
+
+        monkeypatch.setattr(engine.keeper._calls, "prefill", prefill)
+        monkeypatch.setattr(engine._seating, "until_idle", until_idle)
+        async with engine.keeper:
+            await use(engine, known, happened)
+
+    asyncio.run(run())
+    return happened
+
+
+async def begin(engine: Engine, known: Conversation, tasks: asyncio.TaskGroup) -> None:
+    tasks.create_task(engine.keeper.go_on(0, known, TOKENS, {}))
+    await asyncio.sleep(0.01)
+
+
+def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await begin(engine, known, tasks)
+            assert await engine.keeper.undisturbed(0, "t", {})
+            assert known.epoch is None, "its books are in before the turn looks at it"
+            assert not await engine.keeper.undisturbed(0, "t", {})
+
+    assert with_engine(monkeypatch, use) == ["begun", "decoded"]
+
+
+def test_what_takes_long_is_stopped_and_the_slot_waited_for(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        monkeypatch.setattr(keeping, "_GRACE_S", 0.01)
+        async with asyncio.TaskGroup() as tasks:
+            await begin(engine, known, tasks)
+            assert await engine.keeper.undisturbed(0, "t", {})
+        assert known.epoch == 5
+
+    assert with_engine(monkeypatch, use) == ["begun", "idle"]
+
+
+def test_a_turn_elsewhere_stops_it_and_waits_for_nothing(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            await begin(engine, known, tasks)
+            assert not await engine.keeper.undisturbed(1, "t", {})
+        assert known.epoch == 5
+
+    assert with_engine(monkeypatch, use) == ["begun"]
+
+
+def test_nothing_is_begun_while_a_request_runs_and_nothing_told_of_who_lost_its_slot(
+    monkeypatch: Any,
+) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        lease = await engine._slots.acquire("other", "t")
+        await engine.keeper.go_on(0, known, TOKENS, {})
+        assert not happened
+        engine._slots.release(lease)
+        async with asyncio.TaskGroup() as tasks:
+            await begin(engine, known, tasks)
+            known.epoch = 7
+        assert known.epoch == 7
+
+    assert with_engine(monkeypatch, use) == ["begun", "decoded"]
+
+
+def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        class Disk:
+            def put_record(self, record: Any) -> None:
+                happened.append(record.id)
+
+        monkeypatch.setattr(engine._records, "_vault", Disk())
+        view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
+        await engine._records.keep(known, view, (), {})
+        engine.conversations.forget(known)
+        await engine._records.keep(known, view, (), {})
+
+    assert len(with_engine(monkeypatch, use)) == 1

@@ -1,0 +1,55 @@
+"""What an operator deletes while it is on its way to the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from test_vault import TOKENS, whole_files, written
+
+from evoke_proxy.adapters.store import Record
+from evoke_proxy.config import Config, SnapshotsConfig
+from evoke_proxy.core.snapshots import STEP
+from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.vault import Label
+from evoke_proxy.errors import SnapshotUnusable
+
+
+def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
+    engine = Engine(config)
+    vault, eraser = engine.keeper.vault, engine._operator._eraser
+
+    async def sealed(tenant: str) -> None:
+        part = vault.part()
+        n_bytes = written(tmp_path, part)
+        await asyncio.sleep(0.02)
+        await vault.keep(part, n_bytes, TOKENS, Label(tenant, "f", f"of {tenant}", STEP, 1.0))
+
+    async def saved(tenant: str) -> None:
+        engine.keeper._chores.run(sealed(tenant), "sealing")
+
+    async def erased() -> None:
+        async with engine.keeper:
+            for tenant in ("mine", "other"):
+                vault.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
+                engine.keeper._chores.run(saved(tenant), "saving")
+            done = await eraser.wipe("mine")
+            assert (done["snapshots"], done["sessions"]) == (1, 0)
+            assert "records on disk" not in done["left"]
+            assert [item.tenant for item in vault.snapshots] == ["other"]
+            assert [item.tenant for item in vault.records()] == ["other"]
+            assert len(whole_files(tmp_path)) == 1
+
+            def full(_: str) -> None:
+                raise SnapshotUnusable("disk", "it is full")
+
+            monkeypatch.setattr(vault._index, "remove_record", full)
+            assert "records on disk" in (await eraser.wipe("other"))["left"]
+            assert not vault.snapshots
+
+    asyncio.run(erased())
