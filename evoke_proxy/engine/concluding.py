@@ -94,8 +94,6 @@ class Concluding:
                 self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
         self._keeper.parted(way, client)
         self._writeback.after(way, client)
-        self._metrics.sessions.set(len(self._conversations))
-        self._metrics.resident.set(sum(known.n_resident for known in self._conversations))
 
     def _count(self, way: Forwarding, turn: TurnRecord | None) -> None:
         """When its answer began, by how; the books of one that llama-server has kept none of."""

@@ -27,6 +27,7 @@ from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.erasing import Eraser
 from evoke_proxy.engine.feed import Feed
 from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.gauges import show
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.normalising import Normaliser
 from evoke_proxy.engine.one_model import OneModel
@@ -74,7 +75,8 @@ class Engine:
         self._normaliser = Normaliser(config.normalise, self.metrics)
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
-        self.metrics.queued.set_function(lambda: self._slots.pool.queued)
+        if router is None:
+            show(self.metrics, lambda: [(e._slots, e.conversations) for e in (self, *self._models)])
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(self.embedding, config.policy)

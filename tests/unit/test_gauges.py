@@ -1,0 +1,20 @@
+"""What is shown of the whole proxy, behind a router too."""
+
+from __future__ import annotations
+
+from test_recorded import seated
+
+from evoke_proxy.config import Config
+from evoke_proxy.engine.orchestrator import Engine
+
+
+def test_gauges_sum_over_all_models() -> None:
+    outer = Engine(Config())
+    for number, name in enumerate(("small", "large"), 1):
+        inner = Engine(outer.config, outer, name)
+        outer._models._known[name] = inner
+        inner.conversations.recall(seated())
+        for known in inner.conversations:
+            known.n_resident = 10 * number
+    for name, value in (("sessions", 2), ("resident_tokens", 30), ("queue_depth", 0)):
+        assert outer.metrics.registry.get_sample_value(f"evoke_{name}") == value
