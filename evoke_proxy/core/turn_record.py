@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from evoke_proxy.core.blocks import Span
@@ -45,7 +45,7 @@ class TurnRecord:
             name: [[span.start, span.end] for span in getattr(self, name)]
             for name in ("evicted", "recovered_spans")
         }
-        return asdict(self) | spans
+        return {field.name: getattr(self, field.name) for field in fields(self)} | spans
 
 
 def moved(plan: Plan, books: Books | None) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
