@@ -2,9 +2,9 @@
 
 The whole history is resent each turn, with the scripted answers, so that it is the same in every
 arm. The probes are asked one after another in the session, each behind the expected answers to the
-earlier ones: a wrong answer cannot spoil a later one, and later probes find what earlier ones
-brought back, as in a real session. With an embedder a probe is asked when every block has its
-vector: a client's pause is longer than a bench's.
+earlier ones: a wrong answer cannot spoil a later one, and later probes find in the cache what
+earlier ones recovered. With an embedder the bench waits until every block is embedded before it
+asks: people pause longer than a bench does.
 """
 
 from __future__ import annotations

@@ -253,7 +253,11 @@ def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
 def test_what_is_wrong_is_said(
     nobody: RunningProxy, method: str, path: str, body: Any, status: int
 ) -> None:
-    operate(nobody, method, path, body, status)
+    answer = operate(nobody, method, path, body, status)
+    if status == 200:
+        assert "error" not in answer
+    else:
+        assert answer["error"]["code"] and answer["error"]["message"], answer
 
 
 @pytest.fixture(scope="module")
