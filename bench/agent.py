@@ -356,9 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = [row for row, _ in found]
     print(record.table(table, _COLUMNS))
     summary = summarise(table)
-    print(json.dumps(summary, indent=1))
     detailed = [row | {"each": turns} for row, turns in found]
-    print(f"written: {record.write('agent', detailed, summary, args.out)}")
+    record.tell("agent", detailed, summary, args.out)
     return 0 if reached(table) else 1
 
 

@@ -221,10 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(record.table(rows[-1:], _COLUMNS), flush=True)
     summary = summarise(rows)
     print(record.table(rows, _COLUMNS))
-    print(json.dumps(summary, indent=1))
-    path = record.write("growth", rows, summary, args.out)
-    path.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
-    print(f"written: {path}, {path.with_suffix('.svg')}")
+    record.tell("growth", rows, summary, args.out, picture(rows))
     return 0 if reached(rows) else 1
 
 

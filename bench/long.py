@@ -12,7 +12,6 @@ not, `evoke` on the budget, `discard` on it without recovery. No embedder.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -213,10 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measure(args)
     summary = summarise(rows)
     print(record.table(rows, _COLUMNS))
-    print(json.dumps(summary, indent=1))
-    path = record.write("long", rows, summary, args.out)
-    path.with_suffix(".svg").write_text(picture(rows), encoding="utf-8")
-    print(f"written: {path}, {path.with_suffix('.svg')}")
+    record.tell("long", rows, summary, args.out, picture(rows))
     return 0 if reached(summary) else 1
 
 

@@ -194,8 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(measure(args, arm, port))
         print(record.table(rows[-1:], _COLUMNS), flush=True)
     summary = summarise(rows)
-    print(json.dumps(summary, indent=1))
-    print(f"written: {record.write('opencode', rows, summary, args.out)}")
+    record.tell("opencode", rows, summary, args.out)
     bad = sum(row[key] for row in rows for key in ("over", "unbalanced", "mismatches"))
     return 1 if bad else 0
 

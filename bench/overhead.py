@@ -153,8 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(record.table(relay, _RELAY_COLUMNS), flush=True)
     turns = _turns(args, lambda rows: print(record.table(rows, _TURN_COLUMNS), flush=True))
     summary = summarise(relay, turns)
-    print(json.dumps(summary, indent=1))
-    print(f"written: {record.write('overhead', [*relay, *turns], summary, args.out)}")
+    record.tell("overhead", [*relay, *turns], summary, args.out)
     return 0
 
 

@@ -72,6 +72,19 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
     return path
 
 
+def tell(
+    name: str, rows: Sequence[Row], summary: Row, out: Path | None = None, picture: str = ""
+) -> None:
+    """The end of a bench: print the summary, `write` everything, beside it `picture` as an SVG
+    when there is one, and say where."""
+    print(json.dumps(summary, indent=1))
+    paths = [write(name, rows, summary, out)]
+    if picture:
+        paths.append(paths[0].with_suffix(".svg"))
+        paths[1].write_text(picture, encoding="utf-8")
+    print(f"written: {', '.join(map(str, paths))}")
+
+
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """The rows as aligned text, one column a name; floats with three significant digits."""
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]

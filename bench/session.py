@@ -15,7 +15,6 @@ history that is resent has other, fixed ones, so that every way has the same pro
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -207,8 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [*(long(args, say) if args.turns else ()), *(many(args, say) if args.each else ())]
     summary = summarise(rows)
     print(record.table(rows, _COLUMNS))
-    print(json.dumps(summary, indent=1))
-    print(f"written: {record.write('session', rows, summary, args.out)}")
+    record.tell("session", rows, summary, args.out)
     return 0 if reached(summary) else 1
 
 
