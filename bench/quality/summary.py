@@ -211,5 +211,5 @@ def _plain(row: Row, cell: str, ratio: float) -> bool:
 
 def _check(row: Row, wanted: str, ok: bool) -> Row:
     share = "-" if row["share"] is None else f"{row['share']:.1%}"
-    measured = f"{share} of the ceiling ({row['ceiling']:.1%} of {row['n']} facts)"
+    measured = f"{share} of the ceiling, which is {row['ceiling']:.1%} of {row['n']} facts"
     return {"bar": f"{row['cell']}: {row['arm']}", "wanted": wanted, "measured": measured, "ok": ok}
