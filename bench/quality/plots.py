@@ -17,8 +17,14 @@ _COLOURS = {
     "truncate": "#5b3fa0",
     "recency": "#0b6aa8",
     "streaming": "#9a7d0a",
+    "h2o": "#c2185b",
+    "snapkv": "#00838f",
+    "tova": "#6d4c41",
+    "scored": "#3949ab",
+    "arkvale": "#000000",
 }
 _OTHER = "#444444"
+_ASIDE = 7
 
 
 def curves(rows: Sequence[Row], cell: str) -> str:
@@ -102,7 +108,9 @@ def _tick(ratio: float, ratios: Sequence[float]) -> str:
 
 def _curve(policy: str, found: Sequence[Row], ratios: Sequence[float], number: int) -> str:
     colour = _COLOURS.get(policy, _OTHER)
-    spots = [(_x(row["ratio"], ratios), _y(min(1.0, row["share"])), row) for row in found]
+    # Side by side, because points of one ratio with the same share would hide each other.
+    aside = _ASIDE * (number - len(_COLOURS) // 2)
+    spots = [(_x(row["ratio"], ratios) + aside, _y(min(1.0, row["share"])), row) for row in found]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in spots)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for x, y, row in spots:
