@@ -113,9 +113,9 @@ class Metrics:
             "evoke_budget_breach", "Turns over their budget, or with nothing to hold it."
         )
         self.clients_dropped = self._counter(
-            "evoke_clients_dropped", "Clients cut off for being too slow.", "reason"
+            "evoke_clients_dropped", "Clients cut off: too slow, or one too many.", "reason"
         )
-        for reason in ("slow_body", "slow_reader"):
+        for reason in ("slow_body", "slow_reader", "connections"):
             self.clients_dropped.labels(reason=reason)
         self.upstream_up = self._gauge(
             "evoke_upstream_up", "1 when llama-server has answered this very scrape."

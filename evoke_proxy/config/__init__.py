@@ -72,6 +72,7 @@ class LimitsConfig:
     body_bytes: int = 64 * 1024 * 1024
     header_bytes: int = 64 * 1024
     headers: int = 128
+    connections: int = 512
     idle_timeout_s: float = 60.0
     body_timeout_s: float = 120.0
     write_timeout_s: float = 60.0
@@ -108,6 +109,11 @@ class PolicyConfig:
     infllm_blocks: int = 8
     writeback: bool = True
     bench_fields: bool = False
+
+    @property
+    def least_budget(self) -> int:
+        """What every budget must hold: the sinks, the recent tokens and one block."""
+        return self.sink_tokens + self.recent_tokens + self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +255,7 @@ def _check(config: Config) -> None:
     _one_of("log.level", config.log.level, LOG_LEVELS)
     _one_of("log.format", config.log.format, LOG_FORMATS)
     _check_numbers(config)
+    _check_budget(config.policy)
     _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
     _require(config.snapshots.stall_share <= 1, "snapshots.stall_share", "must be at most 1")
 
@@ -261,6 +268,13 @@ def _check_admin(config: Config) -> None:
         safe = loopback or bool(config.security.admin_token_file)
         message = f"{address} is open to others: it needs security.admin_token_file"
         _require(safe, f"security.{named}" if named != "listen" else named, message)
+
+
+def _check_budget(policy: PolicyConfig) -> None:
+    least = policy.least_budget
+    holds = policy.budget is None or policy.budget >= least
+    what = "sink_tokens, recent_tokens and one block of block_tokens"
+    _require(holds, "policy.budget", f"{policy.budget} is too small: {what} need {least}")
 
 
 def _check_numbers(config: Config) -> None:

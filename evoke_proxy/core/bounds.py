@@ -29,7 +29,7 @@ def check_budget(layout: Layout, config: PolicyConfig) -> None:
 
 def check_room(config: PolicyConfig) -> int:
     """The least tokens that a budget must hold; BudgetTooSmall when the configured one is less."""
-    needed = config.sink_tokens + config.recent_tokens + config.block_tokens
+    needed = config.least_budget
     if config.budget is not None and config.budget < needed:
         raise BudgetTooSmall(config.budget, needed)
     return needed

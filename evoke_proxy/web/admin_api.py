@@ -13,6 +13,7 @@ from evoke_proxy.core.blocks import Span
 from evoke_proxy.engine import Engine
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web.events import listen
+from evoke_proxy.web.patience import PATIENCE
 
 Handler = Callable[[web.Request, Engine], Awaitable[web.StreamResponse]]
 # How the tenant of requests without a key is written in a path.
@@ -71,7 +72,7 @@ async def _export(request: web.Request, engine: Engine) -> web.StreamResponse:
     piece = await _next(pieces)  # what is wrong from the start is an error, not half an archive
     await response.prepare(request)
     while piece is not None:
-        await response.write(piece)
+        await request.app[PATIENCE].write(request, response, piece)
         piece = await _next(pieces)
     return response
 

@@ -72,6 +72,8 @@ def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
         except web.HTTPException as error:
             refused = RequestError(error.text or error.reason, "not_found", error.status)
             return dialects.error_response(request.path, refused)
+        except ConnectionResetError:  # the client is gone: nobody reads this
+            return web.Response(status=_CLIENT_GONE)
         except Exception:
             _log.exception("unexpected failure in %s %r", request.method, request.path)
             failure = EvokeError("evoke-proxy failed; see its log")

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from evoke_proxy.engine import Engine
 from evoke_proxy.engine.feed import Event
+from evoke_proxy.web.patience import PATIENCE
 
 # A comment every so often, so that everything in between sees life.
 _QUIET_S = 15.0
@@ -27,17 +28,18 @@ async def listen(request: web.Request, engine: Engine) -> web.StreamResponse:
     response = web.StreamResponse(headers=_HEADERS)
     await response.prepare(request)
     after = int(given) if given.isdecimal() and len(given) < 19 else None
-    with engine.feed.listen(lambda: _abort(request), after) as listener:
+    patience = request.app[PATIENCE]
+    with engine.feed.listen(lambda: patience.too_slow(request), after) as listener:
         while True:
             event = await listener.next(_QUIET_S)
             if event is None and listener.over:
                 return response
-            await response.write(_QUIET if event is None else _written(event))
-
-
-def _abort(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
+            try:
+                await patience.write(
+                    request, response, _QUIET if event is None else _written(event)
+                )
+            except ConnectionResetError:
+                return response
 
 
 def _written(event: Event) -> bytes:

@@ -29,7 +29,7 @@ class Patience:
             async with asyncio.timeout(self._limits.write_timeout_s):
                 await response.write(chunk)
         except TimeoutError as error:
-            self._drop(request, "slow_reader")
+            self.too_slow(request)
             raise ConnectionResetError("the client does not read its answer") from error
 
     def body_due(self, request: web.Request) -> Callable[[], None]:
@@ -58,6 +58,10 @@ class Patience:
 
         wait()
         return cancel
+
+    def too_slow(self, request: web.Request) -> None:
+        """Cut off a client that does not read its answer."""
+        self._drop(request, "slow_reader")
 
     def _drop(self, request: web.Request, reason: str) -> None:
         if isinstance(request.transport, asyncio.WriteTransport):

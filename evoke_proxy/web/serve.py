@@ -8,7 +8,7 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -16,11 +16,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
-from evoke_proxy.core.bounds import check_room
 from evoke_proxy.engine import Engine
-from evoke_proxy.errors import BudgetTooSmall, ConfigError
+from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
+from evoke_proxy.web.crowd import ClientSite, Crowd, make_room
 from evoke_proxy.web.draining import TRAFFIC
 from evoke_proxy.web.guard import DOOR
 
@@ -82,7 +82,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
         runner = make_runner(engine)
         await runner.setup()
         try:
-            await _listen(runner, config)
+            await _listen(runner, engine)
             await stop.wait()
             await drain(engine, runner)
         finally:
@@ -107,8 +107,7 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
     """Take over what can be of the settings as they are now; all stays when they are broken."""
     try:
         found = reloaded(engine.config, again())
-        check_room(found.config.policy)
-    except (ConfigError, BudgetTooSmall) as error:
+    except ConfigError as error:
         engine.metrics.reloads.labels(result="failed").inc()
         _log.error("settings not reloaded, the old ones stay: %s", error)
         return
@@ -120,13 +119,23 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
         _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
 
 
-async def _listen(runner: web.AppRunner, config: Config) -> None:
+async def open_to_clients(runner: web.AppRunner, engine: Engine, listen: Sequence[str]) -> None:
+    """Serve at these addresses, with no more connections than `limits.connections` in all."""
+    most = engine.config.limits.connections
+    files = make_room(most)
+    if files < 2 * most:
+        _log.warning("%d files may be open, %d connections may take twice as many", files, most)
+    crowd = Crowd(most, engine.metrics)
+    for address in listen:
+        await ClientSite(runner, *parse_listen(address), crowd).start()
+
+
+async def _listen(runner: web.AppRunner, engine: Engine) -> None:
     """The addresses of the admin first, so that no other is ever taken for one."""
+    config = engine.config
     await _listen_apart(runner, config.security, config.listen)
     admin = list(runner.addresses)
-    for address in config.listen:
-        host, port = parse_listen(address)
-        await web.TCPSite(runner, host, port).start()
+    await open_to_clients(runner, engine, config.listen)
     for address in runner.addresses[len(admin) :]:
         _say(f"listens on {_shown(address)}")
     for address in admin:

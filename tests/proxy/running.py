@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aiohttp import web
-
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.engine import Engine
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
-from evoke_proxy.web.serve import make_runner
+from evoke_proxy.web.serve import make_runner, open_to_clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,7 @@ class RunningProxy:
 
     port: int
     engine: Engine
+    loop: asyncio.AbstractEventLoop
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample; 0 when it was never touched.
@@ -156,8 +155,9 @@ async def _serve(
         runner = make_runner(engine)
         await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            started.set_result(RunningProxy(runner.addresses[0][1], engine))
+            await open_to_clients(runner, engine, ["127.0.0.1:0"])
+            port = runner.addresses[0][1]
+            started.set_result(RunningProxy(port, engine, asyncio.get_running_loop()))
             await stop.wait()
         finally:
             await runner.cleanup()

@@ -156,8 +156,9 @@ def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:
         assert done["message"] == "settings reloaded; changed: policy.budget"
         broken = reload("policy: {budgte: 1}", "not reloaded")
         assert broken["level"] == "error" and "policy.budget?" in str(broken["message"])
-        small = reload("policy: {budget: 9}\nlog: {format: json}", "budget of 9 ")
+        small = reload("policy: {budget: 9}\nlog: {format: json}", "9 is too small")
         assert small["level"] == "error" and "settings not reloaded" in str(small["message"])
+        assert str(small["message"]).endswith("need 144")
         more = "log: {format: json, level: debug}\nembedder: {device: cpu}\n"
         waiting = reload("policy: {budget: 1024}\n" + more, "restart")
         assert waiting["message"] == "settings that need a restart: embedder.device"
@@ -211,6 +212,13 @@ def test_wrong_settings_are_exit_2() -> None:
     ended = _run("check-config", "--budget", "-3")
     assert ended.returncode == 2
     assert ended.stderr == "evoke-proxy: policy.budget: must be more than 0, not -3\n"
+    for command in ("check-config", "serve"):
+        ended = _run(command, "--budget", "143")
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr == (
+            "evoke-proxy: policy.budget: 143 is too small: sink_tokens, recent_tokens and one block"
+            " of block_tokens need 144\n"
+        )
     assert _run("serve", "--nonsense").returncode == 2
     assert _run().returncode == 2
 

@@ -38,10 +38,10 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
 
 
 def test_command_line_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
-    path = _file(tmp_path, "policy: {budget: 1, block_tokens: 32, sink_tokens: 5}\n")
-    env = {"EVOKE_POLICY_BUDGET": "2", "EVOKE_POLICY_BLOCK_TOKENS": "48", "EVOKE_UNRELATED": "x"}
-    policy = load(path, env, {"policy.budget": 3, "policy.block_tokens": None}).policy
-    assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (3, 48, 5)
+    path = _file(tmp_path, "policy: {budget: 201, block_tokens: 32, sink_tokens: 5}\n")
+    env = {"EVOKE_POLICY_BUDGET": "202", "EVOKE_POLICY_BLOCK_TOKENS": "48", "EVOKE_UNRELATED": "x"}
+    policy = load(path, env, {"policy.budget": 203, "policy.block_tokens": None}).policy
+    assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (203, 48, 5)
 
 
 def test_environment_reads_each_type() -> None:
@@ -73,6 +73,7 @@ def test_environment_reads_each_type() -> None:
         ("policy: {budget: true}", "policy.budget: must be a whole number, not True"),
         ("policy: {budget: 1.5}", "policy.budget: must be a whole number, not 1.5"),
         ("policy: {budget: 0}", "policy.budget: must be more than 0, not 0"),
+        ("policy: {budget: 90, block_tokens: 11}", "policy.budget: 90 is too small: sink_tokens, "),
         ("policy: {sink_tokens: -1}", "policy.sink_tokens: must be 0 or more, not -1"),
         ("policy: {pin_share: 2}", "policy.pin_share: must be at most 1"),
         ("policy: {name: lru}", "policy.name: 'lru' is not one of evoke"),

@@ -1,0 +1,141 @@
+"""Clients that take more than their part: too many connections, streams and pages nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_upstream import Exchange, FakeUpstream, fake_upstream, whole
+from running import RunningProxy, ask, proxy
+
+from evoke_proxy.web.crowd import make_room
+
+DROPPED = "evoke_clients_dropped_total"
+
+
+async def _echo(exchange: Exchange) -> None:
+    await exchange.say(whole(b"ok"))
+
+
+@pytest.fixture
+def echo() -> Iterator[FakeUpstream]:
+    with fake_upstream(_echo) as fake:
+        yield fake
+
+
+def _open(port: int, buffer: int | None = None) -> socket.socket:
+    client = socket.socket()
+    if buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.settimeout(5)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+def _await(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_one_connection_too_many_is_told_so_and_the_others_go_on(echo: FakeUpstream) -> None:
+    with proxy(echo.port, limits__connections=3) as running, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(_open(running.port)) for _ in range(3)]
+        for sent in (b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
+            with _open(running.port) as extra:
+                extra.sendall(sent)
+                head, _, body = b"".join(iter(lambda: extra.recv(4096), b"")).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: 5" in head
+            error = json.loads(body)["error"]
+            assert "limits.connections" in error["message"]
+            assert error["code"] == "capacity_exceeded"
+        assert running.metric(DROPPED, reason="connections") == 2 and echo.requests == []
+        for client in held:
+            client.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+        held[0].close()
+        _await(lambda: ask(running.port, "GET", "/x").status == 200)
+        assert len(echo.requests) >= 4
+
+
+def test_a_flood_of_connections_is_closed_and_costs_nobody(echo: FakeUpstream) -> None:
+    with proxy(echo.port, limits__connections=2) as running, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(_open(running.port)) for _ in range(2)]
+        flood = [stack.enter_context(_open(running.port)) for _ in range(150)]
+        ended = 0
+        for client in flood:
+            with contextlib.suppress(ConnectionResetError):
+                while client.recv(4096):
+                    pass
+            ended += 1
+        assert ended == 150 == running.metric(DROPPED, reason="connections")
+        held[1].sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert held[1].recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+def test_files_suffice_for_the_connections() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        assert make_room(10) == 512
+        assert make_room(300) == 856 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert make_room(before[1]) == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_head_in_drops_has_no_more_time_than_one_at_once(echo: FakeUpstream) -> None:
+    with proxy(echo.port, limits__idle_timeout_s=0.4) as running, _open(running.port) as client:
+        began, ended = time.monotonic(), False
+        for byte in b"GET /x HTTP/1.1\r\nHost: " + b"a" * 60:
+            try:
+                client.sendall(bytes([byte]))
+            except OSError:
+                ended = True
+                break
+            time.sleep(0.02)
+        assert ended and time.monotonic() - began < 1.5
+        assert echo.requests == []
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.3], ids=["events", "time"])
+def test_a_page_that_is_not_read_is_cut_off_and_the_others_hear_all(patience_s: float) -> None:
+    """By how far it is behind, or by how long it has not read."""
+    with proxy(1, limits__write_timeout_s=patience_s) as running:
+        with (
+            _open(running.port, 4096) as slow,
+            _open(running.port) as quick,
+            quick.makefile("rb") as lines,
+        ):
+            for client in (slow, quick):
+                client.sendall(b"GET /evoke/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            _await(lambda: len(running.engine.feed) == 2)
+            told = heard = 0
+            while len(running.engine.feed) == 2:
+                assert told < 4000, "it is never cut off"
+                told = _told(running)
+                while heard < told:
+                    heard += lines.readline() == b"event: turn\n"
+            assert running.metric(DROPPED, reason="slow_reader") == 1
+            with contextlib.suppress(ConnectionResetError):
+                while slow.recv(1 << 20):
+                    pass
+        _await(lambda: len(running.engine.feed) == 0)
+
+
+def _told(running: RunningProxy) -> int:
+    """Another event, so long that buffers on the way do not take many; how many there were."""
+    spans = [[0, 10**9]] * 1500
+
+    async def tell() -> int:
+        running.engine.feed.tell("turn", spans=spans)
+        return running.engine.feed.latest
+
+    return asyncio.run_coroutine_threadsafe(tell(), running.loop).result(5)
