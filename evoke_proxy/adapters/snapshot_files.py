@@ -5,20 +5,23 @@ All calls block on the disk; whoever serves requests runs them in a thread.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import numpy as np
 
 from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.state_file import Cache, Insertion, caches, in_window, missing
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # What llama-server is told to write, until it is known to be whole, and what it becomes.
@@ -28,6 +31,15 @@ _ASIDE = "quarantine"
 _KEPT_ASIDE = 4
 # llama-server puts at most so much in front of the list of tokens.
 _HEADER_BYTES = 256
+_MOVED_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A snapshot's file as it is to be found again."""
+
+    n_bytes: int
+    checksum: str
 
 
 class SnapshotFiles:
@@ -94,16 +106,18 @@ class SnapshotFiles:
                 found[path.name] = path.stat().st_size
         return found
 
-    def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> str:
-        """Turn what llama-server has written into a snapshot; the checksum of its bytes.
+    def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> Sealed:
+        """Turn what llama-server has written into a snapshot.
 
         Raises SnapshotUnusable, and deletes it, when it is not there, not as long as it was said to
-        be, or not of these tokens: slots are emptied, and taken, behind our back.
+        be, or not of these tokens: slots are emptied, and taken, behind our back. Or when a restore
+        of it would be of no use, because all of it is within the model's windows.
         """
         source = self.directory / part
         try:
             self.receive(part, n_bytes)
             _check_tokens(source, tokens)
+            n_bytes = self._form.size(self.complete(part))
             sealed = self._sealed(source, name)
             checksum = _checksum(sealed, sync=True)
             sealed.rename(self.directory / name)
@@ -113,7 +127,21 @@ class SnapshotFiles:
         finally:
             source.unlink(missing_ok=True)
             source.with_name(f"sealed-{source.name}").unlink(missing_ok=True)
-        return checksum
+        return Sealed(n_bytes, checksum)
+
+    def complete(self, part: str) -> int:
+        """Add to what llama-server has written what it lacks to be of use where windows slide (see
+        core/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing helps."""
+        with (self.directory / part).open("r+b") as file:
+            found = _caches(file)
+            if in_window(found):
+                raise SnapshotUnusable("window", f"{part} is of text that is all within windows")
+            return _insert(file, missing(found, lambda at, n_bytes: _read(file, at, n_bytes)))
+
+    def caches(self, part: str) -> Sequence[Cache]:
+        """What llama-server has written of which caches; none where that cannot be told."""
+        with (self.directory / part).open("rb") as file:
+            return _caches(file)
 
     def tokens(self, part: str, n_tokens: int, beginning: Tokens) -> Tokens:
         """Of which tokens a file is that llama-server has written, so many that begin like that;
@@ -130,10 +158,6 @@ class SnapshotFiles:
             if len(found) == n_tokens and np.array_equal(found[: len(beginning)], beginning):
                 return found.astype(np.int32)
         return np.zeros(0, np.int32)
-
-    def stored_bytes(self, n_bytes: int) -> int:
-        """How long the snapshot of so many bytes of llama-server's is."""
-        return self._form.size(n_bytes)
 
     def _sealed(self, source: Path, name: str) -> Path:
         sealed = source.with_name(f"sealed-{source.name}")
@@ -233,3 +257,35 @@ def _check_tokens(path: Path, tokens: Tokens) -> None:
     # The list of them begins with how many there are.
     if len(tokens).to_bytes(4, "little") + wanted not in head:
         raise SnapshotUnusable("tokens", f"{path.name} holds another prompt")
+
+
+def _read(file: BinaryIO, at: int, n_bytes: int) -> bytes:
+    return os.pread(file.fileno(), n_bytes, at)
+
+
+def _caches(file: BinaryIO) -> Sequence[Cache]:
+    size = os.fstat(file.fileno()).st_size
+    return caches(lambda at, n_bytes: _read(file, at, n_bytes), size)
+
+
+def _insert(file: BinaryIO, more: Sequence[Insertion]) -> int:
+    """Make room, from the end on, and fill it; the size of the file then."""
+    handle, end = file.fileno(), os.fstat(file.fileno()).st_size
+    shift = sum(len(item.put) for item in more if not item.over)
+    size = end + shift
+    for item in reversed(more):
+        if item.over:
+            _write(handle, item.put, item.at)
+            continue
+        while end > item.at:
+            n_bytes = min(_MOVED_AT_ONCE, end - item.at)
+            end -= n_bytes
+            _write(handle, os.pread(handle, n_bytes, end), end + shift)
+        shift -= len(item.put)
+        _write(handle, item.put, item.at + shift)
+    return size
+
+
+def _write(handle: int, data: bytes, at: int) -> None:
+    if os.pwrite(handle, data, at) != len(data):
+        raise OSError(errno.ENOSPC, "no room for all of it")

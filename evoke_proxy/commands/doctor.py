@@ -21,6 +21,7 @@ from evoke_proxy.core.ahead import Stability
 from evoke_proxy.core.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.server_info import saves_itself
+from evoke_proxy.core.state_file import has_windows
 from evoke_proxy.engine.stock.calls import Copied, StockCalls
 from evoke_proxy.engine.stock.facts import probed
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
@@ -132,14 +133,24 @@ class _Examination:
         if saved is None:
             speeds = Speeds(n, first.seconds)
             return Reuse(n, shared, extends, changed), speeds, no_saves, no_files
+        files = None if no_files else SnapshotFiles(Path(self.directory))
+        windows = files is not None and has_windows(files.caches(_NAME))
+        as_saved = 0
+        if files is not None and windows:
+            await calls.restore(slot, _NAME, None)
+            as_saved = (await calls.prefill(more, slot, None)).cached
+            with suppress(SnapshotUnusable):  # all of the prompt is within them
+                files.complete(_NAME)
         again = []
         for prompt in (more, edited):
             restored = await calls.restore(slot, _NAME, None)
             again.append((await calls.prefill(prompt, slot, None)).cached)
-        if not no_files:
-            SnapshotFiles(Path(self.directory)).discard(_NAME)
+        if files is not None:
+            files.discard(_NAME)
         times = (saved.seconds, verify_s, restored.seconds, saved.n_bytes)
-        reuse = Reuse(n, shared, extends, changed, *again)
+        went_on, went_back = again
+        restored_reuse = (went_on, went_back, windows, 2 * as_saved >= n)
+        reuse = Reuse(n, shared, extends, changed, *restored_reuse)
         return reuse, Speeds(n, first.seconds, *times), "", no_files
 
     async def _save(self, calls: StockCalls, slot: int) -> tuple[Copied | None, str]:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from evoke_proxy.core.ahead import Stability
 
-# Recurrent layers, and windows that keep all, go on from a restored state and cannot go back.
+# Recurrent layers, and windows, go on from a restored state and cannot go back; recurrent layers
+# beside windows do not even go on from one.
 DENSE, RECURRENT, WINDOWED, UNKNOWN = "dense", "extend-only", "windowed", "unknown"
+NEVER = "never-restored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,8 @@ class Reuse:
     """Of a prompt of `n_tokens` in a slot, how many a later request did not decode.
 
     `extends`: it goes on from all of it. `edited`: from its first `n_shared` tokens. The same after
-    a save and a restore; those are None where slots cannot be saved.
+    a save and a restore; those are None where slots cannot be saved. `windows`: some layers keep
+    less than all; `full`: a file of those is of use as llama-server writes it (`--swa-full`).
     """
 
     n_tokens: int
@@ -24,6 +27,8 @@ class Reuse:
     edited: int
     restored_extends: int | None = None
     restored_edited: int | None = None
+    windows: bool = False
+    full: bool = False
 
     @property
     def memory(self) -> str:
@@ -31,6 +36,8 @@ class Reuse:
         if self.restored_extends is None or self.restored_edited is None:
             return UNKNOWN
         if 2 * self.restored_extends < self.n_tokens:
+            return NEVER
+        if self.windows:
             return WINDOWED
         return DENSE if 2 * self.restored_edited >= self.n_shared else RECURRENT
 
@@ -76,7 +83,10 @@ def advice(found: Findings) -> list[str]:
          " snapshots.directory: nothing survives a restart as it is"),
         (not found.no_saves and bool(found.no_files), "give the proxy the directory that it saves"
          f" slots to, as snapshots.directory: {found.no_files}"),
-        (memory == WINDOWED, "start it with --swa-full: without, a restore saves nothing"),
+        (memory == NEVER, "start it with --swa-full: without, a restore saves nothing"),
+        (found.reuse.full, "start it without --swa-full, which snapshots do not need: what it"
+         " brings back, from a file or from its RAM cache, has of the windows' layers the latest"
+         " tokens only, and it takes a prompt that parts from it there for one that it knows"),
         (found.n_slots > 1 and found.clears_idle is True, "several slots share one cache, and idle"
          " ones are emptied whenever another begins: -no-kvu or --no-cache-idle-slots keeps them"),
         (memory == RECURRENT and not found.plain.ahead, "its template rewrites answers so late that"

@@ -38,7 +38,8 @@ class Held:
 
     `look` is how the slot looked then, None when nobody looked. `cut` says that decoding more of
     the same into it was broken off, so that it may have gone on. From `ahead_from` on nobody has
-    asked for the tokens yet.
+    asked for the tokens yet. Behind `floor` it cannot go back: windows were restored, which only
+    see on from there, and not every llama-server notices.
     """
 
     slot: int
@@ -48,6 +49,11 @@ class Held:
     look: SlotLook | None = None
     cut: bool = False
     ahead_from: int | None = None
+    floor: int = 0
+
+    def reaches(self, tokens: Tokens) -> bool:
+        """Whether this prompt may go on from it, wherever it parts."""
+        return common_prefix(self.tokens, tokens) >= self.floor
 
     def still(self, looks: Sequence[SlotLook] | None) -> bool:
         """Whether the slot still looks as it was left; without a look that is taken to be so."""
@@ -68,6 +74,8 @@ class Memory:
     whether what was decoded ahead was what came. The server's own copies in RAM are counted on once
     one was found there (`ram_hits`), or a slot was seen `emptied` and none was missed. They are
     kept first in, first out: one missed says that all left before it are gone (`ram_since`).
+    `windows`: some layers keep less than all, for all we know. What was restored of those cannot go
+    back, and texts of `too_short` tokens or less are of no use to restore.
     """
 
     restore: Proof = field(default_factory=Proof)
@@ -78,6 +86,13 @@ class Memory:
     ram_hits: int = 0
     ram_misses: int = 0
     ram_since: float = float("-inf")
+    windows: bool = False
+    too_short: int = 0
+
+    @property
+    def partly(self) -> bool:
+        """Whether to restore what a prompt goes on from only in part."""
+        return self.partial.trusted and not self.windows
 
     def came(self, held: Held, tokens: Tokens) -> None:
         """The prompt that was looked ahead to is there: was it the one?"""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, SnapshotFiles
+from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
 from evoke_proxy.adapters.store import Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.rendered import Tokens
@@ -131,13 +131,13 @@ class Vault:
         """
         id, now = part.removesuffix(PART), time.time()
 
-        def seal() -> tuple[str, bytes]:
+        def seal() -> tuple[Sealed, bytes]:
             return self.files.seal(part, id + WHOLE, n_bytes, tokens), pack(tokens)
 
-        checksum, packed = await asyncio.to_thread(seal)
+        sealed, packed = await asyncio.to_thread(seal)
         new = Snapshot(
             *(id, label.tenant, label.fingerprint, label.branch, label.kind),
-            *(self.files.stored_bytes(n_bytes), checksum, label.prefill_s, now, now),
+            *(sealed.n_bytes, sealed.checksum, label.prefill_s, now, now),
             tokens=tokens,
         )
         try:

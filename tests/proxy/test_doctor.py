@@ -25,7 +25,9 @@ def _asked(capsys: pytest.CaptureFixture[str], port: int, *more: str) -> tuple[i
     [
         ("tiny-dense", ("-np", "2", "-kvu"), "dense", ["--no-cache-idle-slots"]),
         ("tiny-qwen35", tuple(template("Qwen3.5-4B")), "extend-only", []),
-        ("tiny-gemma", (), "windowed", ["--swa-full"]),
+        ("tiny-gemma", (), "windowed", []),
+        ("tiny-gemma", ("--swa-full",), "windowed", ["start it without --swa-full"]),
+        ("tiny-lfm2-window", (), "never-restored", ["start it with --swa-full"]),
     ],
 )
 def test_a_server_is_known_by_what_it_does(
@@ -40,7 +42,7 @@ def test_a_server_is_known_by_what_it_does(
     with house.server() as port:
         code, found = _asked(capsys, port, "--directory", str(tmp_path))
     assert found["memory"] == memory
-    assert found["ram_cache"] is True and found["no_files"] == ""
+    assert found["ram_cache"] is (memory != "never-restored") and found["no_files"] == ""
     assert found["speeds"]["n_bytes"] > 0
     for text, flag in zip(found["advice"], advised, strict=True):
         assert flag in text

@@ -33,9 +33,10 @@ def new_tokens(port: int, text: str) -> int:
         (HYBRID, QWEN),
         ("tiny-jamba", QWEN),
         ("tiny-dense", (*QWEN, "-np", "4", "-kvu")),
+        (WINDOWED, QWEN),
         (WINDOWED, (*QWEN, "--swa-full")),
     ],
-    ids=["qwen35", "jamba", "dense", "windows-swa-full"],
+    ids=["qwen35", "jamba", "dense", "windows", "windows-swa-full"],
 )
 def test_after_a_restart_of_both_only_what_is_new_is_decoded(
     shape: str, options: tuple[str, ...], tmp_path: Path
@@ -83,7 +84,8 @@ def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahe
 
 
 def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -> None:
-    house = House(tmp_path, WINDOWED, ("--cache-ram", "0"))
+    """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
+    house = House(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
     with house.both(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         for turn in range(3):
@@ -96,6 +98,36 @@ def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -
         assert wasted == 3
         detail = json.loads(ask(running.port, "GET", "/evoke/ready").body)["checks"]["snapshots"]
         assert "given up restoring" in detail["detail"]
+
+
+def test_what_parts_from_restored_windows_is_answered_as_if_nothing_had_been_restored(
+    tmp_path: Path,
+) -> None:
+    """With --swa-full llama-server would go on from windows that it has not got whole."""
+    house = House(tmp_path, WINDOWED, (*QWEN, "--swa-full", "--cache-ram", "0"))
+    chat = long_chat(300)
+    chat.fields = NO_THINKING
+    fields = NO_THINKING | {"logprobs": True, "top_logprobs": 4, "max_tokens": 2}
+    with house.both() as running:
+        chat.ask(running.port, "Begin.", max_tokens=50)
+        settled(running)
+        chat.hear()
+    kept = len(chat.messages) - 1
+    with house.server() as port, house.proxy(port) as running:
+        chat.ask(running.port, NEW)
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        chat.messages[kept:] = [{"role": "assistant", "content": "No."}]
+        chat.messages.append({"role": "user", "content": "Why?"})
+        body = {"messages": chat.messages, "temperature": 0, **fields}
+        answers = []
+        for to, more in ((running.port, {}), (port, {"cache_prompt": False})):
+            answer = ask(to, "POST", "/v1/chat/completions", json.dumps(body | more).encode())
+            answers.append(json.loads(answer.body))
+        words = [answer["choices"][0]["logprobs"]["content"] for answer in answers]
+        ours, fresh = [
+            [one["logprob"] for word in each for one in word["top_logprobs"]] for each in words
+        ]
+        assert ours == pytest.approx(fresh, abs=0.01)
 
 
 def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from evoke_proxy.core.ahead import Stability
 from evoke_proxy.core.diagnosis import (
     DENSE,
+    NEVER,
     RECURRENT,
     UNKNOWN,
     WINDOWED,
@@ -39,10 +40,16 @@ FINE = Findings(
 
 @pytest.mark.parametrize(
     ("restored", "memory"),
-    [((1000, 800), DENSE), ((1000, 0), RECURRENT), ((0, 0), WINDOWED), ((None, None), UNKNOWN)],
+    [
+        ((1000, 800), DENSE),
+        ((1000, 0), RECURRENT),
+        ((1000, 0, True), WINDOWED),
+        ((0, 0), NEVER),
+        ((None, None), UNKNOWN),
+    ],
 )
 def test_a_memory_is_told_by_what_a_restore_saves(
-    restored: tuple[int | None, int | None], memory: str
+    restored: tuple[int | bool | None, ...], memory: str
 ) -> None:
     assert Reuse(1000, 800, 1000, 800, *restored).memory == memory
 
@@ -56,7 +63,11 @@ def test_nothing_is_to_be_changed_where_all_is_well() -> None:
     [
         (replace(FINE, no_saves="no"), "--slot-save-path"),
         (replace(FINE, no_files="elsewhere"), "elsewhere"),
-        (replace(FINE, reuse=Reuse(1000, 800, 1000, 800, 0, 0)), "--swa-full"),
+        (replace(FINE, reuse=Reuse(1000, 800, 1000, 800, 0, 0)), "start it with --swa-full"),
+        (
+            replace(FINE, reuse=Reuse(1000, 800, 1000, 800, 1000, 0, True, True)),
+            "start it without --swa-full",
+        ),
         (replace(FINE, clears_idle=True), "--no-cache-idle-slots"),
         (replace(FINE, native_disk=True), "disk cache of its own"),
         (replace(FINE, media=True), "projector"),

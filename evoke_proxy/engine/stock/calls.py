@@ -140,6 +140,10 @@ class StockCalls:
         fields = ("n_restored", "n_read", "restore_ms")
         return await self._copy(slot, "restore", name, client, fields)
 
+    async def erase(self, slot: int, client: Client) -> None:
+        """Empty a slot."""
+        await self._upstream.call("POST", f"/slots/{slot}?action=erase", {}, client, "erase")
+
     async def _copy(
         self, slot: int, action: str, name: str, client: Client, fields: tuple[str, str, str]
     ) -> Copied:

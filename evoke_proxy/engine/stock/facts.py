@@ -10,6 +10,7 @@ from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.ahead import Stability, probes, stability
 from evoke_proxy.core.costs import Costs
 from evoke_proxy.core.held import Memory
+from evoke_proxy.core.state_file import has_windows
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.vault import Vault
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
@@ -54,10 +55,11 @@ class Facts:
         fingerprint = await self._calls.fingerprint(client)
         self._plain = await probed(self._calls, False, client) or _UNKNOWN
         self._tools = await probed(self._calls, True, client) or self._plain
-        self.reduced = await self._reduced(client)
+        memory = Memory(windows=True)  # as long as no file has shown that there are none
+        self.reduced = await self._reduced(memory, client)
         self.clears = await self._clears(client)
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
-        self.memory = Memory()
+        self.memory = memory
         self.fingerprint = fingerprint
         _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
 
@@ -96,8 +98,9 @@ class Facts:
         looks = await self._calls.looks(client) or ()
         return not any(look.n_tokens for look in looks if look.id == empty[0])
 
-    async def _reduced(self, client: Client) -> str:
-        """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here."""
+    async def _reduced(self, memory: Memory, client: Client) -> str:
+        """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here.
+        One that does shows what memory it is of."""
         if await self._calls.saves_itself(client):
             return "llama-server has a disk cache of its own, which is left to it"
         looks = await self._calls.looks(client)
@@ -109,6 +112,8 @@ class Facts:
         try:
             copied = await self._calls.save(smallest, part, client)
             await asyncio.to_thread(self._vault.files.receive, part, copied.n_bytes)
+            found = await asyncio.to_thread(self._vault.files.caches, part)
+            memory.windows = has_windows(found)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"

@@ -66,7 +66,8 @@ class LookAhead:
         one, other = await asyncio.gather(*renders)
         tokens = one[: common_prefix(one, other)]
         looks = await self._parts.calls.looks(client)
-        if known.held is not held or not self._parts.slots.pool.idle() or not held.still(looks):
+        mine = known.held is held and held.reaches(tokens) and held.still(looks)
+        if not mine or not self._parts.slots.pool.idle():
             return "skipped"
         await self._decode(known, held, tokens, client)
         await self._save(known, seat, tokens, client)
@@ -76,14 +77,15 @@ class LookAhead:
         self, known: Conversation, held: Held, tokens: Tokens, client: Client
     ) -> None:
         shared = common_prefix(held.tokens, tokens)
-        going = Held(held.slot, tokens[:shared], False, time.monotonic(), held.look, cut=True)
+        going = replace(held, tokens=tokens[:shared], exact=False, at=time.monotonic(), cut=True)
         for end in [*range(shared + _STEP, len(tokens), _STEP), len(tokens)]:
             known.held = going
             done = await self._parts.calls.prefill(tokens[:end], held.slot, client)
             self._parts.facts.costs.prefilled(done.decoded, done.seconds)
             going = replace(going, tokens=tokens[:end])
         looks = await self._parts.calls.looks(client)
-        ahead = Held(held.slot, tokens, True, time.monotonic(), ahead_from=shared)
+        now, floor = time.monotonic(), held.floor
+        ahead = Held(held.slot, tokens, True, now, ahead_from=shared, floor=floor)
         self._places.noted(known, ahead, looks)
 
     async def _save(self, known: Conversation, seat: Seat, tokens: Tokens, client: Client) -> None:

@@ -45,6 +45,9 @@ class Places:
         state = self._live(held, way.lease.slot, seat.before)
         memory = self._parts.facts.memory
         memory.looked(held, seat.before)
+        if state is not None and not state.reaches(seat.prompt):
+            await self._parts.calls.erase(state.slot, client)
+            held = state = None
         if held is not None:
             memory.came(held, seat.prompt)
         reuse = memory.reuse(held, state is not None, seat.prompt)
@@ -57,6 +60,7 @@ class Places:
             state, way.decision, seat.in_ram = restored, "restored", None
             assert seat.match is not None
             seat.branch = known.branch = seat.match.snapshot.branch
+        seat.floor = state.floor if state is not None else 0
         seat.slot = self._pinned(seat, way.lease.slot)
         await self._save(way, seat, state, reuse, client)
 
@@ -119,7 +123,8 @@ class Places:
         if not restored:
             seat.match = None
             return None
-        return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic())
+        floor = match.shared if self._parts.facts.memory.windows else 0
+        return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic(), floor=floor)
 
     def _free(self, slot: int, looks: Sequence[SlotLook] | None) -> int | None:
         """A slot to restore into: the one that was granted, if llama-server has nobody in it, else
@@ -232,7 +237,8 @@ class Places:
             return
         slot, now = self._found(seat, looks, cached + decoded + made), time.monotonic()
         # Where nobody knows in which slot it was, llama-server may have it in RAM all the same.
-        left = Held(slot.id if slot is not None else -1, seat.prompt, False, now, slot)
+        place = slot.id if slot is not None else -1
+        left = Held(place, seat.prompt, False, now, slot, floor=seat.floor)
         way.conversation.held = left
         pool = self._parts.slots.pool
         if len(pool) > 1 and slot is not None and pool.slot_of(way.conversation.id) != slot.id:

@@ -19,7 +19,7 @@ class Seat:
     `slot` is the one that it runs in, None when llama-server chooses. `match` was restored and has
     not shown its use yet; `in_ram` was left in a slot that is empty now, and llama-server may have
     a copy of its first `hoped` tokens. `before` is how slots looked at first,
-    `prefilled` how many of its tokens were decoded before it was forwarded.
+    `prefilled` how many of its tokens were decoded before it was forwarded. `floor`: see `Held`.
     """
 
     request: ChatRequest
@@ -34,4 +34,5 @@ class Seat:
     hoped: int = 0
     before: Sequence[SlotLook] | None = None
     prefilled: int = 0
+    floor: int = 0
     answer: AnswerReader = field(default_factory=AnswerReader)

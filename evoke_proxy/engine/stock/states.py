@@ -40,7 +40,7 @@ class States:
             return None
         known = self._vault.of(tenant, self._facts.fingerprint)
         usable = (item for item in known if item.id not in self._refused)
-        return best(usable, tokens, memory.partial.trusted)
+        return best(usable, tokens, memory.partly)
 
     async def restore(self, match: Match, slot: int, client: Client) -> bool:
         """Verify a snapshot, then fill a slot with it; False when it was not, and is not to be.
@@ -112,6 +112,8 @@ class States:
         gain = len(tokens) - (there.shared if there is not None else 0)
         if not gain:
             return "there"
+        if len(tokens) <= facts.memory.too_short:
+            return "window"
         if not facts.costs.worth_saving(gain, len(tokens), waited_for):
             return "cheap"
         if not self._vault.has_room(tenant, len(tokens) * facts.costs.bytes_per_token):
@@ -172,7 +174,10 @@ class States:
         try:
             await self._vault.keep(part, copied.n_bytes, tokens, label)
         except SnapshotUnusable as error:
-            self._unsaved(part, "failed", str(error))
+            short = error.reason == "window"
+            memory = self._facts.memory
+            memory.too_short = max(memory.too_short, len(tokens) if short else 0)
+            self._unsaved(part, "skipped_window" if short else "failed", str(error))
         else:
             self._metrics.saves.labels(result="saved").inc()
 

@@ -1,0 +1,76 @@
+"""What an unpatched server goes on from, of sliding windows that were saved and restored.
+
+Marks two rules of upstream that core/state_file.py is there for: should the first of these tests
+fail, it is not needed any more.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama import Llama, running, story
+
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.snapshot_files import SnapshotFiles
+
+
+def likely(answer: Any) -> list[float]:
+    """Log-probabilities of the first tokens of an answer, the best few of each."""
+    return [
+        top["logprob"]
+        for item in answer["completion_probabilities"]
+        for top in item["top_logprobs"]
+    ]
+
+
+def restored(server: Llama, name: str, prompt: list[int]) -> Any:
+    server.erase()
+    server.post("/slots/0?action=restore", {"filename": name})
+    return server.complete(prompt, marked=False, n_predict=3, n_probs=4)
+
+
+@pytest.mark.parametrize("attention", ["on", "off"])
+def test_a_row_that_nobody_sees_is_all_that_a_restored_window_lacks(attention: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
+        with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
+            tokens = server.tokens(story(250))
+            cut, more = tokens[:300], tokens[300:320]
+            server.complete(cut, marked=False, n_predict=0)
+            server.post("/slots/0?action=save", {"filename": "whole"})
+            live = server.complete(cut + more, marked=False, n_predict=3, n_probs=4)
+            assert live["timings"]["cache_n"] == len(cut)
+            again = restored(server, "whole", cut + more)
+            assert again["timings"]["cache_n"] == 0  # as it was written
+            assert SnapshotFiles(Path(folder)).complete("whole")
+            again = restored(server, "whole", cut + more)
+            assert again["timings"]["cache_n"] == len(cut)
+            assert likely(again) == pytest.approx(likely(live), abs=1e-3)
+            # what parts from it earlier is decoded again, all of it
+            assert restored(server, "whole", cut[:-9] + more)["timings"]["cache_n"] == 0
+
+
+@pytest.mark.parametrize("kept", ["in a file", "in RAM"])
+def test_with_swa_full_a_restored_window_is_taken_for_more_than_it_is(kept: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ram = "64" if kept == "in RAM" else "0"
+        options = ("-np", "1", "--swa-full", "--cache-ram", ram, "--slot-save-path", folder)
+        with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
+            tokens = server.tokens(story(250))
+            cut, parted = tokens[:300], tokens[:260] + tokens[300:320]
+            asked = {"marked": False, "n_predict": 3, "n_probs": 4}
+            server.complete(cut, marked=False, n_predict=0)
+            live = server.complete(parted, **asked)
+            server.erase()
+            server.complete(cut, marked=False, n_predict=0)
+            if kept == "in RAM":
+                server.complete(server.tokens(story(250, seed=5)), marked=False, n_predict=0)
+                wrong = server.complete(parted, **asked)
+            else:
+                server.post("/slots/0?action=save", {"filename": "whole"})
+                wrong = restored(server, "whole", parted)
+            assert live["timings"]["cache_n"] == wrong["timings"]["cache_n"] == 260
+            assert likely(wrong) != pytest.approx(likely(live), abs=0.02)
