@@ -12,6 +12,7 @@
       CapacityError               503 capacity_exceeded      sends Retry-After
         SlotsBusy                 503 slots_busy             queue full, or waited too long
         Draining                  503 draining               stopping: answers end, none begin
+        NoServer                  503 no_server              of several none takes requests now
       UpstreamError               502 upstream_error         something about llama-server
         UpstreamUnavailable       503 upstream_unavailable   refused, reset, loading
         UpstreamTimeout           504 upstream_timeout
@@ -125,11 +126,23 @@ class Draining(CapacityError):
         super().__init__("evoke-proxy is stopping and takes no new requests; try again soon")
 
 
+class NoServer(CapacityError):
+    """None of several llama-servers takes requests."""
+
+    code = "no_server"
+
+
 class UpstreamError(EvokeError):
-    """llama-server did not do its part."""
+    """llama-server did not do its part; `url` says which, where that is known. One that was not
+    `reached` knows nothing of the request."""
 
     status = 502
     code = "upstream_error"
+
+    def __init__(self, message: str, url: str = "", reached: bool = True) -> None:
+        super().__init__(message)
+        self.url = url
+        self.reached = reached
 
 
 class UpstreamUnavailable(UpstreamError):

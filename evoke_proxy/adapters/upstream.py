@@ -51,12 +51,13 @@ class Reply:
     status: int
     reason: str
     headers: CIMultiDict[str]
+    url: str
     _response: aiohttp.ClientResponse
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it arrives, undecoded. Raises UpstreamError when it breaks off."""
         while True:
-            with _mapped(str(self._response.url.origin())):
+            with _mapped(self.url):
                 chunk = await self._response.content.readany()
             if not chunk:
                 return
@@ -145,7 +146,8 @@ class Upstream:
                 method, url, headers=sent, data=body, allow_redirects=False
             )
         try:
-            yield Reply(response.status, response.reason or "", _decoded(response), response)
+            status, reason = response.status, response.reason or ""
+            yield Reply(status, reason, _decoded(response), self.url, response)
         finally:
             response.close()
 
@@ -253,18 +255,20 @@ def _mapped(url: str) -> Iterator[None]:
         yield
     except (TimeoutError, aiohttp.ServerTimeoutError) as error:
         raise UpstreamTimeout(
-            f"llama-server at {url} did not answer in time: see its log, or raise the timeout"
+            f"llama-server at {url} did not answer in time: see its log, or raise the timeout",
+            *(url, not isinstance(error, aiohttp.ConnectionTimeoutError)),
         ) from error
     except aiohttp.ClientConnectorError as error:
         raise UpstreamUnavailable(
             f"llama-server at {url} cannot be reached ({error.strerror or error.os_error});"
-            " start it, or point --upstream at the right address"
+            " start it, or point --upstream at the right address",
+            *(url, False),
         ) from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise UpstreamUnavailable(
-            f"llama-server at {url} closed the connection; it may have crashed: see its log"
+            f"llama-server at {url} closed the connection; it may have crashed: see its log", url
         ) from error
     except aiohttp.ClientPayloadError as error:
-        raise UpstreamUnavailable(f"llama-server at {url} broke off in its answer") from error
+        raise UpstreamUnavailable(f"llama-server at {url} broke off in its answer", url) from error
     except (aiohttp.ClientError, ValueError) as error:
-        raise UpstreamProtocolError(f"llama-server at {url}: {error}") from error
+        raise UpstreamProtocolError(f"llama-server at {url}: {error}", url) from error

@@ -43,13 +43,14 @@ class Recorded:
 @dataclass(frozen=True, slots=True, eq=False)
 class Seated:
     """A session, what its client calls it, its edges (`head`, `settled`, `n_users`: see
-    `identity.Known`), and the slot and epoch that its rows were left at."""
+    `identity.Known`), the slot and epoch that its rows were left at, and the URL of that server."""
 
     session: Recorded
     hint: Hint | None
     edges: tuple[int, int, int]
     slot: int
     epoch: int
+    home: str = ""
 
 
 def written(seated: Seated) -> bytes:
@@ -64,7 +65,7 @@ def written(seated: Seated) -> bytes:
         "turns": known.turns,
         "hint": None if hint is None else [hint.text, hint.source, hint.weak],
         "edges": list(seated.edges),
-        "at": [seated.slot, seated.epoch],
+        "at": [seated.slot, seated.epoch, seated.home],
         "tokens": _packed(layout.tokens.astype("<i4")),
         "generation": layout.generation,
         "blocks": [_columns(block) for block in blocks],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from evoke_proxy.engine.front import Front
 from evoke_proxy.engine.orchestrator import Engine
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Front"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
+from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.blocks import Block, Span
 from evoke_proxy.core.books import Books, forecast
 from evoke_proxy.core.encoding import Vectors
@@ -19,6 +20,8 @@ from evoke_proxy.core.turn import Turn
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.waiting import Lease, Patience
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -128,6 +131,10 @@ class Forwarding:
         said["first_byte_ms"] = round(first * 1000) if first is not None else None
         return said
 
+
+# Forwards one to a llama-server, and says what it makes of the answer; raises UpstreamError only
+# while nothing of that has been passed on.
+Send: TypeAlias = Callable[[Forwarding, Upstream], Awaitable[T]]
 
 _BOOKED = ("decoded", "recovered", "resident_before", "omitted")
 

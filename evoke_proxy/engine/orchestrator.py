@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
 
-from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.bounds import check_room
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.engine import history
@@ -23,10 +20,8 @@ from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.concluding import Concluding
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.degrading import Degrading
-from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.erasing import Eraser
-from evoke_proxy.engine.feed import Feed
-from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.forwarding import Forwarding, Send
 from evoke_proxy.engine.gauges import show
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.normalising import Normaliser
@@ -37,6 +32,7 @@ from evoke_proxy.engine.planning import Planner
 from evoke_proxy.engine.reading import read_request, tenant_of
 from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.waiting import Patience, SlotQueue
@@ -52,40 +48,42 @@ from evoke_proxy.errors import (
 )
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Engine:
     """Everything behind the web: use as an async context manager.
 
     Behind a llama-server that is a router each `model` has one of its own, inside that of the
-    `router`: slots and conversations are the model's, books and snapshots go to the same place.
+    router, and of several llama-servers each has one: slots and conversations are its own, books
+    and snapshots go to the same place, which is `shared`.
     """
 
-    def __init__(self, config: Config, router: Engine | None = None, model: str = "") -> None:
-        self.config = config
-        self._router = router
-        self.metrics: Metrics = router.metrics if router else Metrics()
-        own = OneModel(router.upstream, model) if router else Upstream(config.upstream)
-        self.upstream: Upstream = own
-        embedding = Embedding(config.embedder, self.metrics) if router is None else router.embedding
-        self.embedding: Embedding = embedding
-        self.feed: Feed = router.feed if router else Feed()
-        self.draining = False
-        self._models = Models(self.upstream, lambda name: Engine(self.config, self, name))
+    def __init__(
+        self, config: Config, shared: Shared | None = None, model: OneModel | None = None
+    ) -> None:
+        self.config, self._alone, self._entered = config, shared is None, AsyncExitStack()
+        common = self.shared = shared or Shared(config)
+        self.metrics, self.feed = common.metrics, common.feed
+        self.upstream: Upstream = model or Upstream(config.upstream)
+        self.uplinks = {"": self.upstream}
+        self._models: Models[Engine] = Models(
+            self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))
+        )
         self._normaliser = Normaliser(config.normalise, self.metrics)
         self._watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
-        if router is None:
-            show(self.metrics, lambda: [(e._slots, e.conversations) for e in (self, *self._models)])
+        if self._alone:
+            show(self.metrics, lambda: self.served)
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
-        self._vectors = BlockVectors(self.embedding, config.policy)
-        self.keeper: Keeper = Keeper(
+        self._vectors = BlockVectors(common.embedding, config.policy)
+        self.keeper = Keeper(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
-            router.keeper.vault if router else None,
+            common.vault,
         )
         self._records = Records(
-            *(self.upstream, None if router else self.keeper, self.conversations)
+            *(self.upstream, None if model else self.keeper, self.conversations, common.homes)
         )
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
@@ -95,13 +93,13 @@ class Engine:
         self._chores = Chores()
         self._concluding = Concluding(
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
-            *(self.keeper, self._chores, lambda: (router or self).draining),
+            *(self.keeper, self._chores, lambda: common.draining),
             Writeback(self.upstream, self.metrics, self._slots, self._chores, self._records),
             *(self._records, self.feed),
         )
         eraser = Eraser(
             *(self.upstream, self._slots, self.conversations, self.keeper),
-            *(self._records, self.embedding, self.feed, self._watch),
+            *(self._records, common.embedding, self.feed, self._watch),
         )
         self._operator = Operator(
             *(self.upstream, self._slots, self.conversations, self.keeper, self._vectors),
@@ -110,22 +108,23 @@ class Engine:
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
     async def __aenter__(self) -> Engine:
-        await self.keeper.__aenter__()
+        if self._alone:
+            await self._entered.enter_async_context(self.shared)
+        await self._entered.enter_async_context(self.upstream)
+        await self._entered.enter_async_context(self.keeper)
+        await self._entered.enter_async_context(self._chores)
         self._records.recall()
-        if self._router is None:
-            await self.embedding.__aenter__()
-        await self.upstream.__aenter__()
-        await self._chores.__aenter__()
         await self._watch.look()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._models.close()
-        await self._chores.__aexit__()
-        await self.keeper.__aexit__()
-        if self._router is None:
-            await self.embedding.__aexit__()
-        await self.upstream.__aexit__()
+        await self._entered.aclose()
+
+    @property
+    def served(self) -> list[tuple[SlotQueue, Conversations]]:
+        """Slots and conversations of each model there is now."""
+        return [(engine._slots, engine.conversations) for engine in (self, *self._models)]
 
     @property
     def server(self) -> ServerInfo:
@@ -191,6 +190,18 @@ class Engine:
             self._concluding.conclude(way, client)
             way.after_s = _now() - ended
 
+    async def answer(
+        self,
+        dialect: str,
+        body: bytes,
+        client: Mapping[str, str],
+        send: Send[T],
+        patience: Patience | None = None,
+    ) -> T:
+        """What `send` makes of a request that is prepared as `turn` does, and concluded after."""
+        async with self.turn(dialect, body, client, patience) as way:
+            return await send(way, self.upstream)
+
     def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
         """The body of a request that generates nothing, freed of our fields.
 
@@ -244,23 +255,13 @@ class Engine:
         if isinstance(request, str):
             return request
         await self._watch.look(client)
-        if not self.server.patched:
-            return self.server.lacking
-        return request.bypass
+        return request.bypass if self.server.patched else self.server.lacking
 
     async def keep(self) -> None:
         """Nobody comes any more: have on disk what is to be found there by the next proxy."""
         for engine in (self, *self._models):
             if engine._helped:
                 await engine.keeper.keep()
-
-    def set_budget(self, budget: int | None) -> None:
-        """What sessions may keep that have no budget of their own, from their next turn on; None:
-        everything. BudgetTooSmall when that cannot hold what must stay."""
-        policy = replace(self.config.policy, budget=budget)
-        check_room(policy)
-        self.adjust(replace(self.config, policy=policy))
-        self.feed.tell("budget", budget=budget)
 
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""
@@ -275,10 +276,9 @@ class Engine:
 
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""
-        drain = "stopping: no new requests" if self.draining else "accepting requests"
         checks = {
             "upstream": await self._watch.check(),
-            "accepting": {"ok": not self.draining, "detail": drain},
+            "accepting": self.shared.accepting(),
             "budget": {"ok": True, "detail": self._watch.described()},
         }
         if self._helped and not self.server.sleeping:

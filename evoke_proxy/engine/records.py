@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from evoke_proxy.adapters.store import Record
@@ -34,9 +34,15 @@ class Records:
     """Does nothing without a keeper that has a directory."""
 
     def __init__(
-        self, upstream: Upstream, keeper: Keeper | None, conversations: Conversations
+        self,
+        upstream: Upstream,
+        keeper: Keeper | None,
+        conversations: Conversations,
+        homes: Sequence[str],
     ) -> None:
+        """`homes` are the URLs of all llama-servers, where there are several."""
         self._upstream = upstream
+        self._homes = homes
         self._conversations = conversations
         self._vault = keeper.vault if keeper is not None and keeper.on else None
         self._keeper = keeper
@@ -52,10 +58,13 @@ class Records:
         return self._vault is not None
 
     def recall(self) -> None:
-        """Every session that was written down is known again, as far as there is room for them."""
+        """Every session that was written down is known again, as far as there is room for them,
+        where there are several llama-servers at the one that it was at."""
         for record in reversed(self._vault.records() if self._vault is not None else ()):
             try:
-                self._conversations.recall(read(zlib.decompress(record.packed)))
+                seated = read(zlib.decompress(record.packed))
+                if self._is_mine(seated):
+                    self._conversations.recall(seated)
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
@@ -102,7 +111,7 @@ class Records:
             return
         edges = (known.head, known.settled, known.n_users)
         session = known.session.recorded(view)
-        seated = Seated(session, known.hint, edges, view.id, view.epoch)
+        seated = Seated(session, known.hint, edges, view.id, view.epoch, self._upstream.url)
         if self._server.spills:
             on_disk = {block.get("name") for block in blocks if block.get("on_disk")}
             layout = known.session.layout
@@ -141,6 +150,13 @@ class Records:
         answer = await self._upstream.slot(view.id, known.tenant, client)
         self._keeper.proved(match, int(answer.get("n_tokens") or 0))
         return True
+
+    def _is_mine(self, seated: Seated) -> bool:
+        """Those of a server that is there no more are the first one's: it will say what it has."""
+        if not self._homes:
+            return True
+        home = seated.home if seated.home in self._homes else self._homes[0]
+        return home == self._upstream.url
 
     def _forgotten(self, known: Conversation) -> bool:
         return self._conversations.get(known.id) is not known

@@ -10,12 +10,13 @@ import orjson
 from aiohttp import web
 
 from evoke_proxy.core.blocks import Span
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Front
+from evoke_proxy.engine.front import set_budget
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web.events import listen
 from evoke_proxy.web.patience import PATIENCE
 
-Handler = Callable[[web.Request, Engine], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
 # How the tenant of requests without a key is written in a path.
 _NOBODY = "-"
 
@@ -35,20 +36,20 @@ def same_site(request: web.Request) -> None:
         raise RequestError("not from another site", "cross_site", 403)
 
 
-async def _status(_: web.Request, engine: Engine) -> web.StreamResponse:
-    state = {"mode": engine.mode, "draining": engine.draining}
+async def _status(_: web.Request, engine: Front) -> web.StreamResponse:
+    state = {"mode": engine.mode, "draining": engine.shared.draining}
     return json_answer(engine.operator.status() | state)
 
 
-async def _list(_: web.Request, engine: Engine) -> web.StreamResponse:
+async def _list(_: web.Request, engine: Front) -> web.StreamResponse:
     return json_answer({"sessions": engine.operator.sessions()})
 
 
-async def _show(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _show(request: web.Request, engine: Front) -> web.StreamResponse:
     return json_answer(await engine.operator.show(_id(request)))
 
 
-async def _change(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _change(request: web.Request, engine: Front) -> web.StreamResponse:
     """`{"pinned": bool, "budget": tokens | null | "default"}`, either or both."""
     asked, id = await _body(request, {"pinned", "budget"}), _id(request)
     budget = _budget(asked["budget"], own=True) if "budget" in asked else None
@@ -60,11 +61,11 @@ async def _change(request: web.Request, engine: Engine) -> web.StreamResponse:
     return await _show(request, engine)
 
 
-async def _delete(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _delete(request: web.Request, engine: Front) -> web.StreamResponse:
     return json_answer(await engine.operator.delete(_id(request)))
 
 
-async def _export(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _export(request: web.Request, engine: Front) -> web.StreamResponse:
     pieces = await engine.operator.export(_id(request))
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})
     response.content_type = "application/x-tar"
@@ -77,7 +78,7 @@ async def _export(request: web.Request, engine: Engine) -> web.StreamResponse:
     return response
 
 
-async def _blocks(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _blocks(request: web.Request, engine: Front) -> web.StreamResponse:
     """`{"action": "pin" | "unpin" | "drop", "p0": start, "p1": end}`, positions of the prompt."""
     asked, id = await _body(request, {"action", "p0", "p1"}), _id(request)
     span = _span(asked.get("p0"), asked.get("p1"))
@@ -91,16 +92,16 @@ async def _blocks(request: web.Request, engine: Engine) -> web.StreamResponse:
     return await _show(request, engine)
 
 
-async def _set_budget(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _set_budget(request: web.Request, engine: Front) -> web.StreamResponse:
     """`{"budget": tokens | null}` for every session without one of its own."""
     asked = await _body(request, {"budget"})
     if "budget" not in asked:
         raise RequestError("budget: must be there")
-    engine.set_budget(_budget(asked["budget"], own=False))
+    set_budget(engine, _budget(asked["budget"], own=False))
     return await _status(request, engine)
 
 
-async def _wipe(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _wipe(request: web.Request, engine: Front) -> web.StreamResponse:
     tenant = request.match_info["tenant"]
     return json_answer(await engine.operator.wipe("" if tenant == _NOBODY else tenant))
 

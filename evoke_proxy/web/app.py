@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Front
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
@@ -23,7 +23,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _CLIENT_GONE = 499
 
 
-def create_app(engine: Engine) -> web.Application:
+def create_app(engine: Front) -> web.Application:
     """The proxy in front of `engine`, which the caller has entered and will close."""
     middlewares = [_accounted(engine), punctual, _translated(engine), apart, guarded]
     limit = engine.config.limits.body_bytes
@@ -31,7 +31,7 @@ def create_app(engine: Engine) -> web.Application:
     app[DOOR] = Door(engine.config)
     app[ACCESS] = Access(engine.config)
     app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
-    app[TRAFFIC] = Traffic(lambda: engine.draining)
+    app[TRAFFIC] = Traffic(lambda: engine.shared.draining)
     app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
     app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))
@@ -40,7 +40,7 @@ def create_app(engine: Engine) -> web.Application:
     return app
 
 
-def _dispatch(engine: Engine) -> _Handler:
+def _dispatch(engine: Front) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         with request.app[TRAFFIC].one():
             return await _answer(request, engine)
@@ -48,7 +48,7 @@ def _dispatch(engine: Engine) -> _Handler:
     return handle
 
 
-async def _answer(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
     if request.method == "POST" and request.path in dialects.ANSWER_PATHS:
         return await answer_chat(request, engine, dialects.ANSWER_PATHS[request.path])
     if request.method == "POST" and request.path in dialects.COUNT_PATHS:
@@ -56,7 +56,7 @@ async def _answer(request: web.Request, engine: Engine) -> web.StreamResponse:
     return await relay.passthrough(request, engine.upstream)
 
 
-def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _translated(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
     """The one place where our errors become answers."""
 
     @web.middleware
@@ -82,13 +82,13 @@ def _translated(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
     return middleware
 
 
-def _too_large(engine: Engine) -> EvokeError:
+def _too_large(engine: Front) -> EvokeError:
     limit = engine.config.limits.body_bytes
     message = f"the request body is larger than limits.body_bytes ({limit} bytes)"
     return RequestError(message, "request_too_large", 413)
 
 
-def _accounted(engine: Engine) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _accounted(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
         began, status = time.monotonic(), _CLIENT_GONE

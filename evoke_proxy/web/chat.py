@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from evoke_proxy.engine import Engine
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.engine import Front
 from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
@@ -16,34 +17,38 @@ from evoke_proxy.web.logs import FACTS
 _REPLACED = frozenset(("content-length", "x-evoke-session"))
 
 
-async def answer_chat(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
+async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request with what the engine added, relay the answer as it comes."""
     FACTS.set({"decision": "refused"})
     body = await request.read()
     headers = relay.request_headers(request, _REPLACED)
     client = request.app[ACCESS].client(request)
-    way: Forwarding | None = None
+    ways: list[Forwarding] = []
     stream = BegunStream(request)
+
+    async def send(way: Forwarding, upstream: Upstream) -> web.StreamResponse:
+        ways.append(way)
+        target = relay.raw_target(request)
+        async with upstream.open("POST", target, headers, way.body) as reply:
+            if stream.response is not None:
+                await check(reply)
+            asked = way.outcome if way.shows and way.marked else None
+            return await relay.send(
+                request, reply, way.observe, way.headers, asked, stream.response
+            )
+
     try:
-        async with engine.turn(dialect, body, client, stream.wait) as way:
-            target = relay.raw_target(request)
-            async with engine.upstream.open("POST", target, headers, way.body) as reply:
-                if stream.response is not None:
-                    await check(reply)
-                asked = way.outcome if way.shows and way.marked else None
-                return await relay.send(
-                    request, reply, way.observe, way.headers, asked, stream.response
-                )
+        return await engine.answer(dialect, body, client, send, stream.wait)
     except (EvokeError, ConnectionResetError) as error:
         if stream.response is None:
             raise
         return await stream.fail(error)
     finally:
-        if way is not None:
-            FACTS.set(way.facts())
+        if ways:
+            FACTS.set(ways[-1].facts())
 
 
-async def answer_count(request: web.Request, engine: Engine, dialect: str) -> web.StreamResponse:
+async def answer_count(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the answer."""
     body = engine.without_fields(dialect, await request.read(), request.app[ACCESS].client(request))
     headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 from aiohttp import web
 
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Front
 from evoke_proxy.engine.feed import Event
 from evoke_proxy.web.patience import PATIENCE
 
@@ -19,7 +19,7 @@ _HEADERS = {
 }
 
 
-async def listen(request: web.Request, engine: Engine) -> web.StreamResponse:
+async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
     """Every event from now on, or from the one on that `Last-Event-ID` names.
 
     A reader that lets too many wait is cut off; so is everybody when the proxy stops.

@@ -14,7 +14,7 @@ from aiohttp import web
 from evoke_proxy.adapters.secret_files import read_token
 from evoke_proxy.config import Config
 from evoke_proxy.core.keys import presented
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Front
 from evoke_proxy.errors import Forbidden, RequestError, Unauthenticated
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -69,7 +69,7 @@ class Door:
 DOOR = web.AppKey("door", Door)
 
 
-async def admit(request: web.Request, engine: Engine) -> None:
+async def admit(request: web.Request, engine: Front) -> None:
     """Return when this request may see and change what is everybody's; else raise an EvokeError.
 
     A browser sends the token that its user has typed in as `Authorization: Bearer`, once an answer
@@ -78,7 +78,7 @@ async def admit(request: web.Request, engine: Engine) -> None:
     request.app[DOOR].admit(request)
 
 
-async def admit_page(request: web.Request, engine: Engine) -> None:
+async def admit_page(request: web.Request, engine: Front) -> None:
     """As `admit`, for the files of the page: they say nothing, and a browser asks for them before
     anybody can have typed in a token."""
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Front
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web.guard import admit_page
 
@@ -30,7 +30,7 @@ _HEADERS = {
 }
 
 
-def routes(engine: Engine) -> list[web.RouteDef]:
+def routes(engine: Front) -> list[web.RouteDef]:
     """The page at /evoke/, and what it is made of."""
 
     async def page(request: web.Request) -> web.StreamResponse:

@@ -10,8 +10,9 @@ from typing import Any
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.adapters.upstream import Reply
 from evoke_proxy.core.usage import StreamEdit, with_books
+from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import RequestError, UpstreamError
 from evoke_proxy.web.access import ACCESS
 from evoke_proxy.web.patience import PATIENCE
@@ -73,7 +74,7 @@ def raw_target(request: web.Request) -> str:
     return target
 
 
-async def passthrough(request: web.Request, upstream: Upstream) -> web.StreamResponse:
+async def passthrough(request: web.Request, upstream: Way) -> web.StreamResponse:
     """Forward any request, streaming its body up and the answer down."""
     body = request.content if request.can_read_body else None
     headers = request_headers(request)

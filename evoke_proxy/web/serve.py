@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Engine, Front
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
@@ -33,7 +33,7 @@ NEW_OBJECTS = 20_000
 _CUT_S = 1.0
 
 
-def make_runner(engine: Engine) -> web.AppRunner:
+def make_runner(engine: Front) -> web.AppRunner:
     """A runner that cancels a handler when its client goes away and never touches bodies."""
     limits = engine.config.limits
     return web.AppRunner(
@@ -89,10 +89,10 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
             await runner.cleanup()
 
 
-async def drain(engine: Engine, runner: web.AppRunner) -> None:
+async def drain(engine: Front, runner: web.AppRunner) -> None:
     """Take no new requests, let those under way end within `limits.drain_timeout_s`, and keep on
     disk what is to outlive us."""
-    engine.draining = True
+    engine.shared.draining = True
     engine.feed.tell("stopping")
     limit_s = engine.config.limits.drain_timeout_s
     _log.info("stopping: answers under way have %g s to end", limit_s)
@@ -103,7 +103,7 @@ async def drain(engine: Engine, runner: web.AppRunner) -> None:
     engine.feed.end()
 
 
-def _reload(engine: Engine, again: Callable[[], Config]) -> None:
+def _reload(engine: Front, again: Callable[[], Config]) -> None:
     """Take over what can be of the settings as they are now; all stays when they are broken."""
     try:
         found = reloaded(engine.config, again())
@@ -119,7 +119,7 @@ def _reload(engine: Engine, again: Callable[[], Config]) -> None:
         _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
 
 
-async def open_to_clients(runner: web.AppRunner, engine: Engine, listen: Sequence[str]) -> None:
+async def open_to_clients(runner: web.AppRunner, engine: Front, listen: Sequence[str]) -> None:
     """Serve at these addresses, with no more connections than `limits.connections` in all."""
     most = engine.config.limits.connections
     files = make_room(most)
@@ -130,7 +130,7 @@ async def open_to_clients(runner: web.AppRunner, engine: Engine, listen: Sequenc
         await ClientSite(runner, *parse_listen(address), crowd).start()
 
 
-async def _listen(runner: web.AppRunner, engine: Engine) -> None:
+async def _listen(runner: web.AppRunner, engine: Front) -> None:
     """The addresses of the admin first, so that no other is ever taken for one."""
     config = engine.config
     await _listen_apart(runner, config.security, config.listen)

@@ -38,10 +38,10 @@ def test_engine_has_vectors_between_start_and_stop(
 
     async def play() -> None:
         async with Engine(_config(write(tmp_path))) as engine:
-            asked = await engine.embedding.embed_query("red", "tenant")
-            key = engine.embedding.key("red", "tenant")
-            engine.embedding.submit([(key, "red")])
-            while (told := engine.embedding.vector(key)) is None:
+            asked = await engine.shared.embedding.embed_query("red", "tenant")
+            key = engine.shared.embedding.key("red", "tenant")
+            engine.shared.embedding.submit([(key, "red")])
+            while (told := engine.shared.embedding.vector(key)) is None:
                 await asyncio.sleep(0.01)
             assert asked is not None and np.allclose(asked, told)
             assert np.allclose(told, unit(CLS, RED, SEP), atol=1e-6)
@@ -57,7 +57,7 @@ def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> No
 
     async def play() -> None:
         async with Engine(_config("")) as engine:
-            assert await engine.embedding.embed_query("red") is None
+            assert await engine.shared.embedding.embed_query("red") is None
 
     asyncio.run(asyncio.wait_for(play(), 20))
     (line,) = _said(caplog)

@@ -132,6 +132,6 @@ def wait_for_vectors(ours: RunningProxy) -> None:
     ours.quiet()
     known, deadline = next(iter(ours.engine.conversations)), time.monotonic() + 60
     keys = [key for keys in known.awaited.values() for key in keys]
-    while any(ours.engine.embedding.vector(key) is None for key in keys):
+    while any(ours.engine.shared.embedding.vector(key) is None for key in keys):
         assert time.monotonic() < deadline, "blocks wait for their vectors"
         time.sleep(0.05)

@@ -14,7 +14,7 @@ from fake_upstream import Exchange, fake_upstream
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
-from evoke_proxy.web import admin
+from evoke_proxy.engine import exposition
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
@@ -61,7 +61,7 @@ def test_every_sample_has_a_type(patched_proxy: RunningProxy) -> None:
 
 
 def test_a_server_that_is_too_slow_costs_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "_SCRAPE_S", 0.2)
+    monkeypatch.setattr(exposition, "_SCRAPE_S", 0.2)
     with fake_upstream(_never) as fake, proxy(fake.port) as running:
         began = time.monotonic()
         answer = ask(running.port, "GET", "/metrics")
@@ -95,12 +95,12 @@ def _give_up(port: int) -> None:
 def test_a_proxy_that_stops_is_not_ready_and_says_which_check_failed(
     stock_proxy: RunningProxy,
 ) -> None:
-    stock_proxy.engine.draining = True
+    stock_proxy.engine.shared.draining = True
     try:
         answer = ask(stock_proxy.port, "GET", "/evoke/ready")
         health = ask(stock_proxy.port, "GET", "/evoke/health")
     finally:
-        stock_proxy.engine.draining = False
+        stock_proxy.engine.shared.draining = False
     said = json.loads(answer.body)
     assert (answer.status, said["status"], said["failed"]) == (503, "not_ready", ["accepting"])
     assert said["checks"]["upstream"]["ok"] is True

@@ -34,7 +34,7 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
         engine.keeper._chores.run(sealed(tenant), "sealing")
 
     async def erased() -> None:
-        async with engine.keeper:
+        async with engine.shared, engine.keeper:
             for tenant in ("mine", "other"):
                 vault.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
                 engine.keeper._chores.run(saved(tenant), "saving")

@@ -56,9 +56,9 @@ class Keeper:
         slots: SlotQueue,
         seating: Seating,
         conversations: Conversations,
-        vault: Vault | None = None,
+        vault: Vault,
     ) -> None:
-        """A `vault` that is given is open, and stays so."""
+        """The `vault` is open while the keeper is entered, if there is a directory."""
         self.on = bool(config.snapshots.directory)
         self._config = config.snapshots
         self._metrics = metrics
@@ -66,8 +66,7 @@ class Keeper:
         self._seating = seating
         self._conversations = conversations
         self._calls = StockCalls(upstream)
-        self._opens = self.on and vault is None
-        self.vault = vault or Vault(config.snapshots, metrics)
+        self.vault = vault
         self._facts = Facts(config.snapshots, self._calls, self.vault)
         self._chores = Chores()
         self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
@@ -78,16 +77,12 @@ class Keeper:
         self._ahead: dict[asyncio.Task[None], int] = {}
 
     async def __aenter__(self) -> Keeper:
-        if self._opens:
-            self.vault.open()
         await self._chores.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.stop()
         await self._chores.__aexit__()
-        if self._opens:
-            self.vault.close()
 
     def adjust(self, config: SnapshotsConfig) -> None:
         """Other bounds for what is kept."""

@@ -1,0 +1,74 @@
+"""What the web is in front of: the engine of one llama-server, or those of several."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.config import Config
+from evoke_proxy.core.bounds import check_room
+from evoke_proxy.engine.feed import Feed
+from evoke_proxy.engine.forwarding import Send
+from evoke_proxy.engine.operators import Operators
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.waiting import Patience
+from evoke_proxy.errors import UpstreamError
+
+T = TypeVar("T")
+
+
+class Way(Protocol):
+    """To llama-server, for requests that nothing is done for; see Upstream."""
+
+    def open(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterable[bytes] | None = None,
+    ) -> AbstractAsyncContextManager[Reply]: ...
+
+
+class Front(Protocol):
+    """As an Engine; use as an async context manager. `uplinks` are the llama-servers, by name."""
+
+    config: Config
+    shared: Shared
+    metrics: Metrics
+    feed: Feed
+    operator: Operators
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    @property
+    def upstream(self) -> Way: ...
+    @property
+    def uplinks(self) -> Mapping[str, Upstream]: ...
+    @property
+    def mode(self) -> str: ...
+    async def answer(
+        self,
+        dialect: str,
+        body: bytes,
+        client: Mapping[str, str],
+        send: Send[T],
+        patience: Patience | None = None,
+    ) -> T: ...
+    def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes: ...
+    def upstream_failed(self, error: UpstreamError) -> None: ...
+    async def keep(self) -> None: ...
+    def adjust(self, config: Config) -> None: ...
+    async def checks(self) -> dict[str, dict[str, Any]]: ...
+
+
+def set_budget(front: Front, budget: int | None) -> None:
+    """What sessions may keep that have no budget of their own, from their next turn on; None:
+    everything. BudgetTooSmall when that cannot hold what must stay."""
+    policy = replace(front.config.policy, budget=budget)
+    check_room(policy)
+    front.adjust(replace(front.config, policy=policy))
+    front.feed.tell("budget", budget=budget)

@@ -1,0 +1,44 @@
+"""What all engines of one proxy have in common: where they count, tell, embed and keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import Config
+from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.feed import Feed
+from evoke_proxy.engine.vault import Vault
+
+
+class Shared:
+    """Use as an async context manager, around the engines.
+
+    `homes` are the URLs of several llama-servers, in their order; `draining` says that the proxy
+    stops.
+    """
+
+    def __init__(self, config: Config, homes: tuple[str, ...] = ()) -> None:
+        self.homes = homes
+        self.draining = False
+        self.metrics = Metrics()
+        self.feed = Feed()
+        self.embedding = Embedding(config.embedder, self.metrics)
+        self.vault = Vault(config.snapshots, self.metrics)
+        self._keeps = bool(config.snapshots.directory)
+
+    async def __aenter__(self) -> Shared:
+        if self._keeps:
+            self.vault.open()
+        await self.embedding.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.embedding.__aexit__()
+        if self._keeps:
+            self.vault.close()
+
+    def accepting(self) -> dict[str, Any]:
+        """Whether the proxy takes requests, as a check of its readiness."""
+        said = "stopping: no new requests" if self.draining else "accepting requests"
+        return {"ok": not self.draining, "detail": said}

@@ -1,0 +1,45 @@
+"""Metrics of several servers in one exposition."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from evoke_proxy.core.labelled import labelled
+
+ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 12
+# HELP llamacpp:wait_seconds Time.
+# TYPE llamacpp:wait_seconds histogram
+llamacpp:wait_seconds_bucket{le="1"} 3
+llamacpp:wait_seconds_bucket{le="+Inf"} 4
+llamacpp:wait_seconds_count 4
+llamacpp:wait_seconds_sum 2.5
+"""
+
+
+def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
+    return {
+        (sample.name, sample.labels["server"], sample.labels.get("le", "")): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
+    other = ONE.replace(b" 12\n", b" 7\n").replace(b"Time.", b"Other words.")
+    made = labelled({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
+    found = _samples(made)
+    assert found["llamacpp:prompt_tokens_total", "gpu-1", ""] == 12
+    assert found["llamacpp:prompt_tokens_total", "gpu-2", ""] == 7
+    assert found["llamacpp:wait_seconds_bucket", "gpu-2", "+Inf"] == 4
+    assert len(found) == 10
+    for line in (b"# TYPE llamacpp:wait_seconds histogram", b"# HELP llamacpp:wait_seconds Time."):
+        assert made.count(line) == 1
+    assert b"Other words" not in made and b"sleeps" not in made
+    families = [line.split()[2] for line in made.splitlines() if line.startswith(b"# TYPE")]
+    assert len(families) == len(set(families)) == 2
+
+
+def test_what_is_no_exposition_is_left_out() -> None:
+    assert labelled({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"}) == b'fine{server="b"} 1\n'
