@@ -9,11 +9,15 @@ which strips thoughts. Nothing of the files is in memory at the second turn. `re
 verifying and restoring took, `disk_ms` what reading as many bytes once takes at the disk's measured
 speed, `share` how much of the former that is. 28,672 tokens are for models of few, narrow layers:
 of the others a CPU would take hours.
+
+What was measured is written down at once: a run that was stopped goes on where it was, with
+`--minutes` after so long by itself, as long as the sources and the server are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import http.client
 import json
 import os
@@ -21,44 +25,71 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import record
 from bench.chat_turns import proxied
 from bench.overhead import qwen_template
+from bench.quality.journal import Journal, fingerprint
 from bench.random_models import SHAPES, ensure
 from bench.save_after_reply import peer
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
 ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours")
-RESTARTED = ("cold", "peer", "ours")
-SIZES = (1024, 5120, 28672)
-MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dense": ("deep-24", ()),
-    "hybrid": ("hybrid-8", ()),
-    "windows": ("tiny-gemma", ()),
-    "windows-full": ("tiny-gemma", ("--swa-full",)),
-    "dense-long": ("long-4", ()),
-    "hybrid-long": ("long-hybrid-4", ()),
+_RESTARTED = ("cold", "peer", "ours")
+# What each of the longest takes is a matter of minutes.
+_LONG, _LONG_ARMS = 8192, ("cold", "peer", "ours", "ram")
+MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
+    "dense": ("deep-24", (), (1024, 5120)),
+    "hybrid": ("hybrid-8", (), (1024, 5120)),
+    "windows": ("tiny-gemma", (), (1024, 5120)),
+    "windows-full": ("tiny-gemma", ("--swa-full",), (5120,)),
+    "dense-long": ("long-4", (), (28672,)),
+    "hybrid-long": ("long-hybrid-4", (), (28672,)),
 }
-_LONG = 8192
 _COLUMNS = (
-    *("model", "tokens", "arm", "ttft_ms", "decoded", "vs_cold"),
+    *("model", "tokens", "arm", "runs", "ttft_ms", "ttft_min", "ttft_max", "decoded", "vs_cold"),
     *("restore_ms", "disk_ms", "share", "mib"),
 )
+# Of the chat that takes a slot in between.
+_OTHER = 512
 _REST_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One chat under one arm."""
+
+    model: str
+    tokens: int
+    arm: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Its name in the journal."""
+        return f"{self.model} {self.tokens} {self.arm} {self.seed}"
+
+
 class Chat:
-    """Grows by an answer a turn; a word is about 4.4 tokens."""
+    """Grows by an answer a turn; a word is about 4 tokens, of an answer 3."""
 
     def __init__(self, tokens: int, seed: int) -> None:
-        words = [f"w{(i * 7 + seed) % 997}" for i in range(tokens * 10 // 44)]
+        words = [f"w{(i * 7 + seed) % 997}" for i in range(tokens // 4)]
         self.messages = [{"role": "user", "content": f"{seed}: {' '.join(words)}"}]
+
+    def told(self, answer: int) -> None:
+        """A turn that nobody has had."""
+        self._heard(" ".join(f"a{i * 7 % 97}" for i in range(answer // 3)))
+
+    def _heard(self, answer: str) -> None:
+        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "user", "content": "Go on."})
 
     def turn(self, port: int, answer: int) -> float:
         """Seconds to the first piece of the answer; the chat goes on from the whole of it."""
@@ -73,8 +104,7 @@ class Chat:
             first = first or time.perf_counter() - began
             text += piece
         link.close()
-        self.messages.append({"role": "assistant", "content": "".join(_deltas(text))})
-        self.messages.append({"role": "user", "content": "Go on."})
+        self._heard("".join(_deltas(text)))
         return first
 
 
@@ -100,7 +130,7 @@ class Bench:
     """One model on one server binary; everything is saved below a folder of its own."""
 
     def __init__(self, model: str, binary: Path, folder: Path, args: argparse.Namespace) -> None:
-        shape, options = MODELS[model]
+        shape, options, _ = MODELS[model]
         self._command = [str(binary), "-m", str(ensure(SHAPES[shape])), "-np", "1", *options]
         self._command += ["-c", str(min(32768, SHAPES[shape].context))]
         self._command += ["--jinja", "--chat-template-file", str(qwen_template()), "--metrics"]
@@ -128,16 +158,17 @@ class Bench:
         else:
             yield port
 
-    def measure(self, arm: str, tokens: int, seed: int) -> dict[str, Any]:
+    def measure(self, unit: Unit) -> dict[str, Any]:
         """The second turn of one chat."""
-        chat = Chat(tokens, seed)
-        restarts = arm in RESTARTED
-        with self._server() as port:
-            with self._front(arm, port) as front:
+        chat, arm, other = Chat(unit.tokens, unit.seed), unit.arm, Chat(_OTHER, unit.seed + 1)
+        if arm == "cold":
+            chat.told(self._answer)
+        else:
+            with self._server() as port, self._front(arm, port) as front:
                 chat.turn(front, self._answer)
-                if arm == "ram":
-                    Chat(tokens, seed + 1).turn(front, self._answer)
-                if not restarts:
+                if arm not in _RESTARTED:
+                    if arm == "ram":
+                        other.turn(front, self._answer)
                     if arm == "live-ours":
                         _rest(front)
                     return self._second(chat, port, front)
@@ -197,48 +228,98 @@ def _rest(front: int) -> None:
         time.sleep(0.1)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model, length and arm: medians of the repeats, arms taking turns."""
-    binary, rows = args.server or ensure_server(patched=False), []
-    for model in args.models:
-        room = SHAPES[MODELS[model][0]].context - 1024
-        long = model.endswith("-long")
-        for tokens in [n for n in args.sizes if n < room and long == (n > _LONG)]:
-            found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in args.arms}
-            for seed in range(args.repeats):
-                for arm in args.arms:
-                    with tempfile.TemporaryDirectory() as folder:
-                        bench = Bench(model, binary, Path(folder), args)
-                        found[arm].append(bench.measure(arm, tokens, 1000 * seed))
-            rows += _rows({"model": model, "tokens": tokens}, found)
-            print(record.table(rows[-len(found) :], _COLUMNS), flush=True)
-    return rows
+def plan(args: argparse.Namespace) -> list[Unit]:
+    """All that is to be measured, the arms of one chat behind each other."""
+    return [
+        Unit(model, tokens, arm, 1000 * repeat)
+        for model in args.models
+        for tokens in MODELS[model][2]
+        if tokens in (args.sizes or [tokens])
+        for repeat in range(args.repeats)
+        for arm in args.arms
+        if tokens <= _LONG or arm in _LONG_ARMS
+    ]
 
 
-def _rows(what: dict[str, Any], found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    rows = []
+def measure(units: Sequence[Unit], journal: Journal, args: argparse.Namespace) -> bool:
+    """Measure what the journal lacks; False when the time was over first."""
+    done, ends = journal.records(), time.monotonic() + 60 * args.minutes
+    binary = args.server or ensure_server(patched=False)
+    for unit in units:
+        if unit.key in done:
+            continue
+        if time.monotonic() > ends:
+            return False
+        load = round(os.getloadavg()[0], 2)
+        with tempfile.TemporaryDirectory() as folder:
+            found = Bench(unit.model, binary, Path(folder), args).measure(unit)
+        journal.append(unit.key, found | {"load": load})
+        print(unit.key, json.dumps(found), flush=True)
+    return True
+
+
+def rows(units: Sequence[Unit], done: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Medians of the repeats of each model, length and arm, and their spread."""
+    found: dict[tuple[str, int], dict[str, list[Mapping[str, Any]]]] = {}
+    for unit in units:
+        if unit.key in done:
+            arms = found.setdefault((unit.model, unit.tokens), {})
+            arms.setdefault(unit.arm, []).append(done[unit.key])
+    return [
+        row
+        for (model, tokens), arms in found.items()
+        for row in _rows({"model": model, "tokens": tokens}, arms)
+    ]
+
+
+def _rows(
+    what: dict[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    made = []
     for arm, runs in found.items():
-        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        rows.append(what | {"arm": arm, "runs": len(runs)} | middle)
-    cold = next((row["ttft_ms"] for row in rows if row["arm"] == "cold"), None)
-    return [row | ({"vs_cold": cold / row["ttft_ms"]} if cold else {}) for row in rows]
+        numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
+        middle = {key: statistics.median(run[key] for run in runs) for key in numbers}
+        times = [run["ttft_ms"] for run in runs]
+        spread = {"ttft_min": min(times), "ttft_max": max(times)}
+        made.append(what | {"arm": arm, "runs": len(runs)} | middle | spread)
+    cold = next((row["ttft_ms"] for row in made if row["arm"] == "cold"), None)
+    return [row | ({"vs_cold": cold / row["ttft_ms"]} if cold else {}) for row in made]
+
+
+def _journal(args: argparse.Namespace) -> Journal:
+    """Of these sources, this server, this many tokens of an answer."""
+    server = args.server or ensure_server(patched=False)
+    own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    models = [ensure(SHAPES[MODELS[model][0]]) for model in MODELS]
+    config = [own, args.threads, args.answer, *(fingerprint(model, server) for model in models)]
+    digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
+    return Journal(args.journal, digest)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/restart.json`."""
-    parser = record.parser("restart", __doc__, "--sizes 1024 --repeats 5")
+    """Measure, print, write `out/bench/restart.json`; 3 when something is left to be measured."""
+    parser = record.parser("restart", __doc__, "--models hybrid --repeats 5")
     parser.add_argument("--server", type=Path, help="a stock llama-server (default: the cache)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="tokens")
+    parser.add_argument("--sizes", type=int, nargs="+", help="tokens (each model's own)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--threads", default="1", help="of the server, while it decodes (1)")
     parser.add_argument("--repeats", type=int, default=3, help="chats of each length (3)")
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer (128)")
+    parser.add_argument("--minutes", type=float, default=600, help="begin nothing after so long")
+    parser.add_argument("--journal", type=Path, default=Path("out/bench/restart.jsonl"))
     args = parser.parse_args(argv)
-    rows = measure(args)
-    summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in rows}
-    print(f"written: {record.write('restart', rows, {'decoded': summary}, args.out)}")
-    return 0
+    units, journal = plan(args), _journal(args)
+    over = measure(units, journal, args)
+    done = journal.records()
+    found = rows(units, done)
+    print(record.table(found, _COLUMNS))
+    summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in found}
+    lacking = sum(unit.key not in done for unit in units)
+    print(f"written: {record.write('restart', found, {'decoded': summary}, args.out)}")
+    if not over:
+        print(f"{lacking} of {len(units)} are left: run it again")
+    return 0 if over else 3
 
 
 if __name__ == "__main__":

@@ -32,11 +32,15 @@ def restored(server: Llama, name: str, prompt: list[int]) -> Any:
     return server.complete(prompt, marked=False, n_predict=3, n_probs=4)
 
 
-@pytest.mark.parametrize("attention", ["on", "off"])
-def test_a_row_that_nobody_sees_is_all_that_a_restored_window_lacks(attention: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "attention"), [("tiny-gemma", "on"), ("tiny-gemma", "off"), ("tiny-gpt-oss", "on")]
+)
+def test_a_row_that_nobody_sees_is_all_that_a_restored_window_lacks(
+    shape: str, attention: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
-        with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
+        with running(False, *options, model=ensure(SHAPES[shape])) as server:
             tokens = server.tokens(story(250))
             cut, more = tokens[:300], tokens[300:320]
             server.complete(cut, marked=False, n_predict=0)
