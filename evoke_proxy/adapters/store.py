@@ -132,10 +132,13 @@ class Store:
         """Forget it; nothing when it is not there."""
         self._change("DELETE FROM records WHERE id = ?", (id,))
 
-    def records(self) -> Iterator[Record]:
-        """Every record, the latest used first, but for those that are not what was written."""
+    def records(self, only: str | None = None) -> Iterator[Record]:
+        """Every record, or the only one of this id, the latest used first, but for those that are
+        not what was written."""
         for id, tenant, used, packed in self._db.execute(
-            "SELECT id, tenant, used, packed FROM records ORDER BY used DESC"
+            "SELECT id, tenant, used, packed FROM records WHERE id = coalesce(?, id)"
+            " ORDER BY used DESC",
+            (only,),
         ):
             try:
                 yield Record(id, tenant, used, self._form.open(packed, _about((id, tenant))))

@@ -40,10 +40,22 @@ class Recorded:
     recovered: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What an operator has said of a session: `pinned`, it is never forgotten; with `own_budget` it
+    has this `budget`, whatever the others get; `pins` are positions that stay in the cache."""
+
+    pinned: bool = False
+    own_budget: bool = False
+    budget: int | None = None
+    pins: tuple[Span, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Seated:
     """A session, what its client calls it, its edges (`head`, `settled`, `n_users`: see
-    `identity.Known`), the slot and epoch that its rows were left at, and the URL of that server."""
+    `identity.Known`), the slot and epoch that its rows were left at, the URL of that server, and
+    what was ordered of it."""
 
     session: Recorded
     hint: Hint | None
@@ -51,6 +63,7 @@ class Seated:
     slot: int
     epoch: int
     home: str = ""
+    orders: Orders = Orders()
 
 
 def written(seated: Seated) -> bytes:
@@ -76,6 +89,7 @@ def written(seated: Seated) -> bytes:
         "task": [None if focus is None else _packed(focus.astype("<f4")), known.task.begins],
         "marks": [[turn, *mark] for turn, mark in known.marks.items()],
         "recovered": dict(known.recovered),
+        "orders": _ordered(seated.orders),
     }
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -89,6 +103,14 @@ def read(record: bytes) -> Seated:
         return _seated(value)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(f"a record is not as it was written: {error!r}") from error
+
+
+def reordered(record: bytes, orders: Orders) -> bytes:
+    """The same record with other orders; ValueError when it is none."""
+    value = json.loads(record)
+    if not isinstance(value, dict):
+        raise ValueError("a record is not as it was written")
+    return json.dumps(value | {"orders": _ordered(orders)}, separators=(",", ":")).encode()
 
 
 def _seated(value: Mapping[str, Any]) -> Seated:
@@ -115,7 +137,19 @@ def _seated(value: Mapping[str, Any]) -> Seated:
     )
     hint = None if value["hint"] is None else Hint(*value["hint"])
     head, settled, n_users = value["edges"]
-    return Seated(session, hint, (head, settled, n_users), *value["at"])
+    slot, epoch, home = (*value["at"], "")[:3]
+    return Seated(session, hint, (head, settled, n_users), slot, epoch, home, _orders(value))
+
+
+def _ordered(orders: Orders) -> list[Any]:
+    pins = [_ends(span) for span in orders.pins]
+    return [orders.pinned, orders.own_budget, orders.budget, pins]
+
+
+def _orders(value: Mapping[str, Any]) -> Orders:
+    """None in the records of proxies that did not write them down."""
+    pinned, own_budget, budget, pins = value.get("orders", (False, False, None, ()))
+    return Orders(pinned, own_budget, budget, tuple(Span(a, b) for a, b in pins))
 
 
 def _columns(block: Block) -> list[Any]:

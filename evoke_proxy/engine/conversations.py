@@ -14,7 +14,7 @@ from evoke_proxy.core.attention import Capture
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.held import Held
 from evoke_proxy.core.identity import Hint, find
-from evoke_proxy.core.recorded import Seated
+from evoke_proxy.core.recorded import Orders, Seated
 from evoke_proxy.core.rendered import Rendered, Tokens
 from evoke_proxy.core.session import Session
 from evoke_proxy.core.side import is_side
@@ -110,6 +110,12 @@ class Conversation:
         layout = self.session.layout
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
 
+    @property
+    def orders(self) -> Orders:
+        """What an operator has said of it."""
+        session, own = self.session, self.own_budget
+        return Orders(self.pinned, own, session.config.budget if own else None, session.pins)
+
     def summary(self, pool: SlotPool) -> dict[str, Any]:
         """What an operator is shown of it."""
         return {
@@ -186,6 +192,10 @@ class Conversations:
         place = (*seated.edges, layout.generation)
         known = Conversation(session, layout.tokens, *place, hint=seated.hint)
         known.epoch, known.was_in, known.unsure = seated.epoch, seated.slot, True
+        known.pinned, known.own_budget = seated.orders.pinned, seated.orders.own_budget
+        session.pins = seated.orders.pins
+        if known.own_budget:
+            session.config = replace(self._policy, budget=seated.orders.budget)
         self._known[known.id] = known
 
     def of_request(

@@ -24,6 +24,7 @@ from evoke_proxy.engine.calls import run_plan
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.erasing import Eraser
 from evoke_proxy.engine.feed import Feed
+from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.waiting import SlotQueue
@@ -49,6 +50,7 @@ class Operator:
         feed: Feed,
         watch: ServerWatch,
         eraser: Eraser,
+        records: Records,
     ) -> None:
         self._upstream = upstream
         self._slots = slots
@@ -58,6 +60,7 @@ class Operator:
         self._feed = feed
         self._watch = watch
         self._eraser = eraser
+        self._records = records
         self._seen: dict[str, Whereabouts] = {}
 
     @property
@@ -106,6 +109,7 @@ class Operator:
         known, items = self._find(id)
         if known is not None:
             known.pinned = pinned
+            self._records.reordered(known)
         for item in items:
             self._keeper.vault.pin(item, pinned)
         self._feed.tell("session", session=id, pinned=pinned)
@@ -118,6 +122,7 @@ class Operator:
         config = replace(known.session.config, budget=budget if own else policy.budget)
         check_room(config)
         known.own_budget, known.session.config = own, config
+        self._records.reordered(known)
         self._vectors.always |= own and budget is not None
         self._feed.tell("session", session=id, budget=config.budget)
 
@@ -130,6 +135,7 @@ class Operator:
         if not own:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
         session.pins = pins.changed(session.pins, session.layout, span, pinned, session.config)
+        self._records.reordered(known)
         self._feed.tell("block", session=id, pinned=pinned, spans=spans(own))
 
     async def drop_block(self, id: str, span: Span) -> None:

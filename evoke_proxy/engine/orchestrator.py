@@ -103,7 +103,7 @@ class Engine:
         )
         self._operator = Operator(
             *(self.upstream, self._slots, self.conversations, self.keeper, self._vectors),
-            *(self.feed, self._watch, eraser),
+            *(self.feed, self._watch, eraser, self._records),
         )
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
@@ -113,7 +113,7 @@ class Engine:
         await self._entered.enter_async_context(self.upstream)
         await self._entered.enter_async_context(self.keeper)
         await self._entered.enter_async_context(self._chores)
-        self._records.recall()
+        self._vectors.always |= self._records.recall()
         await self._watch.look()
         return self
 

@@ -14,6 +14,7 @@ import logging
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.store import Record
@@ -21,11 +22,12 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.ahead import next_turns
 from evoke_proxy.core.answer import AnswerReader
 from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.recorded import Seated, read, written
+from evoke_proxy.core.recorded import Seated, read, reordered, written
 from evoke_proxy.core.rendered import SlotView, Tokens, common_prefix
 from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +59,10 @@ class Records:
         """Whether sessions are written down."""
         return self._vault is not None
 
-    def recall(self) -> None:
+    def recall(self) -> bool:
         """Every session that was written down is known again, as far as there is room for them,
-        where there are several llama-servers at the one that it was at."""
+        where there are several llama-servers at the one that it was at; whether any has a budget of
+        its own."""
         for record in reversed(self._vault.records() if self._vault is not None else ()):
             try:
                 seated = read(zlib.decompress(record.packed))
@@ -68,6 +71,18 @@ class Records:
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
+        return any(k.own_budget and k.session.config.budget for k in self._conversations)
+
+    def reordered(self, known: Conversation) -> None:
+        """An operator has ordered something else of a session: so says what was written of it."""
+        if self._vault is None:
+            return
+        for record in self._vault.records(known.id):
+            try:
+                written_now = reordered(zlib.decompress(record.packed), known.orders)
+                self._vault.put_record(replace(record, packed=zlib.compress(written_now, 1)))
+            except (ValueError, zlib.error, SnapshotUnusable) as error:
+                _log.warning("what was ordered of %s is not written down: %s", known.id, error)
 
     def spoken(self, dialect: str, body: bytes) -> Spoken | None:
         """What is to be remembered of a request until its answer is there; None when nothing is."""
@@ -111,7 +126,8 @@ class Records:
             return
         edges = (known.head, known.settled, known.n_users)
         session = known.session.recorded(view)
-        seated = Seated(session, known.hint, edges, view.id, view.epoch, self._upstream.url)
+        home, orders = self._upstream.url, known.orders
+        seated = Seated(session, known.hint, edges, view.id, view.epoch, home, orders)
         if self._server.spills:
             on_disk = {block.get("name") for block in blocks if block.get("on_disk")}
             layout = known.session.layout
@@ -128,6 +144,8 @@ class Records:
         if self._forgotten(known):
             return
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
+        if known.orders != orders:
+            self.reordered(known)
 
     async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
         """After a restart: which copies of a session are still there. Raises UpstreamError."""

@@ -230,9 +230,9 @@ class Vault:
         """What readiness shows of it."""
         return {"snapshots": len(self.snapshots), "bytes": sum(i.n_bytes for i in self.snapshots)}
 
-    def records(self) -> Sequence[Record]:
-        """Of budgeted sessions, the latest used first; those that are too old are gone."""
-        found, oldest = list(self._index.records()), time.time() - self._bounds.max_age_s
+    def records(self, id: str | None = None) -> Sequence[Record]:
+        """Of budgeted sessions, or of one, the latest used first; those that are too old go."""
+        found, oldest = list(self._index.records(id)), time.time() - self._bounds.max_age_s
         for record in (record for record in found if record.used < oldest):
             self.remove_record(record.id)
         return [record for record in found if record.used >= oldest]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from operating import fact_block, operate
 from running import RunningProxy, ask, llama_server, process_on, proxy, server_binary
 from talking import FILLER, Talk
 
@@ -128,6 +129,47 @@ def test_a_killed_server_a_new_proxy_and_both_cost_a_session_nothing(tmp_path: P
             for name in ("evoke_degraded_total", "evoke_budget_breach_total"):
                 assert not subject.running.metric(name)
         assert "68285" in talks[0].messages[2 * len(TURNS) + 2]["content"]
+
+
+def ordered(running: RunningProxy, budget: int) -> None:
+    """An operator keeps the session, gives it a budget of its own, and pins what holds the fact."""
+    (session,) = operate(running, "GET", "sessions")["sessions"]
+    place = f"sessions/{session['id']}"
+    operate(running, "PATCH", place, {"pinned": True, "budget": budget})
+    block = fact_block(operate(running, "GET", place))
+    span = {"p0": block["p0"], "p1": block["p1"]}
+    operate(running, "POST", f"{place}/blocks", {"action": "pin"} | span)
+
+
+def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Path) -> None:
+    own = BUDGET - 64
+    with house(tmp_path / "restarted") as subject, house(tmp_path / "never") as control:
+        talks = [Talk(0, "chat") for _ in range(2)]
+        for text in TURNS:
+            for it, talk in zip((subject, control), talks, strict=True):
+                rested(it.running)
+                assert it.running is not None
+                turn(talk, it.running.port, text)
+        for it in (subject, control):
+            rested(it.running)
+            assert it.running is not None
+            ordered(it.running, own)
+        shown = []
+        for event in ("both", "proxy"):
+            subject.start(event)
+            rested(control.running)
+            assert subject.running is not None and control.running is not None
+            (session,) = operate(subject.running, "GET", "sessions")["sessions"]
+            assert session["pinned"] and session["own_budget"] and session["limit"] == own
+            mine = turn(talks[0], subject.running.port, "Go on.")
+            theirs = turn(talks[1], control.running.port, "Go on.")
+            assert resident(subject.port) == resident(control.port)
+            assert mine["text"] == theirs["text"] and mine["decoded"] == theirs["decoded"]
+            assert mine["n_resident_peak"] <= own and mine["marker"] == "ok"
+            rested(subject.running)
+            place = f"sessions/{session['id']}"
+            shown.append(fact_block(operate(subject.running, "GET", place)))
+        assert all(block["pinned"] and block["state"] == "resident" for block in shown)
 
 
 def test_a_hybrids_slot_comes_back_with_its_holes_and_its_state(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from evoke_proxy.core.block_table import BlockTable
 from evoke_proxy.core.blocks import Block, Role, Span
 from evoke_proxy.core.identity import Hint
 from evoke_proxy.core.layout import Layout, SavedRange
-from evoke_proxy.core.recorded import Recorded, Seated, read, written
+from evoke_proxy.core.recorded import Orders, Recorded, Seated, read, reordered, written
 from evoke_proxy.core.task import Task
 
+ORDERS = Orders(True, True, 448, (Span(4, 9),))
 BLOCKS = (
     Block("system#0", "s/0-4-a", Span(0, 4), Role.SYSTEM, 1, 0, "Caf\u00e9.", ("x", "y"), True),
     Block("user:1#2", "s/4-9-b", Span(4, 9), Role.USER, 2, 1, "and", preferred=True, priority=2.5),
@@ -33,13 +34,14 @@ def seated(hint: Hint | None = None, focus: bool = True) -> Seated:
     task = Task(np.array([0.6, 0.8], np.float32) if focus else None, 4)
     left = (Span(0, 4), Span(9, 12))
     known = Recorded("s", "t", 2, layout, left, task, {2: (True, 0.5)}, {"s/0-4-a": 2})
-    return Seated(known, hint, (9, 9, 1), slot=1, epoch=2**52 - 1)
+    return Seated(known, hint, (9, 9, 1), slot=1, epoch=2**52 - 1, orders=ORDERS)
 
 
 @pytest.mark.parametrize("hint", [None, Hint("chat", "evoke_session"), Hint("me", "user", True)])
 def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
     before = seated(hint, focus=hint is None)
     after = read(written(before))
+    assert after.orders == ORDERS
     assert (after.hint, after.edges, after.slot, after.epoch) == (hint, (9, 9, 1), 1, 2**52 - 1)
     old, new = before.session, after.session
     for name in ("id", "tenant", "turns", "left", "marks", "recovered"):
@@ -49,6 +51,20 @@ def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
     assert (new.layout.tokens == old.layout.tokens).all() and new.layout.tokens.dtype == np.int32
     assert new.task.begins == 4
     assert np.array_equal(new.task.focus, old.task.focus) or new.task.focus is old.task.focus
+
+
+@pytest.mark.parametrize("orders", [Orders(), Orders(False, True, None)])
+def test_orders_change_and_nothing_else(orders: Orders) -> None:
+    before = written(seated())
+    changed = reordered(before, orders)
+    assert read(changed).orders == orders
+    assert reordered(changed, ORDERS) == before
+
+
+def test_a_record_without_orders_is_of_a_session_that_nobody_has_said_anything_of() -> None:
+    value = json.loads(written(seated()))
+    del value["orders"]
+    assert read(json.dumps(value).encode()).orders == Orders()
 
 
 @pytest.mark.parametrize(
