@@ -337,13 +337,15 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
 
 
 def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every recovered row is what it was, no turn was over its budget or has books that do
-    not add up, and the session is as long and as tight as it has to be."""
+    """Whether every recovered row is what it was, every file that a tool was called with again was
+    there whole, no turn was over its budget or has books that do not add up, and the session is as
+    long and as tight as it has to be."""
     ours = next(row for row in rows if row["arm"] == "evoke")
     exact = not ours["rows_differ"] and not ours["refused"]
+    whole = all(calls["whole"] == calls["calls"] for calls in ours["named"].values())
     long = ours["turns"] >= 30 and ours["prompt"] >= 5 * ours["budget"]
     held = all(row["peak"] <= row["budget"] for row in rows if row["budget"])
-    return bool(exact and long and held and not any(row["unbalanced"] for row in rows))
+    return bool(exact and whole and long and held and not any(row["unbalanced"] for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

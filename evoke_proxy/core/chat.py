@@ -89,6 +89,17 @@ class ChatRequest:
     def query(self) -> str:
         """What this turn is about: user and tool text after the last answer, and what that answer
         called tools with: a file is asked for by its path, not by what is in it."""
+        said, called = self._latest
+        return "\n".join([*map(_arguments, called), *said])
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths that the last answer called tools with."""
+        return tuple(dict.fromkeys(path for call in self._latest[1] if (path := call.path)))
+
+    @property
+    def _latest(self) -> tuple[list[str], tuple[ToolCall, ...]]:
+        """The texts after the last answer, and that answer's calls."""
         at = len(self.messages)
         while at and self.messages[at - 1].role is Role.ASSISTANT:  # the client begins the answer
             at -= 1
@@ -97,10 +108,7 @@ class ChatRequest:
             at -= 1
             if self.messages[at].role in (Role.USER, Role.TOOL):
                 said.append(self.messages[at].text)
-        if at and said:
-            called = self.messages[at - 1].tool_calls
-            said += [_arguments(call) for call in reversed(called)]
-        return "\n".join(reversed(said))
+        return said[::-1], self.messages[at - 1].tool_calls if at and said else ()
 
 
 def parse_chat(dialect: str, body: Mapping[str, Any], bench: bool = False) -> ChatRequest:

@@ -22,6 +22,7 @@ _MEDIA_PARTS = frozenset(
 
 
 _BARE = frozenset(("role", "content"))
+_PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,19 @@ class ToolCall:
     id: str
     name: str
     arguments: str
+
+    @property
+    def path(self) -> str:
+        """The file it is about; empty when no argument says so."""
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return ""
+        if not isinstance(arguments, dict):
+            return ""
+        given = (arguments.get(key) for key in _PATH_ARGUMENTS)
+        found = (value.strip() for value in given if isinstance(value, str))
+        return next(filter(None, found), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ class Question:
 
     `parts` are the clauses of `text`, each of which may need a block of its own, and what of the
     turns before helps to understand it; with `leans` the last of them is from the turn before,
-    which this one may go on about, or not. `vectors` are one unit vector [d] or None a part, or
+    which this one may go on about, or not. `files` are the paths its tools were called with.
+    `vectors` are one unit vector [d] or None a part, or
     nothing at all without an embedder. `named` are blocks the client wants back, `gold` those of
     which a bench says that they hold the answer, see `naming.called`.
     """
@@ -47,6 +48,7 @@ class Question:
     named: tuple[str, ...] = ()
     gold: tuple[str | int, ...] = ()
     leans: bool = False
+    files: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, text: str, context: str = "") -> Question:
@@ -66,7 +68,7 @@ class Question:
         """The question without the middle of a text longer than twice `chars`."""
         if len(self.text) <= 2 * chars:
             return self
-        narrow = Question.of(_ends(self.text, chars))
+        narrow = replace(Question.of(_ends(self.text, chars)), files=self.files)
         known = dict(zip(self.parts, self.vectors, strict=False))
         return narrow.embedded([known.get(part) for part in narrow.parts] if known else ())
 
@@ -92,7 +94,8 @@ def asked(request: ChatRequest) -> Question:
         latest = next(said, "") if len(_WORD.findall(text)) <= _FEW_WORDS else ""
     question = Question.of(text, latest)
     leans = leans and len(question.parts) > len(Question.of(text).parts)
-    return replace(question, leans=leans, named=request.tags.recover, gold=request.tags.oracle)
+    tags = request.tags
+    return replace(question, leans=leans, named=tags.recover, gold=tags.oracle, files=request.files)
 
 
 def clauses(text: str) -> list[str]:

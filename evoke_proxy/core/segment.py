@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -13,7 +12,6 @@ from evoke_proxy.core.blocks import Role, Span
 from evoke_proxy.core.messages import Message, ToolCall
 from evoke_proxy.core.rendered import MessageSpan, Positions
 
-_PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 _TEXT_OVERLAP = 40  # characters: where tokens fall in the text is only known roughly
 _MAX_NAME = 100
 # What is between a sentence or a line and the next, as server_blocks_text::stops has it.
@@ -180,30 +178,18 @@ def _name(index: int, message: Message, call: ToolCall | None) -> _Name:
 def _base(index: int, message: Message, call: ToolCall | None) -> str:
     if message.role is not Role.TOOL:
         return "system" if message.role is Role.SYSTEM and index == 0 else f"{message.role}:{index}"
-    path = _path(call) if call is not None else ""
+    path = call.path if call is not None else ""
     if path:
         return f"file:{_basename(path)}"
     return f"tool:{(call.name if call is not None else '') or message.name or index}"
 
 
 def _call_identity(call: ToolCall) -> Iterator[str]:
-    path = _path(call)
-    if path:
+    if path := call.path:
         yield path
         yield _basename(path)
     yield call.name
     yield call.id
-
-
-def _path(call: ToolCall) -> str:
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        return ""
-    if not isinstance(arguments, dict):
-        return ""
-    given = (arguments.get(key) for key in _PATH_ARGUMENTS)
-    return next((value for value in given if isinstance(value, str) and value.strip()), "").strip()
 
 
 def _span_end(item: MessageSpan) -> int:

@@ -107,8 +107,11 @@ def test_what_a_tool_was_called_with_is_asked_about_too(arguments: str, said: st
         {"role": "tool", "tool_call_id": "c", "content": "long"},
     ]
     assert parse_chat("chat", {"messages": messages}).query == said
+    path = json.loads(arguments).get("path", "") if arguments.startswith("{") else ""
+    assert parse_chat("chat", {"messages": messages}).files == ((path,) if path else ())
     # calls that nobody has answered ask for nothing yet
     assert parse_chat("chat", {"messages": messages[:2]}).query == "a"
+    assert parse_chat("chat", {"messages": messages[:2]}).files == ()
 
 
 def test_tags_are_read() -> None:

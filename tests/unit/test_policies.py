@@ -31,7 +31,9 @@ CONFIG = PolicyConfig(
 def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
     """With two of the blocks for the oracle, and some that the client names now and then."""
     named = ("user:0", "tool:3#0") if "port" in query else ()
-    return policies.decide(view, replace(Question.of(query), named=named, gold=(1, 2)), config)
+    files = ("src/a.py", "src/b.py") if "config" in query else ()
+    question = replace(Question.of(query), named=named, gold=(1, 2), files=files)
+    return policies.decide(view, question, config)
 
 
 @st.composite
@@ -88,6 +90,7 @@ def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
         turn=1,
         message=number // 2,
         text=" ".join(draw(st.lists(st.sampled_from(WORDS), max_size=4))),
+        identity=draw(st.sampled_from([(), (), ("src/a.py",), ("src/a.py", "src/b.py")])),
         pinned=draw(st.integers(1, 10)) <= pins_in_10,
         preferred=draw(st.integers(0, 9)) == 0,
     )
@@ -383,6 +386,36 @@ def test_without_a_budget_saved_blocks_come_back_as_cells_allow() -> None:
     assert moved(decide(view, "number2", unlimited)) == "+s/1 +s/2"
     tight = replace(view, n_free=40 + 64)
     assert moved(decide(tight, "number2", unlimited)) == "+s/2"
+
+
+def file_session() -> PolicyView:
+    """A file read in three blocks, edited, then talked past; another file read in two."""
+    view = line([*FILLER[:2], *["a line of it"] * 6, *FILLER[:6]], "rrsssssbrrrrrr")
+    tool, said = Role.TOOL, Role.ASSISTANT
+    # which block is of which message, whose it is and what it goes by
+    shapes = {2: (2, tool, "src/a.py"), 3: (2, tool, "src/a.py"), 4: (4, tool, "src/a.py")}
+    shapes |= {5: (4, tool, "src/a.py"), 6: (5, said, "src/a.py"), 7: (6, tool, "src/b.py")}
+    blocks = list(view.blocks)
+    for i, (message, role, path) in shapes.items():
+        blocks[i] = replace(blocks[i], message=message, role=role, identity=(path,))
+    return replace(view, blocks=BlockTable(blocks))
+
+
+@pytest.mark.parametrize(
+    ("budget", "back"),
+    [
+        pytest.param(704, "s/4 s/5 s/6", id="latest reading and the edit since"),
+        pytest.param(384, "s/4 s/5", id="the reading, where half of the room has not both"),
+        pytest.param(300, "s/6", id="the edit, where half of the room has not the reading"),
+    ],
+)
+def test_a_file_that_a_tool_is_called_with_comes_back_whole(budget: int, back: str) -> None:
+    view, config = file_session(), replace(CONFIG, budget=budget)
+    question = replace(Question.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
+    plan = policies.decide(view, question, config)
+    assert " ".join(load.label for load in plan.loads) == back
+    without = policies.decide(view, replace(question, files=()), config)
+    assert not {"s/4", "s/5"} & {load.label for load in without.loads}
 
 
 def test_a_small_difference_is_not_worth_a_move() -> None:

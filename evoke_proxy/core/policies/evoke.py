@@ -11,6 +11,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policies import moves
+from evoke_proxy.core.policies.again import gone_on_with
 from evoke_proxy.core.policies.asking import about
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
 from evoke_proxy.core.policy_view import PolicyView
@@ -41,6 +42,8 @@ def choice(
 
 def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
     relevance = about(view, question, config)
+    if config.recall in ("text", "fused"):
+        relevance[gone_on_with(view, question, config)] = 1.0
     values = keep_scores(view, config) + config.weight_relevance * relevance
     rounded: Scores = values.round(9)  # sums in another order must not make another plan
     return rounded

@@ -112,6 +112,11 @@ class Index:
         asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
         return min((sureness(clause.evidence[:own]) for clause in asked), default=0.0)
 
+    def named(self, name: str, blocks: BlockTable, own: int) -> Numbers:
+        """The indexes of the blocks before `own` that go by this name, ascending."""
+        self._hold(blocks)
+        return np.flatnonzero(np.isin(self._numbers[:own], self._names.having(name)))
+
     def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
         """How close each block is to a topic, (cos + 1) / 2, and 0.5 where a block has no vector.
 

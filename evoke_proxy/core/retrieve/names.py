@@ -26,6 +26,10 @@ class Names:
         for name in {name.lower() for name in names}:
             self._having.setdefault(name, array("l")).append(number)
 
+    def having(self, name: str) -> Positions:
+        """The numbers of the texts that have a name."""
+        return np.array(self._having.get(name.lower(), ()), np.int64)
+
     def called(
         self, text: str, numbers: Positions, messages: Positions, own: int
     ) -> npt.NDArray[np.float64]:
