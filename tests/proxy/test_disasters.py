@@ -3,20 +3,25 @@ the right one, what is wrong is counted, and once it is right again so is everyt
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from keeping import Chat, House, decoded, settled
-from running import RunningProxy, ask, process_on, proxy
+from running import RunningProxy, ask, process_on, proxy, server_binary
 
 from evoke_proxy.engine import vault as vault_module
 
@@ -39,48 +44,121 @@ def _saves(running: RunningProxy) -> dict[str, float]:
     return {s.labels["result"]: s.value for s in found if s.name.endswith("_total")}
 
 
-@contextmanager
-def _tmpfs(folder: Path) -> Iterator[None]:
-    """A file system of 3 MiB there."""
+class Mounted:
+    """A disk of its own for the slots, 3 MiB, which can be filled and made read-only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        subprocess.run(_mount(self._folder, "-t", "tmpfs", "-o", "size=3m", "tmpfs"), check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(self._folder)], check=True)
+
+    @contextmanager
+    def full(self, port: int, running: RunningProxy) -> Iterator[None]:
+        filler = self._folder / "filler"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
+            while True:
+                file.write(bytes(4096))
+        yield
+        filler.unlink()
+
+    @contextmanager
+    def read_only(self, running: RunningProxy) -> Iterator[None]:
+        """Nothing more can be written there; what is open stays so."""
+        subprocess.run(_mount(self._folder, "--bind", str(self._folder)), check=True)
+        try:
+            subprocess.run(_mount(self._folder, "-o", "remount,bind,ro"), check=True)
+            yield
+        finally:
+            subprocess.run(["umount", "-l", str(self._folder)], check=True)
+
+
+class Limited:
+    """The same for whoever may not mount anything: the server may write no file further than a
+    page, nor find the place where to, and SQLite gives the errors of such disks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        # The signal that comes with the limit would end a server that no disk's error ends.
+        script = self._folder.with_name("llama-server")
+        binary = server_binary(patched=False)
+        script.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {shlex.quote(binary)} \"$@\"\n")
+        script.chmod(0o700)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("EVOKE_STOCK_SERVER", str(script))
+            yield
+
+    @contextmanager
+    def full(self, port: int, running: RunningProxy) -> Iterator[None]:
+        server = process_on(port)
+        before = resource.prlimit(server, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        (pages,) = _index(running, "PRAGMA page_count")
+        _index(running, f"PRAGMA max_page_count = {pages}")
+        yield
+        _index(running, "PRAGMA max_page_count = 1000000")
+        resource.prlimit(server, resource.RLIMIT_FSIZE, before)
+
+    @contextmanager
+    def read_only(self, running: RunningProxy) -> Iterator[None]:
+        vault = running.engine.keeper.vault
+        part = vault.part
+        _index(running, "PRAGMA query_only = 1")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vault, "part", lambda: f"nowhere/{part()}")
+            yield
+        _index(running, "PRAGMA query_only = 0")
+
+
+def _mount(folder: Path, *options: str) -> list[str]:
+    return ["mount", *options, str(folder)]
+
+
+def _index(running: RunningProxy, statement: str) -> Any:
+    """What the proxy's own connection to its index answers."""
+
+    async def run() -> Any:
+        store = running.engine.keeper.vault._store
+        assert store is not None
+        return store._db.execute(statement).fetchone()
+
+    return asyncio.run_coroutine_threadsafe(run(), running.loop).result(5)
+
+
+def _may_mount() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        mount = _mount(Path(folder), "-t", "tmpfs", "tmpfs")
+        if subprocess.run(mount, capture_output=True).returncode:
+            return False
+        subprocess.run(["umount", folder], check=True)
+        return True
+
+
+@pytest.mark.parametrize("disk", [Limited, *([Mounted] if _may_mount() else [])])
+def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(
+    disk: type[Limited | Mounted], tmp_path: Path
+) -> None:
+    folder = tmp_path / "slots"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("may not mount a file system here")
-
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextmanager
-def _read_only(folder: Path) -> Iterator[None]:
-    """Nothing more can be written there; what is open stays so."""
-    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(tmp_path: Path) -> None:
-    with _tmpfs(tmp_path / "slots"):
-        house = House(tmp_path / "slots", "", ("--cache-ram", "0"))
+    way = disk(folder)
+    with way.there():
+        house = House(folder, "", ("--cache-ram", "0"))
         with house.server() as port, house.proxy(port, **SMALL) as running:
             first, number = _chat(0), 1
             first.ask(running.port)
             wanted = first.said
             assert _saves(running)["saved"] == 1
 
-            filler = house.folder / "filler"
-            with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
-                while True:
-                    file.write(bytes(4096))
-            number = _suffers(running, number, "failed", "skipped_room")
-            filler.unlink()
-
-            with _read_only(house.folder):
+            with way.full(port, running):
+                number = _suffers(running, number, "failed", "skipped_room")
+            with way.read_only(running):
                 number = _suffers(running, number, "failed")
 
             for path in house.folder.iterdir():
