@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 from evoke_proxy.errors import EvokeError
@@ -38,11 +38,12 @@ class Chores:
         task.add_done_callback(lambda task: self._done(task, work))
         return task
 
-    async def ended(self) -> None:
-        """Wait for what is under way now, and for what that begins before it ends."""
+    async def ended(self, but: Collection[asyncio.Task[None]] = ()) -> None:
+        """Wait for what is under way now, and for what that begins before it ends, `but` for
+        these."""
         for _ in range(2):
-            if self._under_way:
-                await asyncio.wait(self._under_way)
+            if waited_for := self._under_way.difference(but):
+                await asyncio.wait(waited_for)
 
     def _done(self, task: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
         work.close()  # one that was cancelled before it began complains otherwise

@@ -57,18 +57,20 @@ class Eraser:
             raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
         for item in known:  # at once: nothing is to go on from them any more
             self._conversations.forget(item)
-        await self._keeper.quiet()
+        ids = {item.id for item in known}
+        await self._keeper.quiet_of(ids)
         left: list[str] = []
         for item in known:
             left += await self._forget(item)
-        await self._keeper.quiet()  # only now nothing of it is on its way to the disk
+        await self._keeper.quiet_of(ids)  # only now nothing of it is on its way to the disk
         gone = await self._off_disk(mine, left) if self._keeper.on else ()
-        for id in {item.id for item in known} | {item.branch for item in gone}:
+        for id in ids | {item.branch for item in gone}:
             self._feed.tell("deleted", session=id)
         return {"sessions": len(known), "snapshots": len(gone), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
         """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
+        await self._keeper.quiet()  # of what was forgotten already, nobody can tell whose it is
         known = [item for item in self._conversations if item.tenant == tenant]
         vault = self._keeper.vault if self._keeper.on else None
         done = await self.delete(known, lambda owner, _: owner == tenant)
@@ -102,13 +104,14 @@ class Eraser:
 
     async def _forget(self, known: Conversation) -> list[str]:
         """Everything of one that its snapshots do not hold; what is left of it."""
-        slot, left = self._place(known), []
+        left: list[str] = []
         try:
+            slot = await self._place(known)
             if slot is not None:
                 await self._empty(slot, known)
         except EvokeError as error:
-            _log.warning("session %s is left in slot %d: %s", known.id, slot, error)
-            left.append(f"rows in slot {slot}: {error}")
+            _log.warning("session %s is left in its slot: %s", known.id, error)
+            left.append(f"rows in its slot: {error}")
         self._slots.pool.forget(known.id)
         self._records.forget(known.id)
         known.held = None
@@ -129,14 +132,19 @@ class Eraser:
             gone = {"names": sorted(names), "tenant": known.tenant}
             await self._upstream.run(0, "block-drop", gone, {})
 
-    def _place(self, known: Conversation) -> int | None:
+    async def _place(self, known: Conversation) -> int | None:
         """The slot that still has its rows, as far as is known."""
         slot = self._slots.pool.slot_of(known.id)
         if self._watch.server.patched:
             return slot if known.epoch is not None else None
         held, n_slots = known.held, len(self._slots.pool)
         # It may be in a slot that is none of ours: where requests go one at a time, one is.
-        return held.slot if held is not None and 0 <= held.slot < n_slots else None
+        if held is None or not 0 <= held.slot < n_slots:
+            return None
+        looks = await self._keeper.looks()
+        others = [it.held for it in self._conversations if it.held and it.held.slot == held.slot]
+        taken = not held.still(looks) and any(other.still(looks) for other in others)
+        return None if taken else held.slot
 
     async def _empty(self, slot: int, known: Conversation) -> None:
         """Nobody else's request is in the slot meanwhile; raises what llama-server refuses."""

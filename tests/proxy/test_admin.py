@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import Chat, House
+from keeping import Chat, House, long_chat, settled
 from operating import ASKS, BUDGET, FACT, events, fact_block, operate, planted, recovered
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
@@ -206,6 +206,23 @@ def test_sessions_of_a_stock_server_and_of_its_directory(tmp_path: Path) -> None
             left = operate(running, "DELETE", "tenants/-")["left"]
             assert any("RAM" in line for line in left)
             assert house.files() == [] and operate(running, "GET", "sessions")["sessions"] == []
+
+
+def test_who_has_the_slot_of_a_deleted_session_keeps_its_rows(tmp_path: Path) -> None:
+    house, chats = House(tmp_path, "", ("--cache-ram", "0")), [long_chat(300), long_chat(300, 5)]
+    with house.server() as port, house.proxy(port, min_tokens=100_000) as running:
+        for chat in chats:  # in the only slot, one after the other
+            chat.ask(running.port, "Begin.")
+            settled(running)
+        gone = operate(running, "GET", "sessions")["sessions"][-1]["id"]
+        assert operate(running, "DELETE", f"sessions/{gone}")["sessions"] == 1
+        chats[1].hear()
+        cached, new = chats[1].ask(running.port, "Go on.")
+        assert cached > 900 > 64 > new
+        settled(running)
+        (left,) = operate(running, "GET", "sessions")["sessions"]
+        operate(running, "DELETE", f"sessions/{left['id']}")
+        assert chats[1].ask(running.port)[0] < 64
 
 
 def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:

@@ -7,14 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from test_vault import TOKENS, whole_files, written
 
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.config import Config, SnapshotsConfig
+from evoke_proxy.config import Config, SnapshotsConfig, UpstreamConfig
+from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.core.snapshots import STEP
 from evoke_proxy.engine.orchestrator import Engine
 from evoke_proxy.engine.vault import Label
 from evoke_proxy.errors import SnapshotUnusable
+
+EMPTY = Rendered(np.array([], np.int32), 0, ())
 
 
 def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
@@ -53,3 +57,29 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
             assert not vault.snapshots
 
     asyncio.run(erased())
+
+
+def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
+    config = Config(
+        upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),
+        snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),
+    )
+
+    async def deleted() -> None:
+        async with Engine(config) as engine:
+            mine, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
+            ahead, ended = engine.keeper._ahead, asyncio.Event()
+
+            async def decode() -> None:
+                await ended.wait()
+
+            of_mine = ahead.run(decode(), 0, mine.id)
+            of_other = ahead.run(decode(), 0, other.id)
+            done = await asyncio.wait_for(engine.operator.delete(mine.id), 5)
+            assert done["sessions"] == 1
+            assert of_mine.cancelled() and not of_other.done()
+            wiping = asyncio.get_running_loop().create_task(engine.operator.wipe("nobody"))
+            await asyncio.wait_for(wiping, 5)
+            assert of_other.cancelled() and not ended.is_set()
+
+    asyncio.run(deleted())

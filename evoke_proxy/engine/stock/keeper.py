@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import orjson
 
@@ -17,6 +16,7 @@ from evoke_proxy.core.ahead import unkept
 from evoke_proxy.core.books import Books
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.drift import Drift, drift, opening
+from evoke_proxy.core.held import SlotLook
 from evoke_proxy.core.rendered import Rendered, Tokens, common_prefix
 from evoke_proxy.core.server_info import ServerInfo
 from evoke_proxy.core.snapshots import STEP, Match, best
@@ -33,6 +33,7 @@ from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.stock.under_way import UnderWay
 from evoke_proxy.engine.vault import Label, Vault
 from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
@@ -74,7 +75,7 @@ class Keeper:
         parts = Parts(config.snapshots, *known, slots, conversations, metrics)
         self._places = Places(parts)
         self._look_ahead = LookAhead(parts, self._places)
-        self._ahead: dict[asyncio.Task[None], int] = {}
+        self._ahead = UnderWay(self._chores)
 
     async def __aenter__(self) -> Keeper:
         await self._chores.__aenter__()
@@ -104,7 +105,7 @@ class Keeper:
         somebody wants it."""
         if self._slots.pool.idle() and not known.in_use:
             work = self._go_on(slot, known, tokens, client)
-            await asyncio.wait([self._run_ahead(work, slot)])
+            await asyncio.wait([self._ahead.run(work, slot, known.id)])
 
     async def _go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
         epoch = known.epoch
@@ -121,8 +122,7 @@ class Keeper:
     async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
         """Whether anything was decoded ahead in this slot of a patched server; it is over then.
         What is about to end does: stopping takes as long."""
-        mine = {task for task, place in self._ahead.items() if place == slot}
-        self.stop(mine)
+        mine = self._ahead.stop_in(slot)
         _, late = await asyncio.wait(mine, timeout=_GRACE_S) if mine else ((), ())
         if late:
             self.stop()
@@ -166,21 +166,22 @@ class Keeper:
             except EvokeError as error:
                 _log.warning("session %s is not kept: %s", known.id, error)
 
-    def stop(self, but: Collection[asyncio.Task[None]] = ()) -> None:
+    def stop(self) -> None:
         """Leave off whatever is decoded ahead: somebody wants the server."""
-        for task in self._ahead.keys() - but:
-            task.cancel()
+        self._ahead.stop()
 
     async def quiet(self) -> None:
         """Nothing is decoded ahead any more, and what was being written is."""
         self.stop()
         await self._chores.ended()
 
-    def _run_ahead(self, work: Coroutine[Any, Any, None], slot: int) -> asyncio.Task[None]:
-        task = self._chores.run(work, "decoding ahead")
-        self._ahead[task] = slot
-        task.add_done_callback(self._ahead.pop)
-        return task
+    async def looks(self) -> Sequence[SlotLook] | None:
+        """The slots of an unpatched server now; None where it shows none."""
+        return await self._calls.looks({})
+
+    async def quiet_of(self, sessions: Collection[str]) -> None:
+        """The same, but that what is decoded ahead for others goes on."""
+        await self._ahead.none_of(sessions)
 
     def restarted(self, server: ServerInfo) -> None:
         """A server has appeared: whatever the one before held is gone.
@@ -284,11 +285,10 @@ class Keeper:
 
     def parted(self, way: Forwarding, client: Client) -> None:
         """The slot is given back: use the time until the next request."""
-        if not self.on:
+        known, seat = way.conversation, way.seat
+        if not (self.on and self._config.look_ahead and way.observer.done):
             return
-        ready = way.seat is not None and way.conversation is not None and way.observer.done
-        if not ready or not self._config.look_ahead:
+        if seat is None or known is None:
             return
-        assert way.seat is not None and way.conversation is not None
         slot = -1 if way.lease is None else way.lease.slot
-        self._run_ahead(self._look_ahead.run(way.conversation, way.seat, client), slot)
+        self._ahead.run(self._look_ahead.run(known, seat, client), slot, known.id)
