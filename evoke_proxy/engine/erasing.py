@@ -58,11 +58,11 @@ class Eraser:
         for item in known:  # at once: nothing is to go on from them any more
             self._conversations.forget(item)
         ids = {item.id for item in known}
-        await self._keeper.quiet_of(ids)
+        await self._keeper.quiet(ids)
         left: list[str] = []
         for item in known:
             left += await self._forget(item)
-        await self._keeper.quiet_of(ids)  # only now nothing of it is on its way to the disk
+        await self._keeper.quiet(ids)  # only now nothing of it is on its way to the disk
         gone = await self._off_disk(mine, left) if self._keeper.on else ()
         for id in ids | {item.branch for item in gone}:
             self._feed.tell("deleted", session=id)

@@ -95,6 +95,8 @@ class Writeback:
         if slot is None or known.epoch is None:
             return True
         await self._records.ready(known, slot, client)
+        if not self._slots.pool.idle() or known.in_use:
+            return False
         answer = await self._upstream.slot(slot, known.tenant, client)
         view = SlotView.parse(answer)
         if view.epoch != known.epoch or view.busy:

@@ -33,7 +33,7 @@ from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.stock.under_way import UnderWay
+from evoke_proxy.engine.stock.under_way import AT_ONCE, UnderWay
 from evoke_proxy.engine.vault import Label, Vault
 from evoke_proxy.engine.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
@@ -108,16 +108,19 @@ class Keeper:
             await asyncio.wait([self._ahead.run(work, slot, known.id)])
 
     async def _go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
-        epoch = known.epoch
-        done = await self._calls.prefill(tokens, slot, client, epoch)
-        if known.epoch != epoch:  # a guest has its slot; a turn of its own would have waited
-            return
-        books = Books.parse(done.timings)
-        if books is None or books.marker != "ok":
-            known.epoch = None
-            return
-        known.session.learn((name, span) for span, name in books.auto_evicted if name is not None)
-        known.n_resident = books.n_resident
+        epoch, begun = known.epoch, len(known.session.tokens)
+        for end in [*range(begun + AT_ONCE, len(tokens), AT_ONCE), len(tokens)]:
+            done = await self._calls.prefill(tokens[:end], slot, client, epoch)
+            if known.epoch != epoch:  # a guest has its slot; a turn of its own would have waited
+                return
+            books = Books.parse(done.timings)
+            if books is None or books.marker != "ok":
+                known.epoch = None
+                return
+            known.session.learn((label, span) for span, label in books.auto_evicted if label)
+            known.n_resident = books.n_resident
+            if known.in_use or not self._slots.pool.idle():
+                return
 
     async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
         """Whether anything was decoded ahead in this slot of a patched server; it is over then.
@@ -170,18 +173,14 @@ class Keeper:
         """Leave off whatever is decoded ahead: somebody wants the server."""
         self._ahead.stop()
 
-    async def quiet(self) -> None:
-        """Nothing is decoded ahead any more, and what was being written is."""
-        self.stop()
-        await self._chores.ended()
+    async def quiet(self, sessions: Collection[str] | None = None) -> None:
+        """Nothing is decoded ahead any more, for these sessions or for any, and what was being
+        written is."""
+        await self._ahead.none_of(sessions)
 
     async def looks(self) -> Sequence[SlotLook] | None:
         """The slots of an unpatched server now; None where it shows none."""
         return await self._calls.looks({})
-
-    async def quiet_of(self, sessions: Collection[str]) -> None:
-        """The same, but that what is decoded ahead for others goes on."""
-        await self._ahead.none_of(sessions)
 
     def restarted(self, server: ServerInfo) -> None:
         """A server has appeared: whatever the one before held is gone.

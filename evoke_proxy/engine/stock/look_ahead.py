@@ -16,11 +16,10 @@ from evoke_proxy.engine.stock.calls import Client
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.stock.under_way import AT_ONCE
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
-# What is decoded in one go: a request that comes in between waits for no more than the rest of it.
-_STEP = 512
 
 
 class LookAhead:
@@ -78,7 +77,7 @@ class LookAhead:
     ) -> None:
         shared = common_prefix(held.tokens, tokens)
         going = replace(held, tokens=tokens[:shared], exact=False, at=time.monotonic(), cut=True)
-        for end in [*range(shared + _STEP, len(tokens), _STEP), len(tokens)]:
+        for end in [*range(shared + AT_ONCE, len(tokens), AT_ONCE), len(tokens)]:
             known.held = going
             done = await self._parts.calls.prefill(tokens[:end], held.slot, client)
             self._parts.facts.costs.prefilled(done.decoded, done.seconds)
