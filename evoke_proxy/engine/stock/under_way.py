@@ -9,7 +9,6 @@ from typing import Any
 
 from evoke_proxy.engine.chores import Chores
 
-
 # What is decoded in one go: a request that comes in between waits for no more than the rest of it.
 AT_ONCE = 512
 
