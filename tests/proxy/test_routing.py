@@ -3,11 +3,14 @@ gets it back when the router has unloaded that model for another."""
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
-from keeping import QUICK, long_chat, quiet_metric, settled
-from running import any_server, ask, proxy, server_binary
+from keeping import QUICK, Chat, long_chat, quiet_metric, settled
+from operating import operate
+from running import RunningProxy, any_server, ask, proxy, server_binary
 
 from bench.random_models import SHAPES, ensure
 
@@ -40,8 +43,30 @@ def test_what_the_router_unloads_comes_back_with_its_model(tmp_path: Path) -> No
                 settled(running)
                 chat.hear()
             assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 2
-            sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
-            assert len(sessions) == 2
+            _operated(running, chats["tiny-dense"])
             unknown = json.dumps({"model": "none", "messages": chats["tiny-moe"].messages}).encode()
             answer = ask(running.port, "POST", "/v1/chat/completions", unknown)
             assert answer.status == 400 and b"not found" in answer.body
+
+
+def _operated(running: RunningProxy, dense: Chat) -> None:
+    """Sessions of both models are listed, shown, pinned, exported, and one is deleted; the latest
+    used is the one of the model that the router has loaded."""
+    moe, other = (s["id"] for s in operate(running, "GET", "sessions")["sessions"])
+    for id in (moe, other):
+        shown = operate(running, "GET", f"sessions/{id}")
+        assert (shown["id"], shown["live"], shown["turns"]) == (id, True, 2)
+        assert shown["snapshots"] and shown["history"][-1]["path"] == "restored"
+        pinned = operate(running, "PATCH", f"sessions/{id}", {"pinned": True})
+        assert pinned["pinned"] and all(item["pinned"] for item in pinned["snapshots"])
+        export = ask(running.port, "GET", f"/evoke/sessions/{id}/export")
+        with tarfile.open(fileobj=io.BytesIO(export.body)) as tar:
+            names = tar.getnames()
+        assert names[0] == "manifest.json" and len(names) == 1 + len(shown["snapshots"])
+    done = operate(running, "DELETE", f"sessions/{other}")
+    assert done["sessions"] == 1 and done["snapshots"] >= 1 and done["left"] == []
+    assert [s["id"] for s in operate(running, "GET", "sessions")["sessions"]] == [moe]
+    assert operate(running, "GET", f"sessions/{other}", status=404)
+    # nothing of it is left, in no slot and in no file
+    cached, new = dense.ask(running.port)
+    assert cached < 64 and new > 1500
