@@ -17,7 +17,7 @@ class ServerInfo:
     says it to a person; both are empty when it is `patched`. `routes`: it has no model itself and
     hands requests to servers that have. `adopts`: saved blocks can be put into an emptied slot, so
     that a session comes back to one without being decoded again. `spills`: copies can be written
-    to disk, where a restart leaves them. `recurrent`: some of a slot is in no row. `capturable` are
+    to disk, where a restart leaves them. `whole`: some of a slot is in no copy. `capturable` are
     the layers whose attention it can capture. `probes`: a request can be decoded only to see what
     it looks for. `n_ctx` is how many tokens a slot's context may have, resident or not; None where
     only the server knows.
@@ -31,7 +31,7 @@ class ServerInfo:
     build: str = ""
     adopts: bool = False
     spills: bool = False
-    recurrent: bool = False
+    whole: bool = False
     capturable: tuple[int, ...] = ()
     probes: bool = False
     n_ctx: int | None = None
@@ -54,7 +54,7 @@ class ServerInfo:
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),
             spills="disk" in _features(props.get("evoke")),
-            recurrent=_memory(props.get("evoke")) == "hybrid",
+            whole=_memory(props.get("evoke")) in ("hybrid", "iswa"),
             capturable=_capturable(props.get("evoke")),
             probes="probe" in _features(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),

@@ -3,8 +3,8 @@
 While nobody needs the server, the copies of a session's rows are written to its disk tier, and what
 they are copies of into the index of snapshots. A session that was interrupted asks llama-server
 which copies it still has; the next turn brings its working set back by adopting them. Where copies
-alone do not, because a recurrent state is in none, the slot is saved whole, with its holes, and
-restored.
+alone do not, because recurrent states and windows are in none, the slot is saved whole, with its
+holes, and restored.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Records:
 
     def spoken(self, dialect: str, body: bytes) -> Spoken | None:
         """What is to be remembered of a request until its answer is there; None when nothing is."""
-        if self._vault is None or not self._server.recurrent or dialect not in ("chat", "messages"):
+        if self._vault is None or not self._server.whole or dialect not in ("chat", "messages"):
             return None
         return Spoken(dialect, body, AnswerReader())
 
@@ -138,7 +138,7 @@ class Records:
                 await self._upstream.run(view.id, "block-spill", spill, client)
         if self._forgotten(known):  # what is deleted does not come back
             return
-        if self._server.recurrent and self._keeper is not None:
+        if self._server.whole and self._keeper is not None:
             await self._keeper.keep_slot(view.id, known, client)
         packed = await asyncio.to_thread(_packed, seated)
         if self._forgotten(known):
@@ -159,7 +159,7 @@ class Records:
     ) -> bool:
         """Whether a slot has been filled with what a conversation had in its own, where copies do
         not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
-        if self._keeper is None or self._vault is None or not self._server.recurrent:
+        if self._keeper is None or self._vault is None or not self._server.whole:
             return False
         n_past = view.n_past(len(tokens))
         match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)

@@ -172,24 +172,33 @@ def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Pat
         assert all(block["pinned"] and block["state"] == "resident" for block in shown)
 
 
-def test_a_hybrids_slot_comes_back_with_its_holes_and_its_state(tmp_path: Path) -> None:
-    """Copies of blocks do not bring a recurrent state back: the slot's file does."""
-    with house(tmp_path / "restarted", HYBRID) as subject, house(tmp_path / "n", HYBRID) as control:
+@pytest.mark.parametrize("shape", [HYBRID, "tiny-gemma"])
+def test_a_slot_comes_back_whole_where_copies_are_not_all_of_it(shape: str, tmp_path: Path) -> None:
+    """Copies of blocks bring neither a recurrent state nor windows back: the slot's file does."""
+    with house(tmp_path / "restarted", shape) as subject, house(tmp_path / "n", shape) as control:
         talks = [Talk(0, "chat") for _ in range(2)]
-        for number, text in enumerate([*TURNS[:6], "Go on.", "And once more?"]):
-            if number >= 6:
+        for number, text in enumerate([*TURNS[:6], "Go on.", "And once more?", "And then?"]):
+            if number in (6, 7):
                 subject.start("server" if number == 6 else "both")
+            if number == 8:  # another conversation takes its slot
+                rested(subject.running)
+                assert subject.running is not None
+                turn(Talk(0, "other"), subject.running.port, TURNS[1])
+                rested(subject.running)
             rested(control.running)
             assert subject.running is not None and control.running is not None
             mine = turn(talks[0], subject.running.port, text)
             theirs = turn(talks[1], control.running.port, text)
             assert mine["text"] == theirs["text"]
-            assert mine["likely"] == pytest.approx(theirs["likely"], abs=0.05)
+            alike = mine["likely"].keys() & theirs["likely"].keys()
+            assert len(alike) > 0.95 * len(mine["likely"])  # of two as likely one is the fifth
+            for each in alike:
+                assert mine["likely"][each] == pytest.approx(theirs["likely"][each], abs=0.05)
             for books in (mine, theirs):
                 assert books["n_resident_peak"] <= BUDGET and books["marker"] == "ok"
                 assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
             assert mine["omitted"] == theirs["omitted"] and mine["decoded"] == theirs["decoded"]
         assert mine["omitted"] > 300 and mine["decoded"] < 20
-        assert subject.running.metric("evoke_snapshot_restores_total", result="useful") == 1
+        assert subject.running.metric("evoke_snapshot_restores_total", result="useful") == 2
         for name in ("evoke_degraded_total", "evoke_budget_breach_total"):
             assert not subject.running.metric(name)

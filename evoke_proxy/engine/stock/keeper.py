@@ -136,9 +136,10 @@ class Keeper:
     async def keep_slot(self, slot: int, known: Conversation, client: Client) -> None:
         """Save a slot of a patched server whole, holes and all; it begins with the conversation's
         prompt. Not when another save was just now."""
-        if self._states.save_in_s() > 0:
+        tokens = known.session.tokens
+        if self._states.save_in_s() > 0 or len(tokens) <= self._facts.memory.too_short:
             return
-        tokens, fingerprint = known.session.tokens, await self._calls.fingerprint(client)
+        fingerprint = await self._calls.fingerprint(client)
         # How long they take to decode is not known: of two the longer is worth more.
         label = Label(known.tenant, fingerprint, known.id, STEP, float(len(tokens)))
         await self._states.save(slot, tokens, label, client, begins=True)

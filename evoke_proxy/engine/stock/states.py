@@ -184,7 +184,8 @@ class States:
     def _unsaved(self, part: str, result: str, why: str, overdue: bool = False) -> None:
         self._vault.discard(part, overdue)
         self._metrics.saves.labels(result=result).inc()
-        _log.warning("a slot was not saved: %s", why)
+        level = logging.INFO if result.startswith("skipped") else logging.WARNING
+        _log.log(level, "a slot was not saved: %s", why)
 
     def _give_up(self, snapshot: Snapshot, result: str, why: str) -> None:
         """Alive, but it will not have this one: not again as long as we run."""
