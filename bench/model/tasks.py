@@ -11,7 +11,8 @@ but the standard library, so that benches can make sessions of their own from th
 * rereads: the same, one of them read again with some settings changed
 * paraphrase: five facts, asked in words that share no content word with how they were told
 * unknown: five facts told, three near misses asked that never were
-* rereads-numbers: rereads whose values are numbers
+* rereads-apart: two files of one line, one of them read again with another number, both asked; no
+  two of them share a part of their names, a setting or the first digit of a value
 * unknown-said: unknown, of what the user says of himself and no line of a file
 """
 
@@ -199,13 +200,11 @@ def _updates(rng: random.Random) -> _Plan:
     return _Plan(told, [known(fact) for fact in asked], _about(chosen))
 
 
-def _two_files(
-    rng: random.Random, settings: Sequence[str] = vocab.SETTINGS
-) -> Mapping[str, list[Fact]]:
+def _two_files(rng: random.Random) -> Mapping[str, list[Fact]]:
     paths: dict[str, None] = {}
     while len(paths) < 2:
         paths[facts.file_name(rng)] = None
-    names = rng.sample(settings, 3)
+    names = rng.sample(vocab.SETTINGS, 3)
     return {path: [facts.setting(rng, path, name) for name in names] for path in paths}
 
 
@@ -216,8 +215,8 @@ def _files(rng: random.Random) -> _Plan:
     return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
 
 
-def _rereads(rng: random.Random, settings: Sequence[str] = vocab.SETTINGS) -> _Plan:
-    files = _two_files(rng, settings)
+def _rereads(rng: random.Random) -> _Plan:
+    files = _two_files(rng)
     told = [reading(path, lines) for path, lines in files.items()]
     path = rng.choice(list(files))
     changed = rng.sample(files[path], rng.choice((1, 2)))
@@ -225,6 +224,21 @@ def _rereads(rng: random.Random, settings: Sequence[str] = vocab.SETTINGS) -> _P
     told.append(reading(path, files[path], again=True))
     lines = [line for path in files for line in files[path]]
     return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
+
+
+def _rereads_apart(rng: random.Random) -> _Plan:
+    parts: list[str] = []
+    while len(set(parts)) < len(parts) or not parts:
+        names = rng.sample(_NUMBERS, 2)
+        lines = [facts.setting(rng, facts.file_name(rng), name) for name in names]
+        old = rng.choice(lines)
+        new = facts.update(rng, old)
+        parts = [part for line in lines for part in (*line.parts[0].split("."), line.parts[1])]
+        parts += [line.value[0] for line in (*lines, new)]
+    told = [reading(line.parts[0], [line]) for line in lines]
+    told.append(reading(new.parts[0], [new], again=True))
+    asked = rng.sample([new if line is old else line for line in lines], 2)
+    return _Plan(told, [known(line) for line in asked], frozenset(parts) | _about(lines))
 
 
 def _paraphrase(rng: random.Random) -> _Plan:
@@ -257,7 +271,7 @@ _PLANS: Mapping[str, Callable[[random.Random], _Plan]] = {
     "rereads": _rereads,
     "paraphrase": _paraphrase,
     "unknown": _unknown,
-    "rereads-numbers": partial(_rereads, settings=_NUMBERS),
+    "rereads-apart": _rereads_apart,
     "unknown-said": partial(_unknown, kinds=("my", "para")),
 }
 TASKS = ("needle", *_PLANS)

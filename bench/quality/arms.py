@@ -11,7 +11,10 @@ from evoke_proxy.config import POLICIES
 CEILING, OURS = "no_eviction", "evoke"
 RATIOS = (3.6, 8.0, 16.0)
 # What every claim needs beside them: one that must fail, and one that must not.
-CONTROLS = ("discard", "oracle")
+FAILS, BEST = "discard", "oracle"
+CONTROLS = (FAILS, BEST)
+# The model itself is asked what it looks for: alone, and beside what text finds.
+RECALLS = ("model", "fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,12 @@ class Arm:
         body: dict[str, Any] = {"evoke_policy": self.policy, **self.fields}
         budget = self.budget(tokens)
         return body if budget is None else {**body, "evoke_budget": budget}
+
+
+def recalling(way: str, ratio: float, label: str = "") -> Arm:
+    """Our policy with one of RECALLS, `label` being what else is changed, before that."""
+    labels = f"{label}+{way}" if label else way
+    return Arm(OURS, ratio, labels, {"evoke_recall": way})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.quality.arms import CEILING, CONTROLS, OURS, RATIOS, Arm, Variant, ladder
+from bench.quality.arms import (
+    BEST,
+    CEILING,
+    CONTROLS,
+    FAILS,
+    OURS,
+    RATIOS,
+    RECALLS,
+    Arm,
+    Variant,
+    ladder,
+    recalling,
+)
 from bench.quality.sessions import Script, scripts
 from evoke_proxy.config import POLICIES
 
@@ -15,10 +27,11 @@ ABLATED_AT = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Sessions of one kind. All get the ceiling and our own policy, the first `core` of them the
-    two controls beside it, at compressions `controls`, the first `wide` every other policy at
-    ABLATED_AT, the first `ablated` the variants. `times`: how many of the task's sessions are told
-    and asked in one."""
+    """Sessions of one kind. All get the ceiling and our own policy, the first `best` of them the
+    oracle and the first `core` of them `discard` beside it, at compressions `controls`, the first
+    `asked` ours with the model's own recall, the first `wide` every other policy at ABLATED_AT, the
+    first `ablated` the variants. `times`: how many of the task's sessions are told and asked in
+    one."""
 
     name: str
     task: str
@@ -28,14 +41,18 @@ class Cell:
     wide: int = 0
     ablated: int = 0
     core: int = 3
+    best: int = 3
+    asked: int = 0
     controls: Sequence[float] = (ABLATED_AT,)
 
     def arms(self, session: int, ratios: Sequence[float]) -> list[Arm]:
         """Those that the session of this number is run under."""
         found = ladder((CEILING, OURS), ratios)
-        if session < self.core:
-            within = [ratio for ratio in ratios if ratio in self.controls]
-            found += [Arm(name, ratio) for name in CONTROLS for ratio in within]
+        within = [ratio for ratio in ratios if ratio in self.controls]
+        for name, first in ((FAILS, self.core), (BEST, self.best)):
+            found += [Arm(name, ratio) for ratio in within if session < first]
+        if session < self.asked:
+            found += [recalling(way, ratio) for way in RECALLS for ratio in ratios]
         if session < self.wide:
             others = (name for name in POLICIES if name not in (CEILING, OURS, *CONTROLS))
             found += [Arm(name, ABLATED_AT) for name in others]
@@ -70,15 +87,15 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     "multi-fact": ("facts5", "facts12", "facts20", "codes"),
 }
 FULL = (
-    Cell("needle", "needle", 4000, 40, core=10, wide=8, controls=RATIOS),
-    Cell("facts5", "facts5", 4000, 8, core=2, controls=RATIOS),
-    Cell("facts12", "facts12", 4000, 6, core=4, wide=4, ablated=4, controls=RATIOS),
-    Cell("facts20", "facts20", 4000, 4, core=1, controls=RATIOS),
-    Cell("codes", "codes", 4000, 3, times=3, core=1, controls=RATIOS),
+    Cell("needle", "needle", 4000, 20, core=5, best=20, asked=10, wide=4, controls=RATIOS),
+    Cell("facts5", "facts5", 4000, 8, core=2, best=8, asked=2, controls=RATIOS),
+    Cell("facts12", "facts12", 4000, 6, 1, 4, 4, core=4, best=6, asked=2, controls=RATIOS),
+    Cell("facts20", "facts20", 4000, 4, core=1, best=4, asked=3, controls=RATIOS),
+    Cell("codes", "codes", 4000, 3, times=3, core=1, best=3, asked=1, controls=RATIOS),
     Cell("updates", "updates", 4000, 13),
     Cell("files", "files", 4000, 7, times=2),
-    Cell("rereads", "rereads-numbers", 2500, 13),
-    Cell("paraphrase", "paraphrase", 4000, 6, times=2, ablated=6),
+    Cell("rereads", "rereads-apart", 2500, 30, times=2),
+    Cell("paraphrase", "paraphrase", 4000, 10, times=4, asked=6, ablated=10),
     Cell("unknown", "unknown-said", 4000, 5, times=4),
     Cell("long", "facts12", 7000, 5, core=2),
 )
@@ -166,6 +183,7 @@ def _by_meaning(setting: Mapping[str, Any]) -> list[Variant]:
         return Variant(Arm(policy, ratio, label), ("paraphrase",), {**setting, **dotted})
 
     found = [changed(OURS, ratio) for ratio in RATIOS]
+    found += [Variant(recalling("fused", r, "embedder"), ("paraphrase",), setting) for r in RATIOS]
     for size, ratio in BLOCKS.items():
         found.append(changed(OURS, ratio, f"block{size}", block_tokens=size))
     found += [changed("infllm", ratio) for ratio in dict.fromkeys(LOOK_UPS.values())]

@@ -23,8 +23,9 @@ from bench.model.tasks import (
 
 TUNING = range(6_000_000, 6_000_100)
 REPORTING = range(7_000_000, 7_000_100)
-# Where the facts of a needle session stand, as shares of the session.
+# Where the facts of a needle session stand, as shares of the session, and how many at each.
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
+AT_A_DEPTH = 2
 # So far from there at most, so that a fact does not always stand at the same place of its message.
 JITTER = 0.02
 NEEDLE = "needle"
@@ -80,12 +81,13 @@ def _script(name: str, seed: int, session: Session, depths: Sequence[float] = ()
 
 
 def _needle(seed: int, tokens: int, index: int) -> Script:
-    """Facts in the middle of messages of other sentences, one at each depth."""
-    name = _name(seed, NEEDLE, tokens, index)
+    """Facts in the middle of messages of other sentences, AT_A_DEPTH at each depth."""
+    name = _name(seed, f"{NEEDLE}x{AT_A_DEPTH}", tokens, index)
     rng = random.Random(name)
-    needles = draw_facts(rng, len(DEPTHS), ("my", "my", "para"))
+    depths = [depth for depth in DEPTHS for _ in range(AT_A_DEPTH)]
+    needles = draw_facts(rng, len(depths), ("my", "my", "para"))
     sentences = [text.sentence(rng) for _ in range(tokens // _TOKENS_A_SENTENCE)]
-    places = [depth + rng.uniform(-JITTER, JITTER) for depth in DEPTHS]
+    places = sorted(depth + rng.uniform(-JITTER, JITTER) for depth in depths)
     for fact, place in reversed(list(zip(needles, places, strict=True))):
         sentences.insert(round(place * len(sentences)), fact.told)
     said = [
@@ -93,7 +95,7 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
         for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
     ]
     system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
-    asked = rng.sample(range(len(DEPTHS)), len(DEPTHS))
+    asked = rng.sample(range(len(depths)), len(depths))
     messages = [system, *(message for part in said for message in part)]
     session = Session(NEEDLE, messages, [known(needles[i]) for i in asked])
-    return _script(name, seed, session, [DEPTHS[i] for i in asked])
+    return _script(name, seed, session, [depths[i] for i in asked])

@@ -8,7 +8,9 @@ Questions of one session are not independent, so every interval allows for it:
 * a share of the ceiling: the same over the questions that the ceiling answered. Where an arm also
   answered others, the share is a ratio that may be over 1; then percentiles of a bootstrap that
   draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
-* with or without: McNemar's exact test on the questions that only one of two arms got right.
+* with or without: McNemar's exact test on the questions that only one of two arms got right, and
+  the interval of Bonett and Price of the difference ("Adjusted Wald Confidence Interval for a
+  Difference of Binomial Proportions Based on Paired Data", 2012), for n / deff questions.
 """
 
 from __future__ import annotations
@@ -76,3 +78,25 @@ def mcnemar(lost: int, gained: int) -> float:
     n = lost + gained
     tail = sum(math.comb(n, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / float(2**n))
+
+
+def paired(lost: Sequence[int], gained: Sequence[int], asked: Sequence[int]) -> tuple[float, float]:
+    """The 95 % interval of what an arm answers more than another on the same questions, a share.
+
+    One number a session: how many only the other answered, how many only this, how many were
+    asked. It has a width where nothing was lost or gained.
+    """
+    n, k = sum(asked), len(asked)
+    changed, net = sum(lost) + sum(gained), (sum(gained) - sum(lost)) / n
+    alike = changed / n - net**2
+    deff = 1.0
+    if k > 1 and alike > 0:
+        residuals = sum(
+            (more - less - net * m) ** 2 for less, more, m in zip(lost, gained, asked, strict=True)
+        )
+        deff = max(1.0, k / (k - 1) * residuals / n / alike)
+    low, high = sum(lost) / deff + 1, sum(gained) / deff + 1
+    of = n / deff + 2
+    middle = (high - low) / of
+    half = _Z * math.sqrt(((high + low) / of - middle**2) / of)
+    return max(-1.0, middle - half), min(1.0, middle + half)

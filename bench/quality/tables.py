@@ -45,7 +45,8 @@ to be decoded again, which would prove nothing. peak / budget: the worst turn.""
 
 _CHANGED = """Each line is an arm and, behind it, the same arm without what its name says last, on
 the same questions: evoke+embedder+block32@8x stands beside evoke+embedder@8x. lost / gained:
-questions right without the change only, and with it only; p is McNemar's exact test of the two."""
+questions right without the change only, and with it only; p is McNemar's exact test of the two;
+more: the difference in points, with and less without, with its paired 95 % interval."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -104,12 +105,13 @@ def _matrix(rows: Sequence[Row], policy: str) -> str:
 def _ablations(rows: Sequence[Row]) -> str:
     columns = (
         *("cell", "arm", "facts", "sessions", "recall", "95 %", "gold resident"),
-        *("without the last change", "95 %", "gold resident", "lost / gained", "p"),
+        *("without the last change", "95 %", "gold resident", "lost / gained", "p", "more"),
     )
     lines = [
         (
             *(row["cell"], row["arm"], row["n"], row["sessions"], *_recalled(row)),
             *(*_recalled(row["plain"]), f"{row['lost']} / {row['gained']}", f"{row['p']:.2g}"),
+            f"{100 * row['more']:+.1f} ({_interval(row['more_95'])})",
         )
         for row in rows
     ]

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.blocks import Block, Role, Span
 from evoke_proxy.core.chat import ChatRequest
@@ -98,8 +96,6 @@ def _needed(view: PolicyView, question: Question, config: PolicyConfig) -> list[
         return []
     asked = called(blocks, (*question.named, *question.gold))
     found = view.index.relevance(question, blocks, view.own)
-    if config.name == "oracle":
-        found = np.zeros(len(blocks))
     least = max(_LEAST, _SHARE_OF_BEST * float(found[known].max()))
     wanted = out & (asked | (found >= least))
     order = by_value(wanted, found + _ASKED_FOR * asked, blocks)[:_MOST_BLOCKS]

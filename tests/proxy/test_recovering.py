@@ -234,7 +234,7 @@ def test_the_oracle_is_told_where_the_answer_is(
 ) -> None:
     path, policy = "/v1/chat/completions", {"evoke_policy": "oracle"}
     with proxy(patched_port, policy__bench_fields=True) as running:
-        said = [*_long(running.port, path, "told", **policy), ASKS]
+        said = [*_long(running.port, path, "told", **policy), QUIET]
         fields = policy | {"evoke_budget": BUDGET, "evoke_oracle": gold}
         told(post(running.port, path, said, "told", **fields))
         assert _resident(patched_port, running, "user:1") is back

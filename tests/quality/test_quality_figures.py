@@ -14,11 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.quality import misses, plots, tables
-from bench.quality.arms import Arm, ladder, plain_of
+from bench.quality.arms import RATIOS, Arm, ladder, plain_of, recalling
 from bench.quality.journal import Journal, chosen
 from bench.quality.plan import FULL, HEADLINES, QUICK, batches
-from bench.quality.sessions import DEPTHS, REPORTING, TUNING, scripts
-from bench.quality.stats import clustered, design_effect, mcnemar, share_interval, wilson
+from bench.quality.sessions import AT_A_DEPTH, DEPTHS, REPORTING, TUNING, scripts
+from bench.quality.stats import (
+    clustered,
+    design_effect,
+    mcnemar,
+    paired,
+    share_interval,
+    wilson,
+)
 from bench.quality.summary import checks, summarise
 
 
@@ -96,7 +103,8 @@ def test_a_variant_stands_beside_its_policy_on_the_same_sessions() -> None:
     ]
     row = summarise(records)["ablations"][0]
     assert (row["arm"], row["recall"], row["plain"]["recall"]) == ("evoke+block32@8x", 0.5, 0.75)
-    assert (row["lost"], row["gained"]) == (1, 0)
+    assert (row["lost"], row["gained"], row["more"]) == (1, 0, -0.25)
+    assert row["more_95"][0] < -0.25 < row["more_95"][1]
 
 
 def test_every_variant_has_the_arm_without_its_last_change_beside_it() -> None:
@@ -190,6 +198,29 @@ def test_the_bootstrap_covers_the_ratio_it_is_of() -> None:
     assert share_interval([0, 0], [0, 0], [0, 0]) is None
 
 
+def test_the_interval_of_a_difference_is_the_published_one() -> None:
+    # p12 = 8 / 52 and p21 = 2 / 52: their difference -+ 1.96 sqrt((p12 + p21 - (p12 - p21)^2) / 52)
+    low, high = paired([1] * 1 + [0] * 49, [0] * 43 + [1] * 7, [1] * 50)
+    # Sessions of one question are their own design effect, 50 / 49 here.
+    assert low == pytest.approx(-0.0007, abs=2e-3) and high == pytest.approx(0.2308, abs=2e-3)
+    assert paired([0] * 20, [0] * 20, [10] * 20)[1] == pytest.approx(0.0137, abs=1e-4)
+    together = paired([10, 0, 0, 0], [0, 10, 0, 0], [20] * 4)
+    apart = paired([3, 2, 3, 2], [2, 3, 2, 3], [20] * 4)
+    assert together[1] - together[0] > 2 * (apart[1] - apart[0])
+
+
+def test_an_arm_that_claims_a_bar_is_held_to_it() -> None:
+    asked = recalling("fused", 16.0, "embedder")
+    records = [
+        record("a", CEILING, "1" * 20, cell="paraphrase"),
+        record("a", asked, "00" + "1" * 18, cell="paraphrase"),
+        record("a", Arm("evoke", 16.0), "0" * 20, cell="paraphrase"),
+    ]
+    (bar,) = [check for check in checks(summarise(records)) if "evoke" in check["bar"]]
+    assert bar["bar"] == "paraphrase: evoke+embedder+fused@16x" and not bar["ok"]
+    assert plain_of(asked.name) == "evoke+embedder@16x"
+
+
 def test_a_share_without_a_loss_still_has_an_interval() -> None:
     assert share_interval([5] * 40, [0] * 40, [5] * 40) == clustered([5] * 40, [5] * 40)
     interval = share_interval([5, 5, 0], [0, 0, 0], [5, 5, 0])  # no question of the third counts
@@ -220,13 +251,10 @@ def test_a_request_is_made_for_every_answer_and_the_last_are_the_probes() -> Non
     for script in scripts(TUNING.start, "needle", 1500, 3):
         asked = [script.messages[end - 1]["content"] for end in script.turns[-len(script.probes) :]]
         assert asked == [probe.question for probe in script.probes]
-        assert sorted(script.depths) == sorted(DEPTHS)
+        assert sorted(script.depths) == sorted(DEPTHS * AT_A_DEPTH)
         said = " ".join(message["content"] for message in script.messages)
-        places = {
-            depth: said.index(probe.fact.told) / len(said)
-            for depth, probe in zip(script.depths, script.probes, strict=True)
-        }
-        assert all(abs(places[depth] - depth) < 0.1 for depth in DEPTHS)
+        for depth, probe in zip(script.depths, script.probes, strict=True):
+            assert abs(said.index(probe.fact.told) / len(said) - depth) < 0.1
 
 
 @pytest.mark.parametrize("task", ["updates", "files", "rereads", "unknown", "paraphrase"])
@@ -243,18 +271,33 @@ def test_a_session_of_several_asks_of_each_and_tells_nothing_twice(task: str) ->
             assert 1 <= len(said) <= (2 if task == "rereads" else 1)
 
 
+def test_files_that_are_read_again_share_nothing_that_could_be_mixed_up() -> None:
+    for script in scripts(TUNING.start, "rereads-apart", 2500, 3, 2):
+        lines = [m["content"] for m in script.messages if m["role"] == "tool"]
+        files = {line.split(": ")[0] for line in lines}
+        parts = [part for name in files for part in name.split(".")]
+        digits = [line.replace("is now", "=").split(" = ")[1][0] for line in lines]
+        assert len(files) == 4 and len(set(parts)) == 8 and len(set(digits)) == 6
+        assert sum(probe.fact.updated for probe in script.probes) == 2
+        for probe in script.probes:
+            assert [line for line in lines if line.startswith(probe.fact.key)][-1].endswith(
+                probe.fact.value
+            )
+
+
 @pytest.mark.parametrize("name", list(HEADLINES))
 def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once(name: str) -> None:
     keys = [unit.key for batch in batches(FULL, TUNING.start) for unit in batch.units]
     assert len(keys) == len(set(keys))
-    for ratio in (3.6, 8, 16):
+    wanted = {"evoke": 200, "oracle": 200, "evoke+model": 100, "evoke+fused": 100}
+    for arm, least in [(f"{a}@{r:g}x", n) for a, n in wanted.items() for r in RATIOS]:
         known = sum(
             len(unit.script.probes)
             for batch in batches(FULL, TUNING.start)
             for unit in batch.units
-            if unit.arm.name == f"evoke@{ratio:g}x" and unit.cell in HEADLINES[name]
+            if unit.arm.name == arm and unit.cell in HEADLINES[name]
         )
-        assert known >= 200
+        assert known >= least, arm
     assert any(cell.tokens >= 7000 for cell in FULL)
     assert len({unit.script.name for unit in batches(QUICK, 1)[0].units}) == 3
 

@@ -167,6 +167,21 @@ def test_text_is_not_sure_of_a_word_that_many_blocks_have() -> None:
     assert rare.index.confidence(Question.of("how heavy am I?"), rare.blocks, rare.own) > 0.9
 
 
+def test_text_is_never_sure_of_what_it_finds_by_meaning_alone() -> None:
+    view = line([f"some filler number{i}" for i in range(31)] + ["my weight is 19605"], "s" * 32)
+    near = [np.eye(2, dtype=np.float32)[:1], np.eye(2, dtype=np.float32)[1:]]
+    view.index.relevance(Question(), view.blocks)
+    view.index.take((block.label, near[int(i == 31)]) for i, block in enumerate(view.blocks))
+
+    def sure(text: str) -> float:
+        question = Question.of(text).embedded([near[1][0]])
+        assert view.index.relevance(question, view.blocks).argmax() == 31
+        return view.index.confidence(question, view.blocks, view.own)
+
+    assert 0.6 < sure("how heavy am I?") <= 0.8
+    assert sure("what is my weight?") > 0.9
+
+
 def test_the_pace_is_that_of_the_replies() -> None:
     pace = Pace()
     assert pace.seconds(1000, 12) == 0.0

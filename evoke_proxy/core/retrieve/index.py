@@ -19,7 +19,6 @@ from evoke_proxy.core.retrieve.fusion import (
     by_rank,
     in_turns,
     ranked,
-    sureness,
     with_sought,
 )
 from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
@@ -110,7 +109,7 @@ class Index:
         self._hold(blocks)
         looking = _Looking(own, _CLOSELY // max(1, len(question.parts)))
         asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
-        return min((sureness(clause.evidence[:own]) for clause in asked), default=0.0)
+        return min((clause.sureness(own) for clause in asked), default=0.0)
 
     def named(self, name: str, blocks: BlockTable, own: int) -> Numbers:
         """The indexes of the blocks before `own` that go by this name, ascending."""
@@ -213,16 +212,17 @@ class Index:
         Ranks alone would not do: the first of a signal that has nothing to say counts there as much
         as the first of one that is sure. Words and their lookalikes are one opinion, not two.
         """
-        total = self._said(text, looking)
-        if cosines is not None:
-            near = standing_out(cosines)
-            total += by_rank(near, near)
-        later = np.zeros(len(total))
+        said = self._said(text, looking)
+        later = np.zeros(len(said))
         if "names" in self._signals:
             held = self._numbers, self._held.messages
             later = self._names.called(text, *held, looking.own)
-            total += _MENTION * (later > 0)
-        return Clause(ranked(total + _MENTION * later), total)
+            said += _MENTION * (later > 0)
+        if cosines is None:
+            return Clause(ranked(said + _MENTION * later), said)
+        near = standing_out(cosines)
+        total = said + by_rank(near, near)
+        return Clause(ranked(total + _MENTION * later), total, said=said)
 
     def _said(self, text: str, looking: _Looking) -> Scores:
         """What words and their lookalikes say."""
