@@ -11,8 +11,9 @@ but the standard library, so that benches can make sessions of their own from th
 * rereads: the same, one of them read again with some settings changed
 * paraphrase: five facts, asked in words that share no content word with how they were told
 * unknown: five facts told, three near misses asked that never were
-* rereads-apart: two files of one line, one of them read again with another number, both asked; no
-  two of them share a part of their names, a setting or the first digit of a value
+* rereads-apart: two files of one line, one of them read twice again with another number, both
+  asked; nothing shares a part of a file's name, a setting or a first digit, no number has a digit
+  twice
 * unknown-said: unknown, of what the user says of himself and no line of a file
 """
 
@@ -227,16 +228,19 @@ def _rereads(rng: random.Random) -> _Plan:
 
 
 def _rereads_apart(rng: random.Random) -> _Plan:
-    parts: list[str] = []
-    while len(set(parts)) < len(parts) or not parts:
+    while True:
         names = rng.sample(_NUMBERS, 2)
         lines = [facts.setting(rng, facts.file_name(rng), name) for name in names]
         old = rng.choice(lines)
         new = facts.update(rng, old)
+        values = [line.value for line in (*lines, new)]
         parts = [part for line in lines for part in (*line.parts[0].split("."), line.parts[1])]
-        parts += [line.value[0] for line in (*lines, new)]
+        parts += [value[0] for value in values]
+        each = (parts, *values)
+        if all(len(set(one)) == len(one) for one in each):
+            break
     told = [reading(line.parts[0], [line]) for line in lines]
-    told.append(reading(new.parts[0], [new], again=True))
+    told += [reading(new.parts[0], [new], again=True)] * 2
     asked = rng.sample([new if line is old else line for line in lines], 2)
     return _Plan(told, [known(line) for line in asked], frozenset(parts) | _about(lines))
 
