@@ -27,6 +27,8 @@ _SERVE_EXAMPLES = """examples:
       listen on 127.0.0.1:8090, forward to a llama-server on 127.0.0.1:8080
   evoke-proxy serve --listen 0.0.0.0:8090 --upstream http://gpu-box:8080 --budget 8192
       keep at most 8192 tokens of each session in the KV cache
+  evoke-proxy serve --upstream a=http://gpu-1:8080 --upstream b=http://gpu-2:8080
+      two llama-servers of one model: conversations stay with theirs, and move when it is away
   EVOKE_UPSTREAM_URL=http://gpu-box:8080 evoke-proxy serve --config evoke.yaml
       every key of the file has an environment variable; options win over both"""
 
@@ -127,7 +129,12 @@ def _add_config_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--admin-listen", action="append", metavar="HOST:PORT", help="where to operate it"
     )
-    command.add_argument("--upstream", metavar="URL", help="where llama-server is")
+    command.add_argument(
+        "--upstream",
+        action="append",
+        metavar="[NAME=]URL",
+        help="where llama-server is; given more than once, several that share the work",
+    )
     command.add_argument(
         "--budget", type=int, metavar="N", help="tokens a session may keep resident"
     )
@@ -140,7 +147,7 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
     return {
         "listen": arguments.listen,
         "security.admin_listen": arguments.admin_listen,
-        "upstream.url": arguments.upstream,
+        **_upstreams(arguments.upstream or ()),
         "policy.budget": arguments.budget,
         "policy.name": arguments.policy,
         "log.level": arguments.log_level,
@@ -148,11 +155,18 @@ def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def _upstreams(given: Sequence[str]) -> dict[str, object]:
+    """One URL is that of the only server, whatever the file names."""
+    if len(given) == 1 and "=" not in given[0].partition("/")[0]:
+        return {"upstream.url": given[0], "pool.upstreams": []}
+    return {"pool.upstreams": list(given) or None}
+
+
 def _described(config: Config) -> str:
     budget = f"{config.policy.budget} tokens" if config.policy.budget else "none (never evicts)"
     return (
         f"listen    {', '.join(config.listen)}\n"
-        f"upstream  {config.upstream.url}\n"
+        f"upstream  {_servers(config)}\n"
         f"policy    {config.policy.name}\n"
         f"budget    {budget}\n"
         f"embedder  {_embedder(config)}\n"
@@ -161,6 +175,11 @@ def _described(config: Config) -> str:
         f"admin     {_admin(config)}\n"
         "the configuration is valid"
     )
+
+
+def _servers(config: Config) -> str:
+    named = config.pool.servers
+    return ", ".join(f"{name} at {url}" for name, url in named.items()) or config.upstream.url
 
 
 def _keys(config: Config) -> str:

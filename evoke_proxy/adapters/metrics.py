@@ -36,6 +36,7 @@ class Metrics:
         self._register_faults()
         self._register_embedder()
         self._register_snapshots()
+        self._register_servers()
         ProcessCollector(registry=self.registry)
 
     def _register_load(self) -> None:
@@ -177,6 +178,35 @@ class Metrics:
             self.normalised.labels(what=what)
         self.snapshots = self._gauge("evoke_snapshots", "Snapshots on disk.")
         self.snapshot_bytes = self._gauge("evoke_snapshot_bytes", "What they take.")
+
+    def _register_servers(self) -> None:
+        """Of several llama-servers; `server` is what the configuration calls each."""
+        self.server_up = self._gauge(
+            "evoke_server_up", "1 when the latest check was answered.", "server"
+        )
+        self.server_breaker = self._gauge(
+            "evoke_server_breaker", "0: closed, 1: half open, 2: open.", "server"
+        )
+        self.server_draining = self._gauge(
+            "evoke_server_draining", "1 when conversations are to leave it.", "server"
+        )
+        self.server_foreign = self._gauge(
+            "evoke_server_foreign", "1 when it serves another model than the others.", "server"
+        )
+        self.server_in_flight = self._gauge(
+            "evoke_server_requests_in_flight", "Requests there, those that wait too.", "server"
+        )
+        self.openings = self._counter(
+            "evoke_server_breaker_openings", "Times its breaker was opened.", "server"
+        )
+        self.failovers = self._counter(
+            "evoke_server_failovers", "Requests it failed that another was sent.", "server"
+        )
+        self.moved = self._counter(
+            "evoke_sessions_moved", "Conversations that went on at another server.", "reason"
+        )
+        for reason in ("away", "drained"):
+            self.moved.labels(reason=reason)
 
     def count_books(self, books: Mapping[str, int]) -> None:
         """Add the four books of one reply; missing kinds count as zero."""

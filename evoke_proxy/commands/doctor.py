@@ -48,6 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask, print; 0 when nothing should be changed. ConfigError when it cannot be asked."""
     given = {"upstream.url": arguments.upstream, "snapshots.directory": arguments.directory}
     config = load(arguments.config, os.environ, given)
+    if config.pool.upstreams and arguments.upstream is None:
+        raise ConfigError(
+            "doctor: pool.upstreams names several; say with --upstream which is asked"
+        )
 
     async def ask() -> Findings:
         async with Upstream(config.upstream) as upstream:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from evoke_proxy.config.keeping import NormaliseConfig, SnapshotsConfig
+from evoke_proxy.config.pooling import PoolConfig, is_url
 from evoke_proxy.config.strict import (
     build,
     env_name,
@@ -26,8 +26,8 @@ from evoke_proxy.errors import ConfigError
 __all__ = [
     "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECALLS",
     "RECOVERIES", "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "NormaliseConfig",
-    "PageConfig", "PolicyConfig", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig",
-    "env_name", "keys", "load", "parse_listen", "value_at",
+    "PageConfig", "PolicyConfig", "PoolConfig", "SecurityConfig", "SnapshotsConfig",
+    "UpstreamConfig", "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
 POLICIES = (
@@ -170,6 +170,7 @@ class Config:
 
     listen: tuple[str, ...] = ("127.0.0.1:8090",)
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
@@ -242,9 +243,11 @@ def _check(config: Config) -> None:
         parse_listen(address)
     _require(bool(config.listen), "listen", "must name at least one HOST:PORT")
     _check_admin(config)
-    url = urlsplit(config.upstream.url)
-    valid_url = url.scheme in ("http", "https") and bool(url.hostname)
+    valid_url = is_url(config.upstream.url)
     _require(valid_url, "upstream.url", f"{config.upstream.url!r} is not http://HOST:PORT")
+    named = config.pool.servers  # raises what is wrong with them
+    least = config.pool.backoff_max_s >= config.pool.backoff_s or not named
+    _require(least, "pool.backoff_max_s", "must be pool.backoff_s or more")
     _one_of("policy.name", config.policy.name, POLICIES)
     bench = config.policy.name not in BENCH_POLICIES or config.policy.bench_fields
     _require(bench, "policy.name", f"{config.policy.name!r} needs policy.bench_fields")

@@ -45,23 +45,48 @@ def fingerprint(
     later server may have. A llama-server of one model tells none of them; it refuses a file that
     differs in one of them itself.
     """
-    listed = models.get("data")
-    first = listed[0] if isinstance(listed, list) and listed else {}
-    meta = first.get("meta") if isinstance(first, Mapping) else None
+    first = _first(models)
     settings = props.get("default_generation_settings")
     identity = {
         "build": props.get("build_info"),
         "model": props.get("model_path"),
-        "meta": {key: meta.get(key) for key in _META} if isinstance(meta, Mapping) else None,
+        "meta": _meta(first),
         "file": [file.n_bytes, file.mtime_ns, file.sample] if file is not None else None,
         "n_ctx": settings.get("n_ctx") if isinstance(settings, Mapping) else None,
         "slots": props.get("total_slots"),
-        "template": [props.get("chat_template"), props.get("chat_template_tool_use")],
+        "template": _templates(props),
         "lora": [[item.get("path"), item.get("scale")] for item in adapters],
         "media": props.get("modalities"),
     }
     if told := _layout(props, first):
         identity["layout"] = told
+    return _digest(identity)
+
+
+def same_model(props: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """A digest that two servers share when a request means the same to both, wherever their files
+    are and however they were started; empty when they do not tell what they serve."""
+    meta = _meta(_first(models))
+    if meta is None and props.get("role") != "router":
+        return ""
+    return _digest({"meta": meta, "template": _templates(props), "media": props.get("modalities")})
+
+
+def _first(models: Mapping[str, Any]) -> Any:
+    listed = models.get("data")
+    return listed[0] if isinstance(listed, list) and listed else {}
+
+
+def _meta(listed: Any) -> dict[str, Any] | None:
+    meta = listed.get("meta") if isinstance(listed, Mapping) else None
+    return {key: meta.get(key) for key in _META} if isinstance(meta, Mapping) else None
+
+
+def _templates(props: Mapping[str, Any]) -> list[Any]:
+    return [props.get("chat_template"), props.get("chat_template_tool_use")]
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

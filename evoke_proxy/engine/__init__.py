@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from evoke_proxy.config import Config
+from evoke_proxy.engine.fleet.fleet import Fleet
 from evoke_proxy.engine.front import Front
 from evoke_proxy.engine.orchestrator import Engine
 
-__all__ = ["Engine", "Front"]
+__all__ = ["Engine", "Front", "front"]
+
+
+def front(config: Config) -> Front:
+    """The engine of one llama-server, or of several where they are named."""
+    return Fleet(config) if config.pool.upstreams else Engine(config)

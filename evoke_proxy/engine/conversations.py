@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -197,6 +198,15 @@ class Conversations:
         if known.own_budget:
             session.config = replace(self._policy, budget=seated.orders.budget)
         self._known[known.id] = known
+
+    def take_in(self, known: Conversation) -> None:
+        """One that was at another llama-server, the latest used now: nothing of it is here, which
+        is told it as by a restart. The one that is given stays what it was."""
+        session = copy(known.session)
+        session.lost(self._adopts)
+        made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
+        made.epoch = made.was_in = made.capture = made.spoken = made.held = None
+        self._known[known.id] = made
 
     def of_request(
         self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str

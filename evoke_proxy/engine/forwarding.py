@@ -38,7 +38,8 @@ class Forwarding:
     waits for a slot. `vectors` are those of the clauses it asks, by text. `waits` are seconds by
     what was waited for, `own_s` the rest of the time until
     forwarding, `after_s` what was left to do when the answer had ended. `helped` says that
-    it goes to an unpatched server whose slots are kept, `seat` where it sits there.
+    it goes to an unpatched server whose slots are kept, `seat` where it sits there. `server` is
+    what its llama-server is called, where there are several.
     """
 
     body: bytes
@@ -67,6 +68,7 @@ class Forwarding:
     after_s: float = 0.0
     helped: bool = False
     seat: Seat | None = None
+    server: str = ""
 
     @property
     def lease(self) -> Lease | None:
@@ -119,6 +121,7 @@ class Forwarding:
         """What was decided and what it came to, for the log; never any text. None: not known."""
         known, books, first = self.conversation, self.books, self.first_byte_s
         said: dict[str, Any] = {"decision": self.decision}
+        said |= {"server": self.server} if self.server else {}
         said["session"] = known.id if known is not None else None
         said["slot"] = self.lease.slot if self.lease is not None else None
         if books is not None:

@@ -15,6 +15,10 @@ class Operators:
     def __init__(self, all: Callable[[], Sequence[Operator]]) -> None:
         self._all = all
 
+    def each(self) -> Sequence[Operator]:
+        """Those that there are now."""
+        return self._all()
+
     def status(self) -> dict[str, Any]:
         """What is known of the whole without asking anybody."""
         return self._all()[0].status()

@@ -71,7 +71,7 @@ class Engine:
             self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))
         )
         self._normaliser = Normaliser(config.normalise, self.metrics)
-        self._watch = ServerWatch(self.upstream, config, self._started)
+        self.watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         if self._alone:
             show(self.metrics, lambda: self.served)
@@ -99,11 +99,11 @@ class Engine:
         )
         eraser = Eraser(
             *(self.upstream, self._slots, self.conversations, self.keeper),
-            *(self._records, common.embedding, self.feed, self._watch),
+            *(self._records, common.embedding, self.feed, self.watch),
         )
         self._operator = Operator(
             *(self.upstream, self._slots, self.conversations, self.keeper, self._vectors),
-            *(self.feed, self._watch, eraser, self._records),
+            *(self.feed, self.watch, eraser, self._records),
         )
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
@@ -114,7 +114,7 @@ class Engine:
         await self._entered.enter_async_context(self.keeper)
         await self._entered.enter_async_context(self._chores)
         self._vectors.always |= self._records.recall()
-        await self._watch.look()
+        await self.watch.look()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -129,7 +129,7 @@ class Engine:
     @property
     def server(self) -> ServerInfo:
         """What is known of llama-server now."""
-        return self._watch.server
+        return self.watch.server
 
     @property
     def mode(self) -> str:
@@ -145,7 +145,7 @@ class Engine:
 
     async def _routes(self, client: Mapping[str, str]) -> bool:
         """Whether there is a router in front of us whose models' slots are to be kept."""
-        await self._watch.look(client)
+        await self.watch.look(client)
         return self.keeper.on and self.server.routes
 
     def upstream_failed(self, error: UpstreamError) -> None:
@@ -153,7 +153,7 @@ class Engine:
         self.metrics.upstream_errors.labels(kind=error.code).inc()
         cannot = isinstance(error, UpstreamRejected) and error.status in (404, 501)
         if cannot or isinstance(error, UpstreamUnavailable | UpstreamProtocolError):
-            self._watch.lost()
+            self.watch.lost()
 
     @asynccontextmanager
     async def turn(
@@ -254,7 +254,7 @@ class Engine:
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:
         if isinstance(request, str):
             return request
-        await self._watch.look(client)
+        await self.watch.look(client)
         return request.bypass if self.server.patched else self.server.lacking
 
     async def keep(self) -> None:
@@ -265,7 +265,7 @@ class Engine:
 
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""
-        self.config = self._watch.config = config
+        self.config = self.watch.config = config
         self.conversations.adjust(config.policy, config.limits.sessions)
         self._slots.adjust(config.limits)
         self._vectors.policy = config.policy
@@ -277,9 +277,9 @@ class Engine:
     async def checks(self) -> dict[str, dict[str, Any]]:
         """What readiness depends on: each check with `ok` and a `detail` for a person."""
         checks = {
-            "upstream": await self._watch.check(),
+            "upstream": await self.watch.check(),
             "accepting": self.shared.accepting(),
-            "budget": {"ok": True, "detail": self._watch.described()},
+            "budget": {"ok": True, "detail": self.watch.described()},
         }
         if self._helped and not self.server.sleeping:
             checks["snapshots"] = {"ok": True, "detail": await self.keeper.check()}

@@ -53,7 +53,7 @@ async def _change(request: web.Request, engine: Front) -> web.StreamResponse:
     """`{"pinned": bool, "budget": tokens | null | "default"}`, either or both."""
     asked, id = await _body(request, {"pinned", "budget"}), _id(request)
     budget = _budget(asked["budget"], own=True) if "budget" in asked else None
-    pinned = _flag(asked["pinned"]) if "pinned" in asked else None
+    pinned = _flag(asked["pinned"], "pinned") if "pinned" in asked else None
     if "budget" in asked:
         engine.operator.set_budget(id, budget, own=asked["budget"] != "default")
     if pinned is not None:
@@ -106,6 +106,21 @@ async def _wipe(request: web.Request, engine: Front) -> web.StreamResponse:
     return json_answer(await engine.operator.wipe("" if tenant == _NOBODY else tenant))
 
 
+async def _servers(_: web.Request, engine: Front) -> web.StreamResponse:
+    """None where there is only one."""
+    several = engine.shared.servers
+    return json_answer({"servers": several.rows() if several is not None else []})
+
+
+async def _change_server(request: web.Request, engine: Front) -> web.StreamResponse:
+    """`{"draining": bool}`."""
+    asked, several = await _body(request, {"draining"}), engine.shared.servers
+    if several is None:
+        raise RequestError("there is only one server", "unknown_server", 404)
+    draining = _flag(asked["draining"], "draining")
+    return json_answer(several.drain(request.match_info["name"], draining))
+
+
 async def _next(pieces: Iterator[bytes]) -> bytes | None:
     return await asyncio.to_thread(next, pieces, None)
 
@@ -135,9 +150,9 @@ def _budget(value: object, own: bool) -> int | None:
     raise RequestError("budget: must be a number of tokens, or null for no bound")
 
 
-def _flag(value: object) -> bool:
+def _flag(value: object, name: str) -> bool:
     if not isinstance(value, bool):
-        raise RequestError("pinned: must be true or false")
+        raise RequestError(f"{name}: must be true or false")
     return value
 
 
@@ -158,6 +173,8 @@ ROUTES: tuple[tuple[tuple[str, str], Handler], ...] = (
     (("DELETE", _SESSION), _delete),
     (("GET", f"{_SESSION}/export"), _export),
     (("POST", f"{_SESSION}/blocks"), _blocks),
+    (("GET", "/evoke/servers"), _servers),
+    (("PATCH", "/evoke/servers/{name}"), _change_server),
     (("PUT", "/evoke/budget"), _set_budget),
     (("DELETE", "/evoke/tenants/{tenant}"), _wipe),
 )

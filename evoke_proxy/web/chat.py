@@ -14,7 +14,7 @@ from evoke_proxy.web.begun import BegunStream, check
 from evoke_proxy.web.logs import FACTS
 
 # The body may grow or shrink by the spliced fields; our own header is for us.
-_REPLACED = frozenset(("content-length", "x-evoke-session"))
+_REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
 
 
 async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:

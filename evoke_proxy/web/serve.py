@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
-from evoke_proxy.engine import Engine, Front
+from evoke_proxy.engine import Front, front
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
@@ -77,7 +77,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    async with Engine(config) as engine:
+    async with front(config) as engine:
         loop.add_signal_handler(signal.SIGHUP, _reload, engine, again)
         runner = make_runner(engine)
         await runner.setup()

@@ -110,8 +110,7 @@ def settled(running: RunningProxy) -> None:
     """Wait until what follows an answer is done: books, look-ahead, files."""
     running.quiet()
     deadline = time.monotonic() + 20
-    engines = [running.engine, *running.engine._models]
-    while any(engine.keeper.busy for engine in engines):
+    while any(engine.keeper.busy for engine in running.engines):
         assert time.monotonic() < deadline, "the keeper does not come to rest"
         time.sleep(0.02)
 

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Engine, front
+from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.web.serve import make_runner, open_to_clients
@@ -111,6 +113,13 @@ class RunningProxy:
     engine: Engine
     loop: asyncio.AbstractEventLoop
 
+    @property
+    def engines(self) -> list[Engine]:
+        """Of every server, and of every model of one that routes."""
+        servers = self.engine.shared.servers
+        each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
+        return [inner for engine in each for inner in (engine, *engine._models)]
+
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample; 0 when it was never touched.
 
@@ -122,8 +131,7 @@ class RunningProxy:
     def quiet(self) -> None:
         """Wait until no conversation is in use, 10 s at most."""
         deadline = time.monotonic() + 10
-        engines = [self.engine, *self.engine._models]
-        while any(known.in_use for engine in engines for known in engine.conversations):
+        while any(known.in_use for engine in self.engines for known in engine.conversations):
             assert time.monotonic() < deadline, "a request is still under way"
             time.sleep(0.01)
 
@@ -131,8 +139,24 @@ class RunningProxy:
 @contextmanager
 def proxy(upstream_port: int, **overrides: object) -> Iterator[RunningProxy]:
     """The real proxy in front of a port; keyword `policy__budget=...` sets `policy.budget`."""
+    with _in_front({"upstream.url": f"http://127.0.0.1:{upstream_port}"}, overrides) as running:
+        yield running
+
+
+@contextmanager
+def pool(ports: Mapping[str, int], **overrides: object) -> Iterator[RunningProxy]:
+    """As `proxy`, in front of several ports by name."""
+    several = [f"{name}=http://127.0.0.1:{port}" for name, port in ports.items()]
+    with _in_front({"pool.upstreams": several}, overrides) as running:
+        yield running
+
+
+@contextmanager
+def _in_front(
+    settings: Mapping[str, object], overrides: Mapping[str, object]
+) -> Iterator[RunningProxy]:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
-    config = load(None, {}, {"upstream.url": f"http://127.0.0.1:{upstream_port}"} | dotted)
+    config = load(None, {}, {**settings, **dotted})
     with ThreadedLoop() as thread:
         started: asyncio.Future[RunningProxy] = asyncio.Future(loop=thread.loop)
         stop = asyncio.Event()
@@ -151,13 +175,14 @@ async def _first(started: asyncio.Future[RunningProxy]) -> RunningProxy:
 async def _serve(
     config: Config, started: asyncio.Future[RunningProxy], stop: asyncio.Event
 ) -> None:
-    async with Engine(config) as engine:
+    async with front(config) as engine:
         runner = make_runner(engine)
         await runner.setup()
         try:
             await open_to_clients(runner, engine, ["127.0.0.1:0"])
             port = runner.addresses[0][1]
-            started.set_result(RunningProxy(port, engine, asyncio.get_running_loop()))
+            own = cast(Engine, engine)
+            started.set_result(RunningProxy(port, own, asyncio.get_running_loop()))
             await stop.wait()
         finally:
             await runner.cleanup()

@@ -95,6 +95,11 @@ class Keeper:
         """Whether anything is decoded ahead or written now."""
         return self._chores.busy or self.vault.busy
 
+    @property
+    def described(self) -> str:
+        """What is done for conversations, as it is known now; empty before it is."""
+        return self._facts.described() if self._facts.fingerprint else ""
+
     def n_places(self, server: ServerInfo) -> int:
         """How many requests may run on a server at a time."""
         alone = self.on and self._config.one_at_a_time and not server.patched

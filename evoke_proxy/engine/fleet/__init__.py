@@ -1,0 +1,1 @@
+"""Several llama-servers of one model behind one proxy: an engine each, and what is between them."""

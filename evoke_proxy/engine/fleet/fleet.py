@@ -1,0 +1,199 @@
+"""Several llama-servers as one: which of them a request goes to, and which next when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.config import Config
+from evoke_proxy.core.affinity import Affinity, Bound, Trail, trail_of
+from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.identity import hint_of
+from evoke_proxy.engine.fleet.moving import move
+from evoke_proxy.engine.fleet.operators import FleetOperators
+from evoke_proxy.engine.fleet.servers import Servers
+from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
+from evoke_proxy.engine.forwarding import Forwarding, Send
+from evoke_proxy.engine.gauges import show
+from evoke_proxy.engine.operators import Operators
+from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.reading import parse_object, tenant_of
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.waiting import Patience
+from evoke_proxy.errors import NoServer, RequestError, UpstreamError, UpstreamUnavailable
+
+T = TypeVar("T")
+# Conversations of which it is known where they are, for each that an engine remembers.
+_PLACES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What says of which conversation a request is: whose it is, what the client calls it (None: it
+    does not say), what its messages are."""
+
+    tenant: str
+    name: str | None = None
+    trail: Trail = ()
+
+
+class Fleet:
+    """A Front; use as an async context manager."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        urls = config.pool.servers
+        self.shared = Shared(config, tuple(urls.values()))
+        self.metrics, self.feed = self.shared.metrics, self.shared.feed
+        engines = {name: Engine(_at(config, url), self.shared) for name, url in urls.items()}
+        self._servers = Servers(engines, config.pool, self.metrics, self.feed)
+        self._affinity = Affinity(len(engines), _PLACES * config.limits.sessions)
+        self._entered = AsyncExitStack()
+        self.shared.servers = self._servers
+        self.uplinks = {name: engine.upstream for name, engine in engines.items()}
+        self.upstream = AnyServer(self._servers, lambda tried: self._choose(None, tried))
+        self.operator: Operators = FleetOperators(self._servers)
+        show(self.metrics, lambda: [pair for e in engines.values() for pair in e.served])
+
+    async def __aenter__(self) -> Fleet:
+        await self._entered.enter_async_context(self.shared)
+        for engine in self._servers.engines.values():
+            await self._entered.enter_async_context(engine)
+        await self._entered.enter_async_context(self._servers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._entered.aclose()
+
+    @property
+    def mode(self) -> str:
+        """What chats get, see Engine; `mixed` when that depends on where they go."""
+        able = self._servers.able or range(len(self._servers))
+        modes = {self._servers[at].mode for at in able}
+        return modes.pop() if len(modes) == 1 else "mixed"
+
+    async def answer(
+        self,
+        dialect: str,
+        body: bytes,
+        client: Mapping[str, str],
+        send: Send[T],
+        patience: Patience | None = None,
+    ) -> T:
+        """As an Engine: of the server that the conversation is at, else of the one that has least
+        to do. When that fails before anything is answered, of another one.
+
+        A server that broke the connection may have died of the request: one more is tried then, and
+        no third. Raises NoServer when none takes requests.
+        """
+        asked, tried = _asked(dialect, body, client), set[int]()
+        known = self._affinity.find(asked.tenant, asked.name, asked.trail)
+        broke = False
+        while True:
+            at = self._choose(known, tried)
+            known = await self._seated(known, at)
+            try:
+                with self._servers.one(at), self._heard(known, asked):
+                    sent = self._noting(send, known)
+                    return await self._servers[at].answer(dialect, body, client, sent, patience)
+            except UpstreamError as error:
+                again = not error.reached or (isinstance(error, UpstreamUnavailable) and not broke)
+                tried.add(at)
+                if not again or not self._others(tried):
+                    raise
+                broke |= error.reached
+                self._servers.lost_one(at, error)
+
+    def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
+        """See Engine; the same for all."""
+        return self._servers[0].without_fields(dialect, body, client)
+
+    def upstream_failed(self, error: UpstreamError) -> None:
+        """Count a failure of the llama-server that it names."""
+        self._servers.failed(error)
+
+    async def keep(self) -> None:
+        """See Engine."""
+        await asyncio.gather(*[self._servers[at].keep() for at in self._servers.able])
+
+    def adjust(self, config: Config) -> None:
+        """See Engine."""
+        self.config = config
+        for engine in self._servers.engines.values():
+            engine.adjust(_at(config, engine.upstream.url))
+
+    async def checks(self) -> dict[str, dict[str, Any]]:
+        """See Engine; one server that takes requests is enough."""
+        able = self._servers.able
+        checks = {
+            "upstream": {"ok": bool(able), "detail": self._servers.described()},
+            "accepting": self.shared.accepting(),
+        }
+        for at in able:
+            said = self._servers[at].watch.described()
+            checks[f"budget_{self._servers.name(at)}"] = {"ok": True, "detail": said}
+        return checks
+
+    def _choose(self, known: Bound | None, tried: set[int]) -> int:
+        home = known.server if known is not None else None
+        at = self._servers.pool.choose(home, self._affinity.bound, tried)
+        if at is None:
+            wait_s = self._servers.pool.retry_after(asyncio.get_running_loop().time())
+            raise NoServer(f"{self._servers.described()}; try again later", wait_s)
+        return at
+
+    def _others(self, tried: set[int]) -> bool:
+        return self._servers.pool.choose(None, self._affinity.bound, tried) is not None
+
+    async def _seated(self, known: Bound | None, at: int) -> Bound:
+        """The conversation of a request, at the server that it goes to."""
+        if known is None:
+            return self._affinity.bind(at)
+        if known.server == at:
+            return known
+        was, id = known.server, known.session
+        self._affinity.move(known, at)
+        drains = self._servers.pool.members[was].draining
+        there = drains and self._servers.pool.is_well(was)
+        if id is not None and not await move(id, self._servers[was], self._servers[at], there):
+            known.session = None
+        self.metrics.moved.labels(reason="drained" if drains else "away").inc()
+        return known
+
+    def _heard(self, known: Bound, asked: _Asked) -> Any:
+        return self._affinity.heard(known, asked.tenant, asked.name, asked.trail)
+
+    def _noting(self, send: Send[T], known: Bound) -> Send[T]:
+        """As `send`; what is known then of where the request is, is kept."""
+
+        async def noting(way: Forwarding, upstream: Upstream) -> T:
+            session = way.conversation
+            if session is not None and not session.passing:
+                known.session = session.id
+            way.server = self._servers.name(known.server)
+            way.headers[SERVER_HEADER] = way.server
+            answer = await send(way, upstream)
+            self._servers.pool.served(known.server)
+            return answer
+
+        return noting
+
+
+def _at(config: Config, url: str) -> Config:
+    return replace(config, upstream=replace(config.upstream, url=url))
+
+
+def _asked(dialect: str, body: bytes, client: Mapping[str, str]) -> _Asked:
+    """Nothing is known of a request that cannot be read: whoever gets it says what is wrong."""
+    tenant = tenant_of(client)
+    try:
+        parsed = parse_object(body)
+        hint = hint_of(client, parsed)
+        name = hint.text if hint is not None and not hint.weak else None
+        return _Asked(tenant, name, trail_of(parse_chat(dialect, parsed).messages))
+    except RequestError:
+        return _Asked(tenant)

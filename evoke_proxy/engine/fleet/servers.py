@@ -1,0 +1,252 @@
+"""The llama-servers as they are now: who takes requests, who is asked whether it is well."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import Gauge
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import PoolConfig
+from evoke_proxy.core.fingerprint import same_model
+from evoke_proxy.core.pool import BREAKER, CLOSED, Member, Rules, ServerPool
+from evoke_proxy.core.server_info import UNKNOWN_SERVER
+from evoke_proxy.engine.chores import Chores
+from evoke_proxy.engine.feed import Feed
+from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.stock.calls import StockCalls
+from evoke_proxy.errors import RequestError, UpstreamError, UpstreamRejected
+
+_log = logging.getLogger(__name__)
+_CHECKING = "checking a server"
+
+
+class Servers:
+    """By their place in the configuration; use as an async context manager, inside the engines'."""
+
+    def __init__(
+        self, engines: Mapping[str, Engine], config: PoolConfig, metrics: Metrics, feed: Feed
+    ) -> None:
+        self.engines = engines
+        self._each = tuple(engines.values())
+        self._timeout_s = config.health_timeout_s
+        rules = (config.failures, config.backoff_s, config.backoff_max_s, config.health_interval_s)
+        self.pool = ServerPool(tuple(engines), Rules(*rules))
+        self._metrics, self._feed = metrics, feed
+        self._fingerprints = [""] * len(engines)
+        self._chores = Chores()
+        self._watching: asyncio.Task[None] | None = None
+        self._show()
+
+    async def __aenter__(self) -> Servers:
+        await self._chores.__aenter__()
+        first = [self._chores.run(self._check(at), _CHECKING) for at in self.pool.due(_now())]
+        await asyncio.wait(first)
+        self._watching = self._chores.run(self._watch(), "watching the servers")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._chores.__aexit__()
+
+    def __getitem__(self, at: int) -> Engine:
+        return self._each[at]
+
+    def __len__(self) -> int:
+        return len(self._each)
+
+    def name(self, at: int) -> str:
+        """What the configuration calls one."""
+        return self.pool.members[at].name
+
+    def named(self, name: str) -> int:
+        """The place of one; RequestError (404) when none is called so."""
+        names = tuple(self.engines)
+        if name not in names:
+            known = ", ".join(names)
+            raise RequestError(f"no server is called {name!r}: {known}", "unknown_server", 404)
+        return names.index(name)
+
+    @property
+    def able(self) -> list[int]:
+        """Those that take requests."""
+        return [at for at in range(len(self)) if self.pool.takes(at)]
+
+    @contextmanager
+    def one(self, at: int) -> Iterator[None]:
+        """Around a request that goes there."""
+        self.pool.begun(at)
+        try:
+            yield
+        finally:
+            self.pool.ended(at)
+
+    def lost_one(self, at: int, error: UpstreamError) -> None:
+        """A request goes to another one because of this."""
+        self.failed(error)
+        name = self.name(at)
+        self._metrics.failovers.labels(server=name).inc()
+        _log.warning("a request goes on to another server than %s: %s", name, error)
+
+    def failed(self, error: UpstreamError) -> None:
+        """A request has failed of one; which, and whether that counts, the error says."""
+        at = next((i for i, e in enumerate(self._each) if e.upstream.url == error.url), None)
+        if at is None:
+            self._metrics.upstream_errors.labels(kind=error.code).inc()
+            return
+        self._each[at].upstream_failed(error)
+        if not isinstance(error, UpstreamRejected) and self.pool.failed(at, _now()):
+            self._opened(at, error)
+
+    def drain(self, name: str, draining: bool) -> dict[str, Any]:
+        """Whether conversations are to leave a server; the server then."""
+        at = self.named(name)
+        member = self.pool.members[at]
+        if member.draining != draining:
+            member.draining = draining
+            _log.info("server %s %s", name, "drains" if draining else "takes requests again")
+            self._tell(at)
+            if draining:
+                self._chores.run(self._kept(at), f"keeping what {name} holds")
+        return self.row(at)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All of them for an operator."""
+        return [self.row(at) for at in range(len(self))]
+
+    def row(self, at: int) -> dict[str, Any]:
+        """One of them for an operator."""
+        member, engine = self.pool.members[at], self._each[at]
+        slots = [pool for pool, _ in engine.served]
+        retry = None if member.breaker == CLOSED else max(0.0, member.check_at - _now())
+        return {
+            "name": member.name,
+            "url": engine.upstream.url,
+            "takes": self.pool.takes(at),
+            "breaker": member.breaker,
+            "draining": member.draining,
+            "foreign": self.pool.is_foreign(at),
+            "failures": member.failures,
+            "retry_in_s": None if retry is None else round(retry, 1),
+            "mode": engine.mode,
+            "slots": member.n_slots,
+            "in_flight": member.in_flight,
+            "queued": sum(queue.pool.queued for queue in slots),
+            "sessions": sum(not k.passing for _, known in engine.served for k in known),
+            "fingerprint": self._fingerprints[at],
+            "snapshots": engine.keeper.described,
+        }
+
+    def described(self) -> str:
+        """One line for a person."""
+        said = [f"{member.name} {self._state(at)}" for at, member in enumerate(self.pool.members)]
+        return f"{len(self.able)} of {len(self)} llama-servers take requests: {', '.join(said)}"
+
+    def _state(self, at: int) -> str:
+        member = self.pool.members[at]
+        if member.breaker != CLOSED:
+            return "is away"
+        if self.pool.is_foreign(at):
+            return "serves another model"
+        return "drains" if member.draining else "is well"
+
+    async def _kept(self, at: int) -> None:
+        """What a server that drains holds of conversations is saved when its last answer ended."""
+        member = self.pool.members[at]
+        while member.in_flight and member.draining:
+            await asyncio.sleep(0.1)
+        if member.draining:
+            await self._each[at].keep()
+
+    async def _watch(self) -> None:
+        while True:
+            now = _now()
+            for at in self.pool.due(now):
+                self._chores.run(self._check(at), _CHECKING)
+            due = self.pool.next_check()
+            await asyncio.sleep(min(max(0.05, (due or now + 1.0) - now), 1.0))
+
+    async def _check(self, at: int) -> None:
+        """Ask one whether it is well, and after it was away, what it is."""
+        engine, known = self._each[at], self.pool.members[at].breaker == CLOSED
+        answered = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await engine.upstream.call("GET", "/health")
+                model = await self._looked(at, known)
+            answered = True
+            if self.pool.found(at, _now(), engine.server.n_slots, model):
+                self._closed(at)
+        except (UpstreamError, TimeoutError) as error:
+            if isinstance(error, UpstreamError) and not isinstance(error, UpstreamRejected):
+                engine.upstream_failed(error)
+            answered = True
+            if self.pool.missed(at, _now()):
+                self._opened(at, error)
+        finally:
+            if not answered:  # whatever else goes wrong, it is checked again
+                self.pool.missed(at, _now())
+
+    async def _looked(self, at: int, known: bool) -> str:
+        """What a server serves; empty when that is known, or not told without a client's key."""
+        engine = self._each[at]
+        if known and engine.server is not UNKNOWN_SERVER:
+            return ""
+        if self.pool.members[at].openings:  # it may be another one
+            engine.watch.lost()
+        await engine.watch.look()
+        try:
+            props = await engine.upstream.call("GET", "/props")
+            models = await engine.upstream.call("GET", "/v1/models")
+            self._fingerprints[at] = await StockCalls(engine.upstream).fingerprint(None)
+        except UpstreamRejected:
+            return ""
+        return same_model(props, models)
+
+    def _closed(self, at: int) -> None:
+        foreign = self.pool.is_foreign(at)
+        _log.log(
+            logging.WARNING if foreign else logging.INFO,
+            "server %s %s",
+            self.name(at),
+            self._state(at),
+        )
+        self._tell(at)
+
+    def _opened(self, at: int, error: BaseException) -> None:
+        member = self.pool.members[at]
+        self._metrics.openings.labels(server=member.name).inc()
+        if member.backoff_s == self.pool.rules.backoff_s:
+            _log.warning("server %s gets no requests now: %s", member.name, str(error) or "silence")
+        self._tell(at)
+
+    def _tell(self, at: int) -> None:
+        member = self.pool.members[at]
+        told = {"breaker": member.breaker, "draining": member.draining}
+        self._feed.tell("servers", server=member.name, **told)
+
+    def _show(self) -> None:
+        """Gauges that look when they are asked."""
+        for at, member in enumerate(self.pool.members):
+            for gauge, look in self._gauges(at, member):
+                gauge.labels(server=member.name).set_function(look)
+            for counter in (self._metrics.openings, self._metrics.failovers):
+                counter.labels(server=member.name)
+
+    def _gauges(self, at: int, member: Member) -> list[tuple[Gauge, Callable[[], float]]]:
+        return [
+            (self._metrics.server_up, lambda: member.breaker == CLOSED and not member.failures),
+            (self._metrics.server_breaker, lambda: BREAKER.index(member.breaker)),
+            (self._metrics.server_draining, lambda: member.draining),
+            (self._metrics.server_foreign, lambda: self.pool.is_foreign(at)),
+            (self._metrics.server_in_flight, lambda: member.in_flight),
+        ]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

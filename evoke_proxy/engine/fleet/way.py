@@ -1,0 +1,88 @@
+"""Requests that nothing is done for, to whichever llama-server has least to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from multidict import CIMultiDict
+
+from evoke_proxy.adapters.upstream import Reply
+from evoke_proxy.engine.fleet.servers import Servers
+from evoke_proxy.errors import RequestError, UpstreamError
+
+# Names the server that a request is for, and in answers the one that it was.
+SERVER_HEADER = "X-Evoke-Server"
+# What changes one server, or tells of one, and not of what all serve.
+_OF_ONE = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
+_LOOKS = frozenset(("GET", "HEAD", "OPTIONS"))
+
+
+class AnyServer:
+    """As an Upstream; `choose` gives the place of a server that was not tried, or raises."""
+
+    def __init__(self, servers: Servers, choose: Callable[[set[int]], int]) -> None:
+        self._servers = servers
+        self._choose = choose
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterable[bytes] | None = None,
+    ) -> AsyncIterator[Reply]:
+        """To the server that a header names, else to one that takes requests: to the next when one
+        does not even take the connection. Raises NoServer when none does, RequestError when what
+        would change one server does not say which."""
+        sent = CIMultiDict(headers)
+        named = sent.popall(SERVER_HEADER, [])
+        if named:
+            at = self._servers.named(named[0])
+            async with self._opened(at, method, target, sent, body) as reply:
+                yield reply
+            return
+        if method not in _LOOKS and _OF_ONE.fullmatch(target):
+            known = ", ".join(self._servers.engines)
+            message = f"there are several servers: name one in {SERVER_HEADER} ({known})"
+            raise RequestError(message, "server_needed")
+        async with AsyncExitStack() as stack:
+            yield await self._first(stack, method, target, sent, body)
+
+    async def _first(
+        self,
+        stack: AsyncExitStack,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        body: bytes | AsyncIterable[bytes] | None,
+    ) -> Reply:
+        """The answer of the first that takes the connection; it is closed with the stack."""
+        tried: set[int] = set()
+        while True:
+            at = self._choose(tried)
+            opened = self._opened(at, method, target, headers, body)
+            try:
+                return await stack.enter_async_context(opened)
+            except UpstreamError as error:
+                if error.reached:
+                    raise
+                tried.add(at)
+                self._servers.lost_one(at, error)
+
+    @asynccontextmanager
+    async def _opened(
+        self,
+        at: int,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        body: bytes | AsyncIterable[bytes] | None,
+    ) -> AsyncIterator[Reply]:
+        with self._servers.one(at):
+            async with self._servers[at].upstream.open(method, target, headers, body) as reply:
+                reply.headers[SERVER_HEADER] = self._servers.name(at)
+                self._servers.pool.served(at)
+                yield reply
