@@ -7,7 +7,9 @@ prompt is longer than the budget. What it takes itself is counted, to be left ou
 from __future__ import annotations
 
 import base64
+import hashlib
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,9 @@ Rows = npt.NDArray[np.bool_]
 
 _FEATURES = ("blocks", "plan", "render", "reuse", "stream", "adopt")
 _N_CTX = 1 << 30
+_EDGES = 8
+# What an answer begins with, and a prompt ends with.
+_BEGINS = np.array([1, 2, 3, 4], np.int32)
 
 
 class Talk:
@@ -41,6 +46,11 @@ class Talk:
             self.ends.append(start + count)
         n_new = sum(count for _, _, count in said)
         new = self._random.integers(0, 100_000, n_new, dtype=np.int32)
+        at = 0
+        for role, _, count in said:
+            if role == "assistant":  # as it was asked for
+                new[at : at + len(_BEGINS)] = _BEGINS
+            at += count
         self.tokens = np.concatenate([self.tokens, new])
 
     def body(self) -> bytes:
@@ -91,7 +101,7 @@ class SilentServer:
             evoke = {"features": _FEATURES, "limits": {"n_ctx_logical": _N_CTX}}
             return orjson.dumps({"evoke": evoke, "total_slots": 1})
         if target == "/evoke/render":
-            return self._rendered()
+            return self._rendered(orjson.loads(data.partition(b',"body":')[0] + b"}")["known"])
         if "action=block-plan" in target:
             return self._planned(orjson.loads(data))
         return orjson.dumps(self._slot() | {"tokens_hash": "", "blocks": []})
@@ -103,25 +113,29 @@ class SilentServer:
         return slot | {"resident": edges.reshape(-1, 2).tolist()}
 
     def _prompt(self) -> Tokens:
-        return np.concatenate([self.talk.tokens, np.array([1, 2, 3, 4], np.int32)])
+        return np.concatenate([self.talk.tokens, _BEGINS])
 
-    def _rendered(self) -> bytes:
+    def _rendered(self, known: Sequence[Sequence[Any]]) -> bytes:
         prompt, talk = self._prompt(), self.talk
         n = min(len(prompt), len(self._tokens))
         differs = prompt[:n] != self._tokens[:n]
         common = int(differs.argmax()) if differs.any() else n
         stops = np.zeros(len(prompt), np.bool_)
         stops[talk.stops] = True
-        count = len(talk.ends)
+        since = max([end for end, said in known if _hash(prompt, end) == said], default=0)
+        first, count = bisect_right(talk.ends, since) if since else 0, len(talk.ends)
+        bits = np.packbits(stops[since:], bitorder="little")
         return orjson.dumps(
             {
-                "tokens_b64": base64.b64encode(prompt.tobytes()).decode(),
-                "stops_b64": base64.b64encode(np.packbits(stops, bitorder="little")).decode(),
+                "from": since,
+                "edges": [[end, _hash(prompt, end)] for end in talk.ends[-_EDGES:]],
+                "tokens_b64": base64.b64encode(prompt[since:].tobytes()).decode(),
+                "stops_b64": base64.b64encode(bits).decode(),
                 "generation": len(talk.tokens),
                 "spans": {
-                    "index": list(range(count)),
-                    "role": [message["role"] for message in talk.messages],
-                    "end": talk.ends,
+                    "index": list(range(first, count)),
+                    "role": [message["role"] for message in talk.messages[first:]],
+                    "end": talk.ends[first:],
                 },
                 "slots": [self._slot() | {"n_common": common}],
             }
@@ -172,6 +186,10 @@ class SilentServer:
                 evicted.append((start, end, entry["name"]))
                 over -= end - start
         return evicted
+
+
+def _hash(tokens: Tokens, end: int) -> str:
+    return hashlib.blake2b(tokens[:end].tobytes(), digest_size=8).hexdigest()
 
 
 def _span(label: str) -> tuple[int, int]:

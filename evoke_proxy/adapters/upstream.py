@@ -180,12 +180,17 @@ class Upstream:
         """What the server is and can do. Raises UpstreamError when it does not say."""
         return ServerInfo.parse(await self.call("GET", "/props", client=client))
 
-    async def render(self, dialect: str, body: bytes, client: Mapping[str, str]) -> Rendered:
-        """The tokens llama-server would decode for a request, and where its slots stand."""
+    async def render(
+        self, dialect: str, body: bytes, client: Mapping[str, str], known: Rendered | None = None
+    ) -> Rendered:
+        """The tokens llama-server would decode for a request, and where its slots stand; of one
+        that goes on from what is `known` it need only say how."""
+        edges = orjson.dumps(known.edges if known is not None else ())
         # Spliced, not parsed: the server must see the same spelling that is forwarded later.
-        asked = b'{"compact":true,"dialect":' + orjson.dumps(dialect) + b',"body":'
-        question = asked + body + b"}"
-        return Rendered.parse(await self.call("POST", "/evoke/render", question, client, "render"))
+        asked = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (orjson.dumps(dialect), edges)
+        question = b"".join((asked, body, b"}"))
+        answer = await self.call("POST", "/evoke/render", question, client, "render")
+        return Rendered.parse(answer, known)
 
     async def load(self, client: Mapping[str, str] | None) -> None:
         """Have its model loaded; the only one of a llama-server is."""

@@ -50,6 +50,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
 }
 # In the server's order of precedence.
 _MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens", "max_output_tokens")
+_NOTHING: Mapping[str, int] = {}
 _ANTHROPIC_MAX_TOKENS = 4096  # the server's default in that dialect alone
 
 
@@ -58,7 +59,8 @@ class ChatRequest:
     """What the engine needs to know of a request; `max_tokens` is None without a limit.
 
     `keeps` is what the client marked: "pin" or "prefer", by the index of the message; `keys` are
-    those of the body's top level without ours.
+    those of the body's top level without ours; a `plain` one has neither media nor marks of ours
+    in its messages.
     """
 
     dialect: str
@@ -70,6 +72,7 @@ class ChatRequest:
     cache_prompt: bool
     tags: Tags
     has_tools: bool = False
+    plain: bool = True
     keeps: Mapping[int, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
 
@@ -111,15 +114,22 @@ class ChatRequest:
         return said[::-1], self.messages[at - 1].tool_calls if at and said else ()
 
 
-def parse_chat(dialect: str, body: Mapping[str, Any], bench: bool = False) -> ChatRequest:
+def parse_chat(
+    dialect: str,
+    body: Mapping[str, Any],
+    bench: bool = False,
+    known: Mapping[str, int] = _NOTHING,
+) -> ChatRequest:
     """A request from its parsed body; RequestError when one of our own fields is wrong.
 
     `dialect` is chat, responses, messages or completions; KeyError on another. Without `bench` what
-    only a bench can mean is refused.
+    only a bench can mean is refused. `known` says of how many messages of a list, the first, it is
+    known that they are `plain`.
     """
     found = _READERS[dialect](body)
-    marked = marked_in(body)
+    marked = marked_in(body, known)
     check_marks(marked)
+    has_media = messages.has_media(body, known)
     given = enumerate(found) if marked else ()
     return ChatRequest(
         dialect=dialect,
@@ -127,10 +137,11 @@ def parse_chat(dialect: str, body: Mapping[str, Any], bench: bool = False) -> Ch
         max_tokens=_max_tokens(body, _ANTHROPIC_MAX_TOKENS if dialect == "messages" else None),
         stream=body.get("stream") is True,
         n=_count(body),
-        has_media=messages.has_media(body),
+        has_media=has_media,
         cache_prompt=body.get("cache_prompt") is not False,
         tags=tags_of(body, bool(marked), bench),
         has_tools=bool(body.get("tools") or body.get("functions")),
+        plain=not (marked or has_media),
         keeps={i: message.keep for i, message in given if message.keep},
         keys=frozenset(body) - OURS,
     )

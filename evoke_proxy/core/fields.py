@@ -142,16 +142,16 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
     _refuse("evoke_oracle", "a list of names of blocks and indexes of messages", value)
 
 
-def marked_in(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The items of a body's lists of messages that carry a field of ours."""
+def marked_in(body: Mapping[str, Any], known: Mapping[str, int]) -> list[Mapping[str, Any]]:
+    """The items of a body's lists of messages that carry a field of ours, but for the first `known`
+    of each."""
     # Every message of a long conversation is looked at: no call for each.
     keep, name = MESSAGE_FIELDS
-    lists = [body.get(key) for key in ("messages", "input")]
     return [
         item
-        for given in lists
-        if isinstance(given, list)
-        for item in given
+        for key in ("messages", "input")
+        if isinstance(given := body.get(key), list)
+        for item in given[known.get(key, 0) :]
         if isinstance(item, dict) and (keep in item or name in item)
     ]
 

@@ -142,14 +142,14 @@ def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
     return found
 
 
-def has_media(body: Mapping[str, Any]) -> bool:
-    """Whether any message carries an image, a sound or a file."""
-    lists = [body.get(key) for key in ("messages", "input")]
+def has_media(body: Mapping[str, Any], known: Mapping[str, int]) -> bool:
+    """Whether any message carries an image, a sound or a file, behind the first `known` of its
+    list."""
     listed = [
         item
-        for given in lists
-        if isinstance(given, list)
-        for item in given
+        for key in ("messages", "input")
+        if isinstance(given := body.get(key), list)
+        for item in given[known.get(key, 0) :]
         if isinstance(item, dict) and (type(item.get("content")) is list or "output" in item)
     ]
     parts = (part for item in listed for part in _parts(item))

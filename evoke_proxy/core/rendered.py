@@ -11,11 +11,13 @@ import numpy.typing as npt
 import pybase64
 
 from evoke_proxy.core.blocks import Role, Span, merged
+from evoke_proxy.core.grown import Grown, same_memory
 from evoke_proxy.errors import UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.int64]
 
+_NAMED = tuple(Role)
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
 # So many tokens are compared at once, at first and then.
@@ -89,36 +91,43 @@ class SlotView:
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
     """A request as the tokens llama-server would decode; its answer begins at `generation`.
-    Each of `stops` is the first token of a sentence or a line behind the first of its message."""
+    Each of `stops` is the first token of a sentence or a line behind the first of its message.
+    `edges` are where the last messages end, each with llama-server's hash of all that it said up to
+    there: what it need not say again."""
 
     tokens: Tokens
     generation: int
     spans: Sequence[MessageSpan]
     slots: tuple[SlotView, ...] = ()
     stops: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
+    edges: tuple[tuple[int, str], ...] = ()
+    _memory: tuple[Grown, Grown] | None = None  # of tokens and stops
 
     @classmethod
-    def parse(cls, answer: Mapping[str, Any]) -> Rendered:
+    def parse(cls, answer: Mapping[str, Any], known: Rendered | None = None) -> Rendered:
         """From the answer of `POST /evoke/render`, compact or not; UpstreamProtocolError on another
-        shape."""
+        shape. An answer that leaves out what it shares with `known` is completed with it."""
         try:
-            tokens = _tokens(answer)
+            since = int(answer.get("from", 0))
+            tokens, stops, memory = _went_on(_tokens(answer), _stops(answer) + since, since, known)
             generation = int(answer.get("generation", len(tokens)))
-            spans = _message_spans(answer.get("spans") or (), generation)
+            before = known.spans if known is not None and since else None
+            spans = _message_spans(answer.get("spans") or (), generation, since, before)
             slots = answer.get("slots") or ()
-            stops = _stops(answer)
+            edges = tuple((int(end), str(hashed)) for end, hashed in answer.get("edges") or ())
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError(f"a rendering is not as agreed: {error!r}") from error
         if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
             raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
-        return cls(tokens, generation, spans, tuple(SlotView.parse(slot) for slot in slots), stops)
+        views = tuple(SlotView.parse(slot) for slot in slots)
+        return cls(tokens, generation, spans, views, stops, edges, memory)
 
     @property
-    def user_ends(self) -> Sequence[int]:
-        """Where each of the user's messages ends."""
+    def user_ends(self) -> Positions:
+        """Where each of the user's messages ends, ascending."""
         if isinstance(self.spans, _Columns):
             return self.spans.ends_of(Role.USER)
-        return [item.span.end for item in self.spans if item.role is Role.USER]
+        return np.array([s.span.end for s in self.spans if s.role is Role.USER], np.int64)
 
     def slot(self, id: int) -> SlotView | None:
         """The slot of this number; None when the server has none."""
@@ -130,9 +139,11 @@ def role_named(name: str) -> Role:
     return _ROLES.get(name, Role.USER)
 
 
-def common_prefix(one: Tokens, other: Tokens) -> int:
-    """How many tokens two prompts share at their beginning."""
+def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """How many tokens two prompts share at their beginning, or bytes two texts."""
     n, at, step = min(len(one), len(other)), 0, _COMPARED_FIRST
+    if same_memory(one, other):
+        return n
     while at < n:  # most that differ do so early, and long ones are faster in parts
         differs = one[at : min(n, at + step)] != other[at : min(n, at + step)]
         first = int(differs.argmax())
@@ -160,8 +171,29 @@ def _stops(answer: Mapping[str, Any]) -> Positions:
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
 
-def _message_spans(answer: Any, generation: int) -> Sequence[MessageSpan]:
-    return _Columns(answer, generation) if isinstance(answer, dict) else _listed(answer, generation)
+def _went_on(
+    tokens: Tokens, stops: Positions, since: int, known: Rendered | None
+) -> tuple[Tokens, Positions, tuple[Grown, Grown] | None]:
+    """Tokens and stops behind the first `since` tokens of what is known."""
+    if not since:
+        return tokens, stops, None
+    if known is None or not 0 < since <= len(known.tokens):
+        raise ValueError("it goes on from what nobody knows")
+    before, stopped = known._memory or (Grown.of(known.tokens), Grown.of(known.stops))
+    first = int(known.stops.searchsorted(since, "left"))
+    memory = before.followed(since, tokens), stopped.followed(first, stops)
+    return memory[0].rows, memory[1].rows, memory
+
+
+def _message_spans(
+    answer: Any, generation: int, since: int, known: Sequence[MessageSpan] | None
+) -> Sequence[MessageSpan]:
+    if not isinstance(answer, dict):
+        return _listed(answer, generation)
+    before = known if isinstance(known, _Columns) else None
+    if since and before is None:
+        raise ValueError("there are no spans to go on from")
+    return _Columns(answer, generation, since, before)
 
 
 class _Columns(Sequence[MessageSpan]):
@@ -169,22 +201,35 @@ class _Columns(Sequence[MessageSpan]):
 
     __slots__ = ("_ends", "_index", "_role")
 
-    def __init__(self, answer: Mapping[str, Any], generation: int) -> None:
-        self._index, self._role, self._ends = answer["index"], answer["role"], answer["end"]
-        if not len(self._index) == len(self._role) == len(self._ends):
+    def __init__(
+        self, answer: Mapping[str, Any], generation: int, since: int, before: _Columns | None
+    ) -> None:
+        index, ends = _whole_numbers(answer["index"]), _whole_numbers(answer["end"])
+        names = answer["role"]
+        if not len(index) == len(names) == len(ends):
             raise ValueError("columns of spans differ in length")
-        ends = np.array([0, *self._ends], dtype=np.int64)
-        if (ends[1:] < ends[:-1]).any() or (len(self) and ends[-1] != generation):
+        edges = np.concatenate([[since], ends])
+        if (edges[1:] < edges[:-1]).any() or (len(edges) > 1 and edges[-1] != generation):
             raise ValueError("spans do not ascend to the generation prompt")
+        code = {name: _NAMED.index(role_named(str(name))) for name in set(names)}
+        roles = np.array([code[name] for name in names], np.int8)
+        if before is None:
+            self._index, self._role, self._ends = Grown.of(index), Grown.of(roles), Grown.of(ends)
+            return
+        at = int(before._ends.rows.searchsorted(since, "right"))
+        if not at or before._ends.rows[at - 1] != since:
+            raise ValueError("no span ends where the answer goes on")
+        self._index = before._index.followed(at, index)
+        self._role = before._role.followed(at, roles)
+        self._ends = before._ends.followed(at, ends)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._index.rows)
 
-    def ends_of(self, role: Role) -> Sequence[int]:
+    def ends_of(self, role: Role) -> Positions:
         """Where the messages of a role end, without making an object of each."""
-        named = {name for name in set(self._role) if role_named(name) is role}
-        pairs = zip(self._role, self._ends, strict=True)
-        return [end for name, end in pairs if name in named]
+        ends: Positions = self._ends.rows[self._role.rows == _NAMED.index(role)]
+        return ends
 
     @overload
     def __getitem__(self, at: int) -> MessageSpan: ...
@@ -194,8 +239,15 @@ class _Columns(Sequence[MessageSpan]):
         if isinstance(at, slice):
             return tuple([self[i] for i in range(*at.indices(len(self)))])
         at = range(len(self))[at]
-        start = self._ends[at - 1] if at else 0
-        return MessageSpan(self._index[at], role_named(self._role[at]), Span(start, self._ends[at]))
+        start, end = int(self._ends.rows[at - 1]) if at else 0, int(self._ends.rows[at])
+        return MessageSpan(int(self._index.rows[at]), _NAMED[self._role.rows[at]], Span(start, end))
+
+
+def _whole_numbers(given: Sequence[int]) -> Positions:
+    numbers = np.asarray(given)
+    if len(numbers) and numbers.dtype.kind != "i":
+        raise ValueError("columns of spans are whole numbers")
+    return numbers.astype(np.int64)
 
 
 def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from evoke_proxy.core.rendered import MessageSpan, Positions
 
 _TEXT_OVERLAP = 40  # characters: where tokens fall in the text is only known roughly
 _MAX_NAME = 100
+_MOST_MAPS = 64
 # What is between a sentence or a line and the next, as server_blocks_text::stops has it.
 _GAP = re.compile(
     r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
@@ -63,14 +64,14 @@ def cut(
     names = _Names(messages)
     drafts: list[Draft] = []
     edges = sorted(cuts)
-    taken = defaultdict(int, numbers or {})
+    taken, before = dict[str, int](), numbers or {}
     for item in given[first:]:
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
         shares = Shares(message.shown, item.span, stops)
         for span in _pieces(item.span.clipped(end), start, edges, block_tokens, shares.stops):
-            number = taken[name.base]
-            taken[name.base] += 1
+            number = taken.get(name.base, before.get(name.base, 0))
+            taken[name.base] = number + 1
             key = f"{name.base}#{number}"
             drafts.append(Draft(key, span, item.role, item.index, shares.of(span), name.identity))
     return drafts
@@ -136,9 +137,12 @@ class Shares:
         return begin + int((position - edge) * per_token), _TEXT_OVERLAP
 
 
-def next_numbers(keys: Iterable[str], known: Mapping[str, int] | None = None) -> dict[str, int]:
+def next_numbers(keys: Iterable[str], known: Mapping[str, int] | None = None) -> Mapping[str, int]:
     """The next free number of each name; keys are `name#2`, or `name#2.1` of a split block."""
-    numbers = dict(known or {})
+    before = [dict(known or {})] if not isinstance(known, ChainMap) else known.maps
+    if len(before) > _MOST_MAPS:  # else every name would be copied in every turn
+        before = [dict(ChainMap(*before))]
+    numbers = ChainMap[str, int]({}, *before)
     for key in keys:
         base, _, rest = key.rpartition("#")
         numbers[base] = max(numbers.get(base, 0), int(rest.partition(".")[0]) + 1)

@@ -144,7 +144,7 @@ def _inserted(body: bytes, set: Mapping[str, bytes]) -> bytes:
     at = body.index(b"{") + 1
     more = b"" if _EMPTY.match(body, at) else b","
     added = b",".join(json.dumps(key).encode() + b":" + value for key, value in set.items())
-    return body[:at] + added + more + body[at:]
+    return b"".join((body[:at], added, more, memoryview(body)[at:]))
 
 
 def _unwanted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,11 +16,12 @@ from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.held import Held
 from evoke_proxy.core.identity import Hint, find
 from evoke_proxy.core.recorded import Orders, Seated
-from evoke_proxy.core.rendered import Rendered, Tokens
+from evoke_proxy.core.rendered import Positions, Rendered, Tokens
 from evoke_proxy.core.session import Session
 from evoke_proxy.core.side import is_side
 from evoke_proxy.core.slots import SlotPool
 from evoke_proxy.core.turn_record import TurnRecord
+from evoke_proxy.engine.bodies import Kept
 
 # Turns of a conversation that are remembered, in numbers.
 _HISTORY = 256
@@ -89,6 +90,7 @@ class Conversation:
     answered: int = 0
     history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     drift: dict[str, Any] | None = None
+    kept: Kept | None = None
 
     @property
     def id(self) -> str:
@@ -209,12 +211,24 @@ class Conversations:
         self._known[known.id] = made
 
     def of_request(
+        self,
+        request: ChatRequest,
+        rendered: Rendered,
+        hint: Hint | None,
+        tenant: str,
+        kept: Kept | None = None,
+    ) -> Conversation:
+        """The one a request goes on from, else a new one, of which side requests leave no trace.
+        `kept` is what it keeps of the request, for the next to be compared with."""
+        known = self.known(rendered, hint, tenant) or self._new(request, rendered, hint, tenant)
+        known.kept = kept
+        if kept is not None:
+            kept.rendered = rendered
+        return known
+
+    def _new(
         self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str
     ) -> Conversation:
-        """The one a request goes on from, else a new one, of which side requests leave no trace."""
-        known = self.known(rendered, hint, tenant)
-        if known is not None:
-            return known
         beside = self.beside(tenant)
         family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
         ours = hint is not None and hint.ours
@@ -269,7 +283,7 @@ class Conversations:
         return left
 
 
-def _read(known: Conversation, rendered: Rendered, users: Sequence[int]) -> None:
+def _read(known: Conversation, rendered: Rendered, users: Positions) -> None:
     """Take over what the next request is compared with; its user's messages end at `users`."""
     known.tokens, known.generation, known.n_users = rendered.tokens, rendered.generation, len(users)
-    known.head, known.settled = (users[0], users[-1]) if users else (0, 0)
+    known.head, known.settled = (int(users[0]), int(users[-1])) if len(users) else (0, 0)

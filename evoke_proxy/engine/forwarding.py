@@ -15,8 +15,10 @@ from evoke_proxy.core.identity import Hint
 from evoke_proxy.core.outcome import outcome
 from evoke_proxy.core.plan import Plan
 from evoke_proxy.core.probe import Probed
+from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.core.sse import Observer
 from evoke_proxy.core.turn import Turn
+from evoke_proxy.engine.bodies import Kept
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.waiting import Lease, Patience
@@ -39,7 +41,8 @@ class Forwarding:
     what was waited for, `own_s` the rest of the time until
     forwarding, `after_s` what was left to do when the answer had ended. `helped` says that
     it goes to an unpatched server whose slots are kept, `seat` where it sits there. `server` is
-    what its llama-server is called, where there are several.
+    what its llama-server is called, where there are several. `kept` is the body
+    for the next to be compared with, `known` what llama-server has made of the one before.
     """
 
     body: bytes
@@ -69,6 +72,8 @@ class Forwarding:
     helped: bool = False
     seat: Seat | None = None
     server: str = ""
+    kept: Kept | None = None
+    known: Rendered | None = None
 
     @property
     def lease(self) -> Lease | None:

@@ -24,12 +24,12 @@ from evoke_proxy.engine.erasing import Eraser
 from evoke_proxy.engine.forwarding import Forwarding, Send
 from evoke_proxy.engine.gauges import show
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.normalising import Normaliser
 from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operating import Operator
 from evoke_proxy.engine.operators import Operators
 from evoke_proxy.engine.planning import Planner
-from evoke_proxy.engine.reading import read_request, tenant_of
+from evoke_proxy.engine.reader import Reader
+from evoke_proxy.engine.reading import tenant_of
 from evoke_proxy.engine.records import Records
 from evoke_proxy.engine.seating import Seating
 from evoke_proxy.engine.shared import Shared
@@ -70,7 +70,7 @@ class Engine:
         self._models: Models[Engine] = Models(
             self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))
         )
-        self._normaliser = Normaliser(config.normalise, self.metrics)
+        self._reader = Reader(config, self.metrics)
         self.watch = ServerWatch(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         if self._alone:
@@ -208,13 +208,13 @@ class Engine:
         Raises RequestError when one of them is wrong.
         """
         way = Forwarding(body, _now())
-        self._read(way, dialect, client)
+        self._reader.read(way, dialect, client)
         return way.body
 
     async def _prepare(
         self, way: Forwarding, dialect: str, client: Mapping[str, str], patience: Patience | None
     ) -> None:
-        request = self._read(way, dialect, client)
+        request = self._reader.read(way, dialect, client)
         reason = await self._bypass_reason(request, client)
         if reason:
             way.decision = f"bypass:{reason}"
@@ -239,18 +239,6 @@ class Engine:
                 self.upstream_failed(error)
             await self._degrading.run(way, request, client, error)
 
-    def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
-        """The parsed request, its bytes freed of our fields; or why it cannot be parsed.
-
-        With keys of ours that is an error: llama-server might find in it what we would take out.
-        """
-        if client.get("Content-Encoding", "identity").lower() == "identity":
-            way.body = self._normaliser.apply(way.body, dialect, tenant_of(client))
-        request = read_request(way, dialect, client, self.config.policy.bench_fields)
-        if isinstance(request, str) and self.config.security.keys_file:
-            raise RequestError("the request body is not JSON that can be read", "invalid_json")
-        return request
-
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:
         if isinstance(request, str):
             return request
@@ -270,7 +258,7 @@ class Engine:
         self._slots.adjust(config.limits)
         self._vectors.policy = config.policy
         self.keeper.adjust(config.snapshots)
-        self._normaliser.config = config.normalise
+        self._reader.adjust(config)
         for inner in self._models:
             inner.adjust(config)
 

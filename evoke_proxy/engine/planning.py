@@ -70,11 +70,11 @@ class Planner:
         does. The lease is in `way` as soon as there is one and stays the caller's to release.
         """
         began = asyncio.get_running_loop().time()
-        rendering = self._upstream.render(request.dialect, way.body, client)
+        rendering = self._upstream.render(request.dialect, way.body, client, way.known)
         rendered = await self._vectors.beside(rendering, way, request, tenant)
         way.stage = "session"
         known = way.conversation = self._conversations.of_request(
-            request, rendered, way.hint, tenant
+            request, rendered, way.hint, tenant, way.kept
         )
         known.in_use += 1
         left = self._seating.holds(known)
@@ -86,7 +86,7 @@ class Planner:
         request, changed = self._truncated(way, request, rendered)
         if changed or moved:
             way.stage = "render"
-            rendered = await self._upstream.render(request.dialect, way.body, client)
+            rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
         if left is not None and left != lease.slot:
             await self._seating.make_room(known, slot_in(rendered, left), client)
         victim = self._conversations.get(lease.victim)
@@ -114,7 +114,7 @@ class Planner:
         if not await self._records.restored(known, rendered.tokens, view, client):
             return rendered
         way.stage = "render"
-        rendered = await self._upstream.render(request.dialect, way.body, client)
+        rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
         known.epoch = slot_in(rendered, way.lease.slot).epoch
         return rendered
 
@@ -164,7 +164,7 @@ class Planner:
         except PlanRefused as refused:
             await self._learn(way, refused, client)
             way.stage = "render"
-            rendered = await self._upstream.render(request.dialect, way.body, client)
+            rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
             try:
                 await self._attempt(way, request, rendered, client)
             except PlanRefused as again:

@@ -1,4 +1,4 @@
-"""A request's bytes as what they say, and who says it."""
+"""A request's bytes as the object they are, and who says it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any
 
 import orjson
 
-from evoke_proxy.core.chat import ChatRequest, freed, parse_chat
-from evoke_proxy.core.identity import hint_of
 from evoke_proxy.core.splice import edit_top_level
-from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
 
 
@@ -28,27 +25,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise RequestError("the request body is not a JSON object", "invalid_json")
     return parsed
-
-
-def read_request(
-    way: Forwarding, dialect: str, client: Mapping[str, str], bench_fields: bool
-) -> ChatRequest | str:
-    """The parsed request, the bytes of `way` freed of our fields; or why it cannot be parsed."""
-    if client.get("Content-Encoding", "identity").lower() != "identity":
-        return "content_encoding"
-    try:
-        body = parse_object(way.body)
-    except RequestError:
-        # llama-server says what is wrong with it, as it would directly.
-        return "not_json"
-    way.hint = hint_of(client, body)
-    named = body.get("id_slot")
-    way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None
-    request = parse_chat(dialect, body, bench_fields)
-    if request.tags.given:
-        way.body = freed(way.body, body)
-    way.is_batch = request.n > 1 and isinstance(body.get("prompt"), list)
-    return request
 
 
 # Under it stands the tenant of a key of ours; no header of a request can be called so.

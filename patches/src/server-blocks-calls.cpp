@@ -211,16 +211,37 @@ json server_blocks::run_view(const server_blocks_call & call, const std::vector<
     return json { {"slots", res} };
 }
 
-json server_blocks::run_info(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
+// which copies of a tenant are new, have other names or are elsewhere since this was last asked
+void server_blocks::note_changes(const std::string & tenant) {
+    const uint64_t next = version + 1;
+    for (auto it = store.lower_bound(key_t { tenant, 0, 0, 0 }); it != store.end() && std::get<0>(it->first) == tenant; ++it) {
+        const int now = 2*it->second.in_ram() + it->second.on_disk;
+        if (now != it->second.told) {
+            it->second.told    = now;
+            it->second.changed = version = next;
+        }
+    }
+}
+
+json server_blocks::run_info(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) {
     const auto & slot   = find_slot(call, slots);
     const auto   tokens = slot.prompt->tokens.get_text_tokens();
     const auto   hashes = prefix_hashes(tokens, state[slot.id].adapters);
     const auto   resident = llama_kv_block_resident(ctx, slot.id);
     const std::string tenant = json_value(call.body, "tenant", std::string());
 
+    note_changes(tenant);
+    const std::string since = json_value(call.body, "since", std::string());
+    if (since.find_first_not_of("0123456789") != std::string::npos && since != "latest") {
+        fail_request("\"since\" must be a version, or latest");
+    }
+    uint64_t after = since.empty() ? 0 : since == "latest" ? version : std::strtoull(since.c_str(), nullptr, 10);
+    after = after > version ? 0 : after; // that of another server
+
     json blocks = json::array();
-    for (const auto & [key, block] : store) {
-        if (std::get<0>(key) != tenant) {
+    for (auto it = store.lower_bound(key_t { tenant, 0, 0, 0 }); it != store.end() && std::get<0>(it->first) == tenant; ++it) {
+        const auto & block = it->second;
+        if (block.changed <= after) {
             continue;
         }
         const int32_t n = block.kv.p1 - block.kv.p0;
@@ -243,6 +264,7 @@ json server_blocks::run_info(const server_blocks_call & call, const std::vector<
     res["ram"]           = json { {"used", ram_used}, {"budget", ram_budget} };
     res["disk"]          = disk_json();
     res["row_bytes"]     = row_size;
+    res["version"]       = version;
     res["blocks"]        = blocks;
     return res;
 }

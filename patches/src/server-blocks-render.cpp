@@ -6,6 +6,8 @@
 #include "common.h"
 
 #include <algorithm>
+#include <cinttypes>
+#include <stdexcept>
 
 namespace {
 
@@ -59,6 +61,30 @@ int32_t first_token(const llama_vocab * vocab, const llama_tokens & tokens, int3
 std::string base64_of(const std::vector<uint8_t> & bytes) {
     std::string res(base64::required_encode_size(bytes.size()), '=');
     base64::encode(bytes.begin(), bytes.end(), res.begin());
+    return res;
+}
+
+constexpr size_t EDGES_MAX = 64, EDGES_TOLD = 8;
+
+server_blocks_edges edges_in(const llama_tokens & tokens, const json & spans, const std::vector<int32_t> & stops) {
+    server_blocks_edges res;
+    uint64_t h  = 0x65646765ull;
+    size_t   at = 0, stop = 0;
+    for (const auto & span : spans) {
+        const auto end = span.at("p1").get<int32_t>();
+        for (; at < (size_t) end; ++at) {
+            h = server_blocks::mix(h, (uint32_t) tokens[at]);
+        }
+        for (; stop < stops.size() && stops[stop] < end; ++stop) {
+            h = server_blocks::mix(h, (uint32_t) stops[stop]);
+        }
+        for (const char c : span.at("role").get<std::string>()) {
+            h = server_blocks::mix(h, (uint8_t) c);
+        }
+        h = server_blocks::mix(h, span.at("index").get<uint64_t>());
+        h = server_blocks::mix(h, (uint32_t) end);
+        res.emplace_back(end, string_format("%016" PRIx64, h));
+    }
     return res;
 }
 
@@ -166,10 +192,42 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
     return spans;
 }
 
+server_blocks_edges server_blocks_edges_of(const json & value) {
+    server_blocks_edges res;
+    if (!value.is_array() || value.size() > EDGES_MAX) {
+        throw std::invalid_argument("\"known\" must be an array of at most 64 edges");
+    }
+    for (const auto & edge : value) {
+        if (!edge.is_array() || edge.size() != 2 || !edge[0].is_number_integer() || !edge[1].is_string()) {
+            throw std::invalid_argument("each of \"known\" must be [end, hash], as a reply has it in \"edges\"");
+        }
+        res.emplace_back(edge[0].get<int32_t>(), edge[1].get<std::string>());
+    }
+    return res;
+}
+
 std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans,
-                                  const std::vector<int32_t> & stops) {
+                                  const std::vector<int32_t> & stops, const server_blocks_edges & known) {
+    const auto edges = edges_in(tokens, spans, stops);
+    int32_t from = 0;
+    for (const auto & edge : known) {
+        const auto it = std::lower_bound(edges.begin(), edges.end(), edge, [](const auto & a, const auto & b) { return a.first < b.first; });
+        if (it != edges.end() && *it == edge) {
+            from = std::max(from, edge.first);
+        }
+    }
+    json last = json::array();
+    for (size_t i = edges.size() - std::min(edges.size(), EDGES_TOLD); i < edges.size(); ++i) {
+        last.push_back(json::array({ edges[i].first, edges[i].second }));
+    }
+    reply["edges"] = std::move(last);
+    reply["from"]  = from;
+
     json columns { {"index", json::array()}, {"role", json::array()}, {"end", json::array()} };
     for (const auto & span : spans) {
+        if (span.at("p1").get<int32_t>() <= from) {
+            continue;
+        }
         columns["index"].push_back(span.at("index"));
         columns["role"] .push_back(span.at("role"));
         columns["end"]  .push_back(span.at("p1"));
@@ -177,15 +235,15 @@ std::string server_blocks_compact(json reply, const llama_tokens & tokens, const
     reply["spans"] = std::move(columns);
 
     std::vector<uint8_t> bytes;
-    bytes.reserve(4*tokens.size());
-    for (const auto token : tokens) {
+    bytes.reserve(4*(tokens.size() - from));
+    for (size_t i = from; i < tokens.size(); ++i) {
         for (int shift = 0; shift < 32; shift += 8) {
-            bytes.push_back((uint8_t) ((uint32_t) token >> shift));
+            bytes.push_back((uint8_t) ((uint32_t) tokens[i] >> shift));
         }
     }
-    std::vector<uint8_t> bits((tokens.size() + 7)/8);
-    for (const auto at : stops) {
-        bits[at/8] |= (uint8_t) (1u << at%8);
+    std::vector<uint8_t> bits((tokens.size() - from + 7)/8);
+    for (auto it = std::lower_bound(stops.begin(), stops.end(), from); it != stops.end(); ++it) {
+        bits[(*it - from)/8] |= (uint8_t) (1u << (*it - from)%8);
     }
 
     // put in as text: the JSON writer would look at every character of it for what needs an escape

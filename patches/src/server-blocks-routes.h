@@ -60,7 +60,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
     server_blocks_call call;
     const bool attention = string_ends_with(req.path, "/attention");
     call.action = attention ? "attention" : "info";
-    call.body   = json { {"tenant", req.get_param("tenant")} };
+    call.body   = json { {"tenant", req.get_param("tenant")}, {"since", req.get_param("since")} };
     for (const char * key : { "ranges", "per_head" }) {
         if (attention && !req.get_param(key).empty()) {
             call.body[key] = req.get_param(key);
@@ -80,6 +80,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     if (request.contains("compact") && !request.at("compact").is_boolean()) {
         throw std::invalid_argument("\"compact\" must be true or false");
     }
+    const auto known = server_blocks_edges_of(json_value(request, "known", json::array()));
     json body = request.at("body");
     if (dialect == "responses") {
         body = server_chat_convert_responses_to_chatcmpl(body);
@@ -118,7 +119,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     json data = json::parse(res->data);
     data["generation"] = n_generation;
     if (json_value(request, "compact", false)) {
-        res->data = server_blocks_compact(std::move(data), tokens, spans, stops);
+        res->data = server_blocks_compact(std::move(data), tokens, spans, stops, known);
         return res;
     }
     data["tokens"] = tokens;

@@ -64,7 +64,10 @@ void server_blocks::label(const std::string & tenant, const std::string & name, 
     }
     labels[{ tenant, name }] = key;
     auto & block = store.at(key);
-    block.renamed = block.labels.insert(name).second || block.renamed;
+    if (block.labels.insert(name).second) {
+        block.renamed = true;
+        block.told    = -1;
+    }
 }
 
 // the copy is no more, on disk neither
@@ -108,6 +111,7 @@ size_t server_blocks::drop(const std::string & tenant, const std::string & name)
     labels.erase(it);
     block->second.labels.erase(name);
     block->second.renamed = true;
+    block->second.told    = -1;
     if (block->second.labels.empty()) {
         erase(block);
     }

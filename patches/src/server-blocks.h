@@ -149,6 +149,8 @@ public:
     // when it sets `call.waits`, the caller does work(call) and comes again
     json run(server_blocks_call & call, const std::vector<server_blocks_slot> & slots);
 
+    static uint64_t mix(uint64_t h, uint64_t v); // one more value into a hash
+
     // any thread
     static bool is_action(const std::string & action);
     void work(server_blocks_call & call);
@@ -165,6 +167,9 @@ private:
         server_blocks_bounds  bounds;
         uint64_t              used = 0;
         size_t                bytes = 0; // of host memory
+
+        uint64_t changed = 0; // as of `version`: when it was last told of as something else than before,
+        int      told    = -1; // namely where it was; -1 also when its names are others since
 
         bool        on_disk = false; // there is a file of it
         bool        renamed = false; // which does not have its names, or its bounds
@@ -225,6 +230,7 @@ private:
     size_t          row_size   = 0;
     bool            copying    = false; // copies are under way that nobody has waited for
     uint64_t        clock      = 0;
+    uint64_t        version    = 0; // of what was told of copies
     bool            unified    = false; // slots share their cells
     int64_t         next_epoch = 0;
 
@@ -248,7 +254,8 @@ private:
     const server_blocks_slot & find_slot(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
     void check_epoch(const json & body, int id) const;
     json run_view  (const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
-    json run_info  (const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const;
+    json run_info  (const server_blocks_call & call, const std::vector<server_blocks_slot> & slots);
+    void note_changes(const std::string & tenant);
     json run_adopt (const json & body, const server_blocks_slot & slot);
     json run_drop  (const json & body);
     json run_compact(const json & body, const server_blocks_slot & slot);
@@ -342,8 +349,6 @@ private:
     std::string file_of(const key_t & key, const saved & block) const;
     json     disk_json() const;
 
-    static uint64_t mix(uint64_t h, uint64_t v);
-
     // [k] = of the first k tokens, made under these adapters
     static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens, uint64_t adapters);
 };
@@ -373,10 +378,16 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
                          const std::string & prompt, const json & messages, const std::string & generation_prompt,
                          int32_t & n_generation, std::vector<int32_t> & stops);
 
+// where messages end, each with a hash of all that a compact reply says up to there
+using server_blocks_edges = std::vector<std::pair<int32_t, std::string>>;
+
+// as a request names them, [[end, hash], ...]; std::invalid_argument when it is nothing like that
+server_blocks_edges server_blocks_edges_of(const json & value);
+
 // `reply` as text, with the spans as columns, the tokens as base64 of little-endian int32, and the stops as base64 of
-// a bit for each token, the lowest first
+// a bit for each token, the lowest first; without what is up to the last edge of `known` that is the reply's too
 std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans,
-                                  const std::vector<int32_t> & stops);
+                                  const std::vector<int32_t> & stops, const server_blocks_edges & known);
 
 // fields that a converter of another dialect does not know
 void server_blocks_carry(const json & from, json & to);

@@ -54,6 +54,9 @@ def render(server: Llama, dialect: str, body: object, **more: object) -> dict[st
 def unpacked(compact: dict[str, Any]) -> dict[str, Any]:
     """The plain reply that a compact one stands for."""
     plain = dict(compact)
+    edges = plain.pop("edges")
+    assert [end for end, _ in edges] == compact["spans"]["end"][-8:]
+    assert plain.pop("from") == 0
     raw = base64.b64decode(plain.pop("tokens_b64"), validate=True)
     assert len(raw) % 4 == 0
     plain["tokens"] = [
@@ -64,10 +67,10 @@ def unpacked(compact: dict[str, Any]) -> dict[str, Any]:
     plain["stops"] = [at for at in range(8 * len(bits)) if bits[at // 8] >> at % 8 & 1]
     columns = plain.pop("spans")
     assert columns.keys() == {"index", "role", "end"}
-    edges = pairwise([0, *columns["end"]])
+    ends = pairwise([0, *columns["end"]])
     plain["spans"] = [
         {"index": index, "role": role, "p0": p0, "p1": p1}
-        for index, role, (p0, p1) in zip(columns["index"], columns["role"], edges, strict=True)
+        for index, role, (p0, p1) in zip(columns["index"], columns["role"], ends, strict=True)
     ]
     return plain
 
@@ -187,6 +190,10 @@ def test_the_view_tells_what_each_slot_shares(two: Llama) -> None:
             {"dialect": "completions", "body": {"prompt": "a"}, "compact": value}
             for value in (1, 0, "true", None, [], {})
         ),
+        *(
+            {"dialect": "completions", "body": {"prompt": "a"}, "known": value}
+            for value in (1, {}, "x", [1], [[]], [[1, 2]], [["1", "a"]], [[1, "a"]] * 65)
+        ),
     ],
 )
 def test_bad_requests_are_400(one: Llama, body: object) -> None:
@@ -199,6 +206,30 @@ def test_a_compact_rendering_says_the_same(one: Llama, two: Llama) -> None:
     two.complete(two.tokens(story(100)), slot=1)
     for server in (one, two):
         check_compact_is_plain(server)
+
+
+def test_what_is_known_is_not_said_again(one: Llama) -> None:
+    """Completed with what was said before, the reply is the whole one; else it is the whole one."""
+    before = render(one, "chat", {"messages": LONG[:14]}, compact=True)
+    body = {"messages": LONG}
+    whole = render(one, "chat", body, compact=True)
+    short = render(one, "chat", body, compact=True, known=before["edges"])
+    assert short["from"] == before["generation"] > 0
+    assert short["spans"]["index"] == whole["spans"]["index"][14:]
+    assert len(short["tokens_b64"]) < len(whole["tokens_b64"])
+    completed, read = Rendered.parse(short, Rendered.parse(before)), Rendered.parse(whole)
+    assert completed.tokens.tolist() == read.tokens.tolist()
+    assert completed.stops.tolist() == read.stops.tolist()
+    assert list(completed.spans) == list(read.spans) and completed.edges == read.edges
+    other = [MESSAGES[0], *LONG[1:]]
+    for edges, messages in (
+        (before["edges"], other),
+        ([[end, "0" * 16] for end, _ in before["edges"]], LONG),
+        ([[end - 1, hashed] for end, hashed in before["edges"]], LONG),
+        ([], LONG),
+    ):
+        said = render(one, "chat", {"messages": messages}, compact=True, known=edges)
+        assert said == render(one, "chat", {"messages": messages}, compact=True)
 
 
 @pytest.mark.parametrize(

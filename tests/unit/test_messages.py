@@ -181,9 +181,9 @@ def test_anthropic_messages_that_render_to_nothing_do_not_count() -> None:
     ],
 )
 def test_media_is_found_wherever_a_dialect_puts_it(body: dict[str, object]) -> None:
-    assert has_media(body)
+    assert has_media(body, {})
 
 
 def test_text_is_no_media() -> None:
-    assert not has_media({"messages": [{"content": "image"}, {"content": [{"type": "text"}]}]})
-    assert not has_media({"input": "image"})
+    assert not has_media({"messages": [{"content": "image"}, {"content": [{"type": "text"}]}]}, {})
+    assert not has_media({"input": "image"}, {})

@@ -1,0 +1,93 @@
+"""A body read from where it goes on is the body read whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evoke_proxy.engine.bodies import Bodies, Kept, Read
+
+# What looks like the structure around it, inside and outside of strings.
+NASTY = st.text(st.sampled_from('"\\{}[],: ab\n\u00e9\U0001f642'), max_size=12)
+TEXT = NASTY | st.sampled_from(['"]}', '"},{"role":"user"', '],"messages":[', "}]", '\\"}', "{}"])
+VALUE = st.recursive(
+    TEXT | st.integers() | st.none(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=3,
+)
+MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": VALUE})
+ELEMENTS = st.lists(MESSAGE, max_size=2) | st.lists(MESSAGE | VALUE, max_size=2)
+NAMES = st.sampled_from(["model", "x", "y", "model", "x", "y", "messages"])
+MEMBERS = st.lists(st.tuples(NAMES, VALUE), max_size=2)
+SPELLED: list[Callable[[Any], str]] = [
+    json.dumps,
+    lambda value: json.dumps(value, separators=(",", ":"), ensure_ascii=False),
+    lambda value: json.dumps(value, indent=1),
+]
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> list[bytes]:
+    """Bodies of which each goes on from the one before, or nearly."""
+    spell = draw(st.sampled_from(SPELLED))
+    key = draw(st.sampled_from(["messages", "messages", "input"]))
+    said, bodies = draw(st.lists(MESSAGE, min_size=2, max_size=4)), list[bytes]()
+    before, behind = draw(MEMBERS), draw(MEMBERS)
+    for turn in range(draw(st.integers(3, 5))):
+        lost = draw(st.sampled_from([0, 0, 0, 1])) if turn else 0
+        said = said[: len(said) - lost] + draw(ELEMENTS)
+        if draw(st.sampled_from([False, False, False, True])):
+            behind = draw(MEMBERS)
+        members = [*before, (key, said), *behind]
+        pairs = ", ".join(f"{json.dumps(name)}: {spell(value)}" for name, value in members)
+        bodies.append(f"{{{pairs}}}".encode("utf-8", "replace"))
+    return bodies
+
+
+@settings(max_examples=60)
+@given(talks())
+def test_what_is_read_is_what_is_said(talk: list[bytes]) -> None:
+    bodies, kept = Bodies(least=1), list[Kept | None]()
+    for body in talk:
+        whole = orjson.loads(body)
+        read = bodies.read(body, "t")
+        if read is None:
+            read = Read(body, whole)
+        assert read.parsed == whole and list(read.parsed) == list(whole)
+        for name, count in read.known.items():
+            assert read.before is not None
+            assert read.parsed[name][:count] == read.before.parsed[name][:count]
+        kept.append(bodies.keep(read, "t"))
+
+
+def talk(n: int, **more: object) -> bytes:
+    said = [{"role": "user", "content": f'{i} "]}} {"x" * 50}'} for i in range(n)]
+    return orjson.dumps({"model": "m", "messages": said, "stream": True} | more)
+
+
+def test_only_what_is_new_is_parsed() -> None:
+    bodies = Bodies(least=1)
+    kept = bodies.keep(Read(talk(8), orjson.loads(talk(8))), "t")
+    for n in (10, 11, 20, 21):
+        read = bodies.read(talk(n), "t")
+        assert read is not None and read.before is kept and kept is not None
+        assert read.known == {"messages": kept.n} and kept.n == len(kept.parsed["messages"])
+        same = zip(read.parsed["messages"], kept.parsed["messages"], strict=False)
+        assert all(one is other for one, other in same)
+        kept = bodies.keep(read, "t")
+
+
+def test_nothing_is_known_of_other_tenants_short_bodies_and_those_that_were_let_go() -> None:
+    bodies = Bodies(least=len(talk(8)))
+    kept = bodies.keep(Read(talk(8), orjson.loads(talk(8))), "t")
+    assert bodies.read(talk(9), "t") is not None
+    assert bodies.read(talk(9), "other") is None
+    assert bodies.keep(Read(talk(7), orjson.loads(talk(7))), "t") is None
+    assert bodies.read(talk(9, model="another"), "t") is None
+    del kept
+    assert bodies.read(talk(9), "t") is None and not bodies._latest
