@@ -85,8 +85,8 @@ class ServerPool:
     def is_foreign(self, at: int) -> bool:
         """Whether it serves another model than the others.
 
-        What all serve is what the first to answer did, for as long as any of them, up or down, is
-        known to."""
+        What all serve is what the first in the list did that answered at the start, for as long as
+        any of them, up or down, is known to."""
         model = self.members[at].model
         return bool(model and self._model and model != self._model)
 
@@ -138,9 +138,7 @@ class ServerPool:
         member.checking, member.check_at = False, now + self.rules.interval_s
         member.failures, member.backoff_s, member.breaker = 0, 0.0, CLOSED
         member.n_slots, member.model = n_slots, model or member.model
-        if not any(other.model == self._model for other in self.members if other.model):
-            closed_ones = (m.model for m in self.members if m.breaker == CLOSED and m.model)
-            self._model = next(closed_ones, "")
+        self._compare()
         return closed
 
     def missed(self, at: int, now: float) -> bool:
@@ -150,6 +148,7 @@ class ServerPool:
         if member.breaker == HALF_OPEN:
             grown = min(2 * member.backoff_s, self.rules.backoff_max_s)
             self._open(member, max(grown, self.rules.backoff_s), now)
+            self._compare()
             return True
         member.check_at = now + self.rules.interval_s
         return self.failed(at, now)
@@ -158,6 +157,14 @@ class ServerPool:
         """Seconds until it is worth asking again when none takes requests."""
         tries = [m.check_at - now for m in self.members if m.breaker != CLOSED]
         return max(1.0, min(tries, default=self.rules.backoff_max_s))
+
+    def _compare(self) -> None:
+        """What all are to serve; not before each has been checked for the first time."""
+        unchecked = any(m.breaker == HALF_OPEN and not m.openings for m in self.members)
+        if unchecked or any(m.model == self._model for m in self.members if m.model):
+            return
+        models = (m.model for m in self.members if m.breaker == CLOSED and m.model)
+        self._model = next(models, "")
 
     @staticmethod
     def _open(member: Member, backoff_s: float, now: float) -> None:

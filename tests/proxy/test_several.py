@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+from fake_upstream import Exchange, fake_upstream, whole
 from keeping import QUICK, House, decoded, settled
-from running import Answer, RunningProxy, ask, pool, process_on
+from prometheus_client.parser import text_string_to_metric_families
+from running import Answer, RunningProxy, ask, llama_server, pool, process_on, server_binary
+from talking import FILLER, Talk
 
 from evoke_proxy.demo.processes import free_port
 
@@ -25,7 +29,7 @@ EAGER = {"pool__health_interval_s": 0.2, "pool__backoff_s": 0.2, "pool__backoff_
 
 
 @dataclass(slots=True)
-class House2:
+class Pair:
     """Servers by name, each to be killed and started again where it was."""
 
     start: Callable[[int], Any]
@@ -46,8 +50,8 @@ class House2:
 
 
 @contextmanager
-def _two(start: Callable[[int], Any]) -> Iterator[House2]:
-    house = House2(start)
+def _two(start: Callable[[int], Any]) -> Iterator[Pair]:
+    house = Pair(start)
     starting = [threading.Thread(target=house.up, args=(name,)) for name in ("a", "b")]
     house.ports = {"a": free_port(), "b": free_port()}
     for thread in starting:
@@ -190,3 +194,133 @@ def _turned_away(running: RunningProxy) -> None:
         assert "0 of 2 llama-servers" in error["error"]["message"]
     ready = ask(running.port, "GET", "/evoke/ready")
     assert ready.status == 503 and json.loads(ready.body)["failed"] == ["upstream"]
+
+
+@pytest.fixture(scope="module")
+def mixed(stock_port: int, patched_port: int) -> Iterator[RunningProxy]:
+    """A stock server, a patched one, and one that serves something else."""
+
+    async def foreign(exchange: Exchange) -> None:
+        told = {"/health": b"{}", "/v1/models": b'{"data":[{"id":"x","meta":{"n_params":7}}]}'}
+        path = exchange.head.split()[1].decode()
+        await exchange.say(whole(told.get(path, b"[]"), b"application/json"))
+
+    with fake_upstream(foreign) as other:
+        ports = {"stock": stock_port, "patched": patched_port, "foreign": other.port}
+        with pool(ports, **EAGER) as running:
+            yield running
+
+
+def test_one_that_serves_something_else_gets_no_requests(mixed: RunningProxy) -> None:
+    assert _server(mixed, "foreign")["foreign"] and not _server(mixed, "foreign")["takes"]
+    assert _server(mixed, "stock")["takes"] and _server(mixed, "patched")["takes"]
+    assert mixed.metric("evoke_server_foreign", server="foreign") == 1
+    ready = json.loads(ask(mixed.port, "GET", "/evoke/ready").body)
+    assert ready["status"] == "ready" and ready["mode"] == "mixed"
+    assert "foreign serves another model" in ready["checks"]["upstream"]["detail"]
+    status = json.loads(ask(mixed.port, "GET", "/evoke/status").body)
+    assert [server["name"] for server in status["servers"]] == ["stock", "patched", "foreign"]
+
+
+def test_requests_at_once_are_spread(mixed: RunningProxy) -> None:
+    """Nobody waits while a server is idle."""
+    seen: list[str] = []
+
+    def one(number: int) -> None:
+        body = {"messages": [{"role": "user", "content": f"{number}"}], "max_tokens": 200}
+        sent = json.dumps({**body, "ignore_eos": True}).encode()
+        seen.append(_at(ask(mixed.port, "POST", "/v1/chat/completions", sent, JSON)))
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
+    threads[0].start()
+    _await(lambda: any(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
+    threads[1].start()
+    _await(lambda: all(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == ["patched", "stock"]
+
+
+def test_what_is_of_one_server_says_of_which(mixed: RunningProxy) -> None:
+    for name in ("stock", "patched"):
+        answer = ask(mixed.port, "GET", "/props", headers={"X-Evoke-Server": name})
+        assert _at(answer) == name
+        assert ("evoke" in json.loads(answer.body)) == (name == "patched")
+    assert _at(ask(mixed.port, "GET", "/slots")) in ("stock", "patched")
+    refused = ask(mixed.port, "POST", "/slots/0?action=erase", b"{}", JSON)
+    assert refused.status == 400 and json.loads(refused.body)["error"]["code"] == "server_needed"
+    named = JSON | {"X-Evoke-Server": "patched"}
+    erased = ask(mixed.port, "POST", "/slots/0?action=erase", b"{}", named)
+    assert _at(erased) == "patched" and erased.status in (200, 501)
+    unknown = ask(mixed.port, "GET", "/props", headers={"X-Evoke-Server": "none"})
+    assert unknown.status == 404
+    assert ask(mixed.port, "PATCH", "/evoke/servers/none", b'{"draining":true}', JSON).status == 404
+
+
+def test_the_metrics_of_all_are_one_exposition(mixed: RunningProxy) -> None:
+    text = ask(mixed.port, "GET", "/metrics").body.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    of = [s.labels["server"] for s in families["llamacpp:requests_processing"].samples]
+    assert sorted(of) == ["patched", "stock"]
+    (up,) = families["evoke_upstream_up"].samples
+    assert up.value == 1
+    assert {s.labels["server"] for s in families["evoke_server_up"].samples} == {
+        *("stock", "patched", "foreign")
+    }
+
+
+def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
+    def start(port: int) -> Any:
+        options = ("-np", "1", "--evoke-ram", "64", "--slots")
+        return llama_server(server_binary(patched=True), *options, port=port)
+
+    with _two(start) as pair, pool(pair.ports, **EAGER) as running:
+        talk = Talk(running.port, "held", {"evoke_budget": 320, "evoke_pinned": False})
+        for number in range(5):
+            said = talk.say(f"Turn {number}. {FILLER}")
+        assert said.books["omitted"] > 0
+        home = said.headers["x-evoke-server"]
+        body = json.dumps({"budget": 384}).encode()
+        (row,) = _sessions(running)
+        assert ask(running.port, "PATCH", f"/evoke/sessions/{row['id']}", body, JSON).status == 200
+
+        pair.kill(home)
+        said = talk.say("What was that about?")
+        assert said.headers["x-evoke-server"] == pair.other(home)
+        assert said.books["resident_before"] == said.books["recovered"] == 0
+        _balanced(said.books)
+        _balanced(talk.say("And then?").books)
+        (after,) = _sessions(running)
+        assert (after["id"], after["turns"], after["own_budget"]) == (row["id"], 7, True)
+        assert after["server"] == pair.other(home) and after["limit"] == 384
+
+        pair.up(home)
+        _await(lambda: _server(running, home)["takes"])
+        _dies_of_no_request(pair, running)
+
+
+def _balanced(books: Any) -> None:
+    kinds = ("decoded", "recovered", "resident_before", "omitted")
+    assert sum(books[kind] for kind in kinds) == books["n_prompt"]
+    assert books["n_resident_peak"] <= 384
+
+
+def _dies_of_no_request(pair: Pair, running: RunningProxy) -> None:
+    """Killed while it decodes a prompt: the answer is the other's, whole and right."""
+    messages: list[dict[str, Any]] = []
+    said: list[Answer] = []
+    asking = threading.Thread(
+        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 5 + "So?", "long"))
+    )
+    asking.start()
+    _await(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))
+    (home,) = [name for name in pair.ports if _server(running, name)["in_flight"]]
+    _await(lambda: json.loads(ask(pair.ports[home], "GET", "/slots").body)[0]["is_processing"])
+    pair.kill(home)
+    asking.join()
+    assert _at(said[0]) == pair.other(home)
+    asked = {"messages": messages[:-1], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    alone = json.dumps({**asked, "cache_prompt": False}).encode()
+    direct = ask(pair.ports[pair.other(home)], "POST", "/v1/chat/completions", alone, JSON)
+    content = json.loads(direct.body)["choices"][0]["message"]["content"]
+    assert content == messages[-1]["content"]

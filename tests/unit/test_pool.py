@@ -88,9 +88,19 @@ def test_one_that_drains_gets_nothing_and_comes_back() -> None:
 def test_what_all_serve_is_what_the_first_served_as_long_as_anybody_does() -> None:
     pool = ServerPool(["a", "b", "c"], RULES)
     assert pool.due(0.0) == [0, 1, 2]
-    pool.found(1, 0.0, 1, "small")
-    pool.found(0, 0.0, 1, "large")
     pool.found(2, 0.0, 1, "")
+    pool.found(0, 0.0, 1, "large")
+    assert not pool.is_foreign(0), "not before all were asked"
+    pool.found(1, 0.0, 1, "small")
+    assert [pool.is_foreign(at) for at in range(3)] == [False, True, False]
+    # The first was away at the start: what it serves is not what all do.
+    pool = ServerPool(["a", "b", "c"], RULES)
+    assert pool.due(0.0) == [0, 1, 2]
+    pool.found(2, 0.0, 1, "")
+    pool.missed(0, 0.0)
+    pool.found(1, 0.0, 1, "small")
+    assert pool.due(1.0) == [0]
+    pool.found(0, 1.0, 1, "large")
     assert [pool.is_foreign(at) for at in range(3)] == [True, False, False]
     assert pool.choose(0, [0, 0, 0]) == 1
     for _ in range(3):
