@@ -55,7 +55,7 @@ class Fleet:
         self._entered = AsyncExitStack()
         self.shared.servers = self._servers
         self.uplinks = {name: engine.upstream for name, engine in engines.items()}
-        self.upstream = AnyServer(self._servers, lambda tried: self._choose(None, tried))
+        self.upstream = AnyServer(self._servers, lambda: self._choose(None, set()), self._next)
         self.operator: Operators = FleetOperators(self._servers)
         show(self.metrics, lambda: [pair for e in engines.values() for pair in e.served])
 
@@ -91,22 +91,19 @@ class Fleet:
         no third. Raises NoServer when none takes requests.
         """
         asked, tried = _asked(dialect, body, client), set[int]()
-        known = self._affinity.find(asked.tenant, asked.name, asked.trail)
-        broke = False
+        known = self._place(asked)
+        at, broke = self._choose(known, tried), False
         while True:
-            at = self._choose(known, tried)
             known = await self._seated(known, at)
             try:
                 with self._servers.one(at), self._heard(known, asked):
                     sent = self._noting(send, known)
                     return await self._servers[at].answer(dialect, body, client, sent, patience)
             except UpstreamError as error:
-                again = not error.reached or (isinstance(error, UpstreamUnavailable) and not broke)
-                tried.add(at)
-                if not again or not self._others(tried):
+                if error.reached and (broke or not isinstance(error, UpstreamUnavailable)):
                     raise
                 broke |= error.reached
-                self._servers.lost_one(at, error)
+                at = self._next(at, tried, error)
 
     def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
         """See Engine; the same for all."""
@@ -118,7 +115,8 @@ class Fleet:
 
     async def keep(self) -> None:
         """See Engine."""
-        await asyncio.gather(*[self._servers[at].keep() for at in self._servers.able])
+        well = [at for at in range(len(self._servers)) if self._servers.pool.is_well(at)]
+        await asyncio.gather(*[self._servers[at].keep() for at in well])
 
     def adjust(self, config: Config) -> None:
         """See Engine."""
@@ -138,16 +136,36 @@ class Fleet:
             checks[f"budget_{self._servers.name(at)}"] = {"ok": True, "detail": said}
         return checks
 
+    def _place(self, asked: _Asked) -> Bound | None:
+        """Where the conversation of a request is; None of a new one. One that was written down by
+        the proxy before this one is known by its name."""
+        known = self._affinity.find(asked.tenant, asked.name, asked.trail)
+        if known is not None or asked.name is None:
+            return known
+        for at in range(len(self._servers)):
+            for session in self._servers[at].conversations:
+                if (session.tenant, session.name) == (asked.tenant, asked.name):
+                    known = self._affinity.bind(at)
+                    known.session = session.id
+                    return known
+        return None
+
     def _choose(self, known: Bound | None, tried: set[int]) -> int:
         home = known.server if known is not None else None
         at = self._servers.pool.choose(home, self._affinity.bound, tried)
         if at is None:
             wait_s = self._servers.pool.retry_after(asyncio.get_running_loop().time())
-            raise NoServer(f"{self._servers.described()}; try again later", wait_s)
+            failed = f", {len(tried)} failed just now" if tried else ""
+            raise NoServer(f"{self._servers.described()}{failed}; try again later", wait_s)
         return at
 
-    def _others(self, tried: set[int]) -> bool:
-        return self._servers.pool.choose(None, self._affinity.bound, tried) is not None
+    def _next(self, at: int, tried: set[int], error: UpstreamError) -> int:
+        """The server of a request that another has failed; raises NoServer when none is left."""
+        tried.add(at)
+        self._servers.failed(error)
+        other = self._choose(None, tried)
+        self._servers.passed_on(at, error)
+        return other
 
     async def _seated(self, known: Bound | None, at: int) -> Bound:
         """The conversation of a request, at the server that it goes to."""

@@ -14,7 +14,6 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.fingerprint import same_model
 from evoke_proxy.core.pool import BREAKER, CLOSED, Member, Rules, ServerPool
-from evoke_proxy.core.server_info import UNKNOWN_SERVER
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.feed import Feed
 from evoke_proxy.engine.orchestrator import Engine
@@ -38,6 +37,7 @@ class Servers:
         self.pool = ServerPool(tuple(engines), Rules(*rules))
         self._metrics, self._feed = metrics, feed
         self._fingerprints = [""] * len(engines)
+        self._unsure: set[int] = set()  # those that may be another than they were
         self._chores = Chores()
         self._watching: asyncio.Task[None] | None = None
         self._show()
@@ -86,9 +86,8 @@ class Servers:
         finally:
             self.pool.ended(at)
 
-    def lost_one(self, at: int, error: UpstreamError) -> None:
+    def passed_on(self, at: int, error: UpstreamError) -> None:
         """A request goes to another one because of this."""
-        self.failed(error)
         name = self.name(at)
         self._metrics.failovers.labels(server=name).inc()
         _log.warning("a request goes on to another server than %s: %s", name, error)
@@ -100,6 +99,7 @@ class Servers:
             self._metrics.upstream_errors.labels(kind=error.code).inc()
             return
         self._each[at].upstream_failed(error)
+        self._unsure.add(at)
         if not isinstance(error, UpstreamRejected) and self.pool.failed(at, _now()):
             self._opened(at, error)
 
@@ -173,12 +173,12 @@ class Servers:
 
     async def _check(self, at: int) -> None:
         """Ask one whether it is well, and after it was away, what it is."""
-        engine, known = self._each[at], self.pool.members[at].breaker == CLOSED
+        engine = self._each[at]
         answered = False
         try:
             async with asyncio.timeout(self._timeout_s):
                 await engine.upstream.call("GET", "/health")
-                model = await self._looked(at, known)
+                model = await self._looked(at)
             answered = True
             if self.pool.found(at, _now(), engine.server.n_slots, model):
                 self._closed(at)
@@ -192,10 +192,10 @@ class Servers:
             if not answered:  # whatever else goes wrong, it is checked again
                 self.pool.missed(at, _now())
 
-    async def _looked(self, at: int, known: bool) -> str:
+    async def _looked(self, at: int) -> str:
         """What a server serves; empty when that is known, or not told without a client's key."""
         engine = self._each[at]
-        if known and engine.server is not UNKNOWN_SERVER:
+        if self.pool.is_well(at) and at not in self._unsure:
             return ""
         if self.pool.members[at].openings:  # it may be another one
             engine.watch.lost()
@@ -206,6 +206,8 @@ class Servers:
             self._fingerprints[at] = await StockCalls(engine.upstream).fingerprint(None)
         except UpstreamRejected:
             return ""
+        finally:
+            self._unsure.discard(at)
         return same_model(props, models)
 
     def _closed(self, at: int) -> None:

@@ -20,11 +20,18 @@ _LOOKS = frozenset(("GET", "HEAD", "OPTIONS"))
 
 
 class AnyServer:
-    """As an Upstream; `choose` gives the place of a server that was not tried, or raises."""
+    """As an Upstream; `choose` gives the place of a server, `next` that of one that was not tried,
+    after the failure of another. Both raise NoServer."""
 
-    def __init__(self, servers: Servers, choose: Callable[[set[int]], int]) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        choose: Callable[[], int],
+        next: Callable[[int, set[int], UpstreamError], int],
+    ) -> None:
         self._servers = servers
         self._choose = choose
+        self._next = next
 
     @asynccontextmanager
     async def open(
@@ -60,17 +67,15 @@ class AnyServer:
         body: bytes | AsyncIterable[bytes] | None,
     ) -> Reply:
         """The answer of the first that takes the connection; it is closed with the stack."""
-        tried: set[int] = set()
+        at, tried = self._choose(), set[int]()
         while True:
-            at = self._choose(tried)
             opened = self._opened(at, method, target, headers, body)
             try:
                 return await stack.enter_async_context(opened)
             except UpstreamError as error:
                 if error.reached:
                     raise
-                tried.add(at)
-                self._servers.lost_one(at, error)
+                at = self._next(at, tried, error)
 
     @asynccontextmanager
     async def _opened(

@@ -1,0 +1,117 @@
+"""Where a request goes of several servers, as far as no server is needed for that."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from test_recorded import seated
+
+from evoke_proxy.config import Config, PoolConfig
+from evoke_proxy.core.identity import Hint
+from evoke_proxy.engine.fleet.fleet import Fleet, _asked
+from evoke_proxy.engine.fleet.moving import move
+from evoke_proxy.errors import ConfigError, NoServer, UpstreamUnavailable
+
+CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
+NAMED = {"X-Evoke-Session": "mine"}
+BODY = b'{"messages":[{"role":"user","content":"Hi"}]}'
+
+
+def _well(fleet: Fleet, *places: int) -> None:
+    pool = fleet._servers.pool
+    assert pool.due(0.0)
+    for at in range(2):
+        (pool.found(at, 0.0, 1, "m") if at in places else pool.missed(at, 0.0))
+
+
+def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
+    fleet = Fleet(CONFIG)
+    known = replace(seated(), hint=Hint("mine", "X-Evoke-Session"))
+    fleet._servers[1].conversations.recall(known)
+    tenant = known.session.tenant
+    asked = replace(_asked("chat", BODY, NAMED), tenant=tenant)
+    place = fleet._place(asked)
+    assert place is not None and (place.server, place.session) == (1, known.session.id)
+    assert fleet._place(replace(asked, name="other")) is None
+    assert fleet._place(replace(asked, tenant="other")) is None
+
+
+def test_records_are_recalled_where_they_were() -> None:
+    fleet = Fleet(CONFIG)
+    for home, mine in (("http://one:1", [0]), ("http://two:2", [1]), ("http://gone:3", [0])):
+        found = [
+            at
+            for at in range(2)
+            if fleet._servers[at]._records._is_mine(replace(seated(), home=home))
+        ]
+        assert found == mine
+
+
+def test_what_moves_is_the_same_session_and_has_nothing() -> None:
+    async def moved() -> None:
+        fleet = Fleet(CONFIG)
+        source, target = fleet._servers[0], fleet._servers[1]
+        source.conversations.recall(seated())
+        (known,) = source.conversations
+        known.epoch, known.n_resident, known.in_use, known.pinned = 7, 100, 1, True
+        assert not await move(known.id, source, target, there=False), "it is being answered"
+        known.in_use = 0
+        assert await move(known.id, source, target, there=False)
+        assert not list(source.conversations)
+        (there,) = target.conversations
+        assert (there.id, there.pinned, there.epoch, there.n_resident) == (known.id, True, None, 0)
+        assert there.unsure and not there.labels and known.labels
+        assert not await move(known.id, source, target, there=False), "it is not there any more"
+
+    asyncio.run(moved())
+
+
+def test_a_request_is_passed_on_until_none_is_left() -> None:
+    async def passed() -> None:
+        fleet = Fleet(CONFIG)
+        _well(fleet, 0, 1)
+        refused = UpstreamUnavailable("no", "http://one:1", reached=False)
+        tried: set[int] = set()
+        assert fleet._next(0, tried, refused) == 1
+        with pytest.raises(NoServer) as none:
+            fleet._next(1, tried, UpstreamUnavailable("no", "http://two:2", reached=False))
+        assert none.value.retry_after >= 1 and none.value.status == 503
+        assert "2 failed just now" in str(none.value)
+        sample = fleet.metrics.registry.get_sample_value
+        assert sample("evoke_server_failovers_total", {"server": "a"}) == 1
+        assert sample("evoke_server_failovers_total", {"server": "b"}) == 0
+        assert fleet._servers.pool.members[0].failures == 1
+
+    asyncio.run(passed())
+
+
+def test_a_broken_request_goes_anywhere() -> None:
+    assert _asked("chat", b"not JSON", {}) == _asked("chat", b'{"evoke_budget":-1}', {})
+    assert _asked("chat", BODY, NAMED).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["http://h:1", "x=http://h:2/"], {"h:1": "http://h:1", "x": "http://h:2"}),
+        (["https://gpu-box"], {"gpu-box": "https://gpu-box"}),
+        (["http://h:1/a=b"], {"h:1": "http://h:1/a=b"}),
+        (["v6=http://[::1]:9"], {"v6": "http://[::1]:9"}),
+        (["http://[::1]:9"], None),
+        (["a=ftp://h:1"], None),
+        (["a b=http://h:1"], None),
+        (["a=http://h:1", "a=http://h:2"], None),
+        (["a=http://h:1", "b=http://h:1/"], None),
+        (["h:1"], None),
+        (["http://h:none"], None),
+    ],
+)
+def test_servers_have_names(given: list[str], named: dict[str, str] | None) -> None:
+    config = PoolConfig(tuple(given))
+    if named is None:
+        with pytest.raises(ConfigError, match="pool.upstreams"):
+            config.servers  # noqa: B018
+    else:
+        assert config.servers == named
