@@ -129,8 +129,9 @@ class Store:
         self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
     def remove_record(self, id: str) -> None:
-        """Forget it; nothing when it is not there."""
-        self._change("DELETE FROM records WHERE id = ?", (id,))
+        """Forget it and its parts, whose ids are its own, `#` and more; nothing when it is not
+        there."""
+        self._change("DELETE FROM records WHERE id = ?1 OR id GLOB ?1 || '#*'", (id,))
 
     def records(self, only: str | None = None) -> Iterator[Record]:
         """Every record, or the only one of this id, the latest used first, but for those that are

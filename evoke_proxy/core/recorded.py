@@ -1,8 +1,7 @@
 """What of a budgeted session is written down, so that it goes on after a restart as if there had
 been none: which blocks it has, under which names they were saved, which were in its slot.
 
-Embeddings and what the model has looked at are not: the former are made again, the latter is
-learnt anew.
+What the model has looked at is not: it is learnt anew. Vectors are written down beside it.
 """
 
 from __future__ import annotations

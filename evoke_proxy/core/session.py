@@ -50,7 +50,7 @@ class Session:
         self.config = config
         self._adopts = adopts
         self._decoded: Tokens = self.layout.tokens
-        self._index = Index()
+        self.index = Index()
         self._task = Task()
         self.attention = Attended()
         self._recovered: dict[str, int] = {}
@@ -266,7 +266,7 @@ class Session:
             adopt_to=adopt_to,
             left=self._left if adopt_to else (),
             stale=tuple(sorted(layout.stale)),
-            index=self._index,
+            index=self.index,
             task=task,
             recovered=layout.blocks.labelled(frozenset(self._recovered)),
         )
@@ -281,11 +281,11 @@ class Session:
 
     def lacking(self, limit: int) -> list[tuple[str, tuple[str, ...]]]:
         """Labels and texts to embed of at most so many blocks without vectors, the latest first."""
-        return [(block.label, pieces(block.text)) for block in self._index.lacking(limit)]
+        return [(block.label, pieces(block.text)) for block in self.index.lacking(limit)]
 
     def take(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
         """The vectors [k, d] of the texts that `lacking` has told, by label."""
-        self._index.take(vectors)
+        self.index.take(vectors)
 
     def _generated(self, view: SlotView, start: int) -> list[Span]:
         """Resident rows behind the last block, in pieces of a block, without saved ranges."""

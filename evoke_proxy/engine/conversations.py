@@ -13,6 +13,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.answer import AnswerReader
 from evoke_proxy.core.attention import Capture
 from evoke_proxy.core.chat import ChatRequest
+from evoke_proxy.core.encoding import Vectors
 from evoke_proxy.core.held import Held
 from evoke_proxy.core.identity import Hint, find
 from evoke_proxy.core.recorded import Orders, Seated
@@ -54,7 +55,9 @@ class Conversation:
     client sent it, before any truncation (see `identity.Known`); `hint` is what the client calls
     it; `epoch` is that of its slot when its last request was marked, None when it was not. A
     `passing` one is a side request: forgotten after its only turn, and nothing goes on from it.
-    `awaited` are by label the embedder's keys of the texts of blocks that are being embedded.
+    `awaited` are by label the embedder's keys of the texts of blocks that are being embedded,
+    `embedded` of those that have been since any were written down, `remembered` the vectors that
+    were found written down.
     `asked` is its latest request on an unpatched server, `held` what it has left there, `branch`
     the line of snapshots it goes on (empty: one of its own), `drift` where and why a request
     departed from the one before it. With an `own_budget` it keeps the budget that it has been
@@ -82,6 +85,8 @@ class Conversation:
     timings: Mapping[str, Any] | None = None
     in_use: int = 0
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    embedded: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    remembered: Mapping[str, Vectors] = field(default_factory=dict)
     asked: Asked | None = None
     own_budget: bool = False
     held: Held | None = None
@@ -188,7 +193,7 @@ class Conversations:
         self._known[known.id] = known
         return known
 
-    def recall(self, seated: Seated) -> None:
+    def recall(self, seated: Seated) -> Conversation:
         """One that was written down, the latest used now; nothing of it is certain."""
         session = Session.recalled(seated.session, self._policy)
         layout = session.layout
@@ -200,6 +205,7 @@ class Conversations:
         if known.own_budget:
             session.config = replace(self._policy, budget=seated.orders.budget)
         self._known[known.id] = known
+        return known
 
     def take_in(self, known: Conversation) -> None:
         """One that was at another llama-server, the latest used now: nothing of it is here, which

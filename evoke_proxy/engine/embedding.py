@@ -91,6 +91,11 @@ class Embedding:
         """Whether there is an encoder."""
         return self._encoder is not None
 
+    @property
+    def mark(self) -> bytes:
+        """Which encoder it is; empty without one."""
+        return self._encoder.fingerprint if self._encoder is not None else b""
+
     def described(self) -> str:
         """One line for a person: what blocks are ranked by."""
         if self._encoder is None:

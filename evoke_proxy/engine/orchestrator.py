@@ -83,7 +83,7 @@ class Engine:
             common.vault,
         )
         self._records = Records(
-            *(self.upstream, None if model else self.keeper, self.conversations, common.homes)
+            *(self.upstream, None if model else self.keeper, self.conversations, common)
         )
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),

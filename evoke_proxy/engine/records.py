@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from evoke_proxy.core.recorded import Seated, read, reordered, written
 from evoke_proxy.core.rendered import SlotView, Tokens, common_prefix
 from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.kept_vectors import KeptVectors
+from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.errors import SnapshotUnusable
 
@@ -40,11 +42,11 @@ class Records:
         upstream: Upstream,
         keeper: Keeper | None,
         conversations: Conversations,
-        homes: Sequence[str],
+        common: Shared,
     ) -> None:
-        """`homes` are the URLs of all llama-servers, where there are several."""
         self._upstream = upstream
-        self._homes = homes
+        self._vectors = KeptVectors(common.embedding)
+        self._homes = common.homes
         self._conversations = conversations
         self._vault = keeper.vault if keeper is not None and keeper.on else None
         self._keeper = keeper
@@ -63,11 +65,13 @@ class Records:
         """Every session that was written down is known again, as far as there is room for them,
         where there are several llama-servers at the one that it was at; whether any has a budget of
         its own."""
-        for record in reversed(self._vault.records() if self._vault is not None else ()):
+        records = self._vault.records() if self._vault is not None else ()
+        for record in reversed([it for it in records if not self._vectors.is_part(it)]):
             try:
                 seated = read(zlib.decompress(record.packed))
                 if self._is_mine(seated):
-                    self._conversations.recall(seated)
+                    known = self._conversations.recall(seated)
+                    known.remembered = self._vectors.read(known.id, records)
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
@@ -140,8 +144,10 @@ class Records:
             return
         if self._server.whole and self._keeper is not None:
             await self._keeper.keep_slot(view.id, known, client)
+        await self._vectors.write(known, self._vault)
         packed = await asyncio.to_thread(_packed, seated)
         if self._forgotten(known):
+            self.forget(known.id)
             return
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
         if known.orders != orders:
@@ -181,6 +187,7 @@ class Records:
 
     def forget(self, id: str) -> None:
         """Nobody goes on from this session any more."""
+        self._vectors.forget(id)
         if self._vault is not None:
             self._vault.remove_record(id)
 

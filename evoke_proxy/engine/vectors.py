@@ -57,11 +57,16 @@ class BlockVectors:
 
     def collect(self, known: Conversation) -> None:
         """Give a session the vectors of its blocks that have been made since its last turn."""
-        arrived = []
+        arrived = list(known.remembered.items())
+        if arrived:
+            known.session.index.hold(known.session.layout.blocks)
+            known.remembered = {}
         for label, keys in known.awaited.items():
             found = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
             if len(found) == len(keys) > 0:
                 arrived.append((label, np.stack(found)))
+                if len(known.embedded) < _AT_ONCE:  # nobody may ever write them down
+                    known.embedded[label] = keys
         known.session.take(arrived)
 
     def submit(self, known: Conversation) -> None:

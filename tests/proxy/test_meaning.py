@@ -6,11 +6,14 @@ What a conversation is about decides what stays.
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from operating import operate
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
@@ -58,6 +61,43 @@ def test_a_question_in_other_words_brings_the_fact_back(patched_port: int, embed
         back = [b.text for b in session.layout.blocks if b.label in session._recovered]
         assert any("geranium" in text for text in back) is embeds
         assert (ours.metric("evoke_embedded_total", kind="question") > 0) is embeds
+
+
+def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
+    patched_port: int, tmp_path: Path
+) -> None:
+    """Nothing but the question is embedded again; what is written down goes with its session."""
+    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 5000}
+    given |= {"snapshots__directory": str(tmp_path)}
+    with proxy(patched_port, **given) as ours:
+        talk = Talk(ours.port, "meaning again", {"evoke_budget": BUDGET})
+        talk.say("The key is hidden under the geranium.")
+        for number in range(7):
+            talk.say(f"Turn {number}. {FILLER}")
+            wait_for_vectors(ours)
+        written(ours)
+    with proxy(patched_port, **given) as ours:
+        talk.port = ours.port
+        talk.say("How can I get inside when the door is locked?")
+        (known,) = ours.engine.conversations
+        session = known.session
+        back = [b.text for b in session.layout.blocks if b.label in session._recovered]
+        assert any("geranium" in text for text in back)
+        written(ours)
+        store = sqlite3.connect(tmp_path / "index.sqlite")
+        parts = "SELECT count(*) FROM records WHERE id GLOB ?"
+        assert store.execute(parts, (f"{known.id}#*",)).fetchone()[0] > 1
+        assert operate(ours, "DELETE", f"sessions/{known.id}")["left"] == []
+        assert store.execute(parts, ("*",)).fetchone()[0] == 0
+
+
+def written(running: RunningProxy) -> None:
+    """Wait until what follows an answer is done."""
+    running.quiet()
+    deadline = time.monotonic() + 20
+    while running.engine._chores.busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def conversation(*said: str) -> Conversation:
         Block(f"user:{i}#0", f"s/{i}", Span(i * 9, i * 9 + 9), Role.USER, 1, i, text)
         for i, text in enumerate(said)
     ]
-    session._index.relevance(Question.of("x"), BlockTable(blocks))
+    session.index.relevance(Question.of("x"), BlockTable(blocks))
     return Conversation(session, np.zeros(0, np.int32))
 
 

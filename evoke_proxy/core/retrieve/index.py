@@ -85,7 +85,7 @@ class Index:
         among themselves. `sought` is what the model looks for, one value in [0, 1] a block: an
         opinion on the question as a whole. The index is first made to hold exactly these blocks.
         """
-        self._hold(blocks)
+        self.hold(blocks)
         own = len(blocks) if own is None else own
         looking = _Looking(own, _CLOSELY // max(1, len(question.parts) - question.leans))
         clauses = with_sought(self._clauses(question, looking), sought)
@@ -106,14 +106,14 @@ class Index:
     def confidence(self, question: Question, blocks: BlockTable, own: int) -> float:
         """How sure a question's text is of the blocks before `own` it finds, 0 to 1: of its clauses
         the one that finds least, or too many alike. 0 for a question without any."""
-        self._hold(blocks)
+        self.hold(blocks)
         looking = _Looking(own, _CLOSELY // max(1, len(question.parts)))
         asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
         return min((clause.sureness(own) for clause in asked), default=0.0)
 
     def named(self, name: str, blocks: BlockTable, own: int) -> Numbers:
         """The indexes of the blocks before `own` that go by this name, ascending."""
-        self._hold(blocks)
+        self.hold(blocks)
         return np.flatnonzero(np.isin(self._numbers[:own], self._names.having(name)))
 
     def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
@@ -121,7 +121,7 @@ class Index:
 
         None without a topic, or when no block has a vector.
         """
-        self._hold(blocks)
+        self.hold(blocks)
         found = None if topic is None else self._rows.topical(topic, len(self._postings))
         if found is None:
             return None
@@ -152,7 +152,8 @@ class Index:
         self._open = array("b")
         self._names = Names()
 
-    def _hold(self, blocks: BlockTable) -> None:
+    def hold(self, blocks: BlockTable) -> None:
+        """Hold exactly these; vectors are taken for them from then on."""
         if self._held.labels is blocks.labels:
             return
         dead = len(self._postings) - len(self._held)

@@ -1,0 +1,30 @@
+"""Vectors that are written down are read as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from evoke_proxy.core.packed_vectors import packed, unpacked
+
+VECTORS = [
+    ("s/0-4-a", np.arange(6, dtype=np.float32).reshape(2, 3) / 7),
+    ("s/4-9-\u00e9", np.full((1, 3), -1e-30, np.float32)),
+]
+
+
+def test_vectors_come_back_to_the_bit_of_the_same_encoder_only() -> None:
+    data = packed(b"\n1", VECTORS)
+    found = unpacked(data, b"\n1")
+    assert list(found) == [label for label, _ in VECTORS]
+    for label, vectors in VECTORS:
+        assert found[label].dtype == np.float32 and np.array_equal(found[label], vectors)
+    assert unpacked(data, b"\n2") == {} == unpacked(packed(b"\n1", []), b"\n1")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"[1, 2", b'["", [["a", 2, 3]]]\n1234', b'["", [1]]\n', b"5\n", b"\xff\n"]
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        unpacked(data, b"")
