@@ -92,7 +92,8 @@ class Chat:
         self.messages.append({"role": "user", "content": "Go on."})
 
     def turn(self, port: int, answer: int) -> float:
-        """Seconds to the first piece of the answer; the chat goes on from the whole of it."""
+        """Seconds to the first piece of the answer, which no keep-alive comment is; the chat goes
+        on from the whole of it."""
         body = {"messages": self.messages, "max_tokens": answer, "ignore_eos": True, "stream": True}
         body |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
@@ -101,8 +102,9 @@ class Chat:
         reply, text = link.getresponse(), b""
         assert reply.status == 200, reply.read()
         while piece := reply.read1(65536):
-            first = first or time.perf_counter() - began
             text += piece
+            if not first and b"data: {" in text:
+                first = time.perf_counter() - began
         link.close()
         self._heard("".join(_deltas(text)))
         return first
