@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,10 @@ CREATE TABLE IF NOT EXISTS records (
 _COLUMNS = (
     "id, tenant, fingerprint, branch, kind, n_bytes, checksum, prefill_s, created, used, hits,"
     " pinned, suspect, tokens"
+)
+
+_ALL_RECORDS = (
+    "SELECT id, tenant, used, packed FROM records WHERE id = coalesce(?, id) ORDER BY used DESC"
 )
 
 
@@ -72,10 +77,14 @@ class Store:
             self._db.execute(_TABLE)
             self._db.execute(_RECORDS)
             self._check_version()
-            list(self._db.execute(f"SELECT {_COLUMNS} FROM snapshots"))
-        except (OSError, sqlite3.OperationalError) as error:
+            for statement in (f"SELECT {_COLUMNS} FROM snapshots", _ALL_RECORDS):
+                deque(self._db.execute(statement, (None,) * statement.count("?")), maxlen=0)
+        except OSError as error:
             raise ConfigError(f"snapshots.directory: {path} cannot be used: {error}") from error
         except sqlite3.DatabaseError as error:
+            if not _damaged(error):
+                said = f"snapshots.directory: {path} cannot be used: {error}"
+                raise ConfigError(said) from error
             self._db.close()
             raise IndexUnusable(f"{path}: {error}") from error
 
@@ -136,11 +145,7 @@ class Store:
     def records(self, only: str | None = None) -> Iterator[Record]:
         """Every record, or the only one of this id, the latest used first, but for those that are
         not what was written."""
-        for id, tenant, used, packed in self._db.execute(
-            "SELECT id, tenant, used, packed FROM records WHERE id = coalesce(?, id)"
-            " ORDER BY used DESC",
-            (only,),
-        ):
+        for id, tenant, used, packed in self._db.execute(_ALL_RECORDS, (only,)):
             try:
                 yield Record(id, tenant, used, self._form.open(packed, _about((id, tenant))))
             except (ValueError, TypeError):
@@ -178,6 +183,14 @@ class Store:
 def pack(tokens: Tokens) -> bytes:
     """Tokens as a row has them; of a long prompt it takes a while."""
     return zlib.compress(tokens.astype("<i4").tobytes(), 1)
+
+
+def _damaged(error: sqlite3.DatabaseError) -> bool:
+    """Whether what is there is of no use, and not only out of reach: one bit is enough for a table
+    to have no such column."""
+    return not isinstance(error, sqlite3.OperationalError) or (
+        error.sqlite_errorcode == sqlite3.SQLITE_ERROR
+    )
 
 
 def _values(item: Snapshot) -> tuple[object, ...]:

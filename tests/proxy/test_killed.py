@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fronts import Front
 from running import RunningProxy, ask, llama_server, process_on, server_binary
 from talking import FILLER, Talk
 from test_restarting import BUDGET, KINDS, TURNS, House, house, rested, turn
-
-from evoke_proxy.demo.processes import free_port, healthy, proxy_command
+from wire import wire
 
 ASKS, MARKER = "What is my favorite number?", "68285"
 
@@ -152,8 +151,8 @@ def _errors(running: RunningProxy) -> float:
 
 
 def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -> None:
-    """In prefill, in the first moments (a plan is under way), in generation."""
-    with house(tmp_path / "house") as subject:
+    """In prefill, while a plan is run, in generation."""
+    with house(tmp_path / "house") as subject, wire(subject.port) as line:
         assert subject.running is not None
         settings, talk = tmp_path / "evoke.yaml", Talk(0, "chat")
         where = {"directory": str(subject.folder / "index")}
@@ -162,18 +161,21 @@ def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -
             turn(talk, subject.running.port, text)
         rested(subject.running)
         subject._proxy.close()
-        with _Front(subject.port, settings) as front:
-            connection = _sent(front, talk, FILLER * 30)
+        with Front(subject.port, settings) as front:
+            connection = _sent(front.port, talk, FILLER * 30)
             _await(lambda: _busy(subject.port))
         connection.close()
-        with _Front(subject.port, settings) as front:
-            assert MARKER in turn(talk, front, ASKS)["text"]
-            connection = _sent(front, talk, FILLER)
-            time.sleep(0.01)
+        with Front(line.port, settings) as front:
+            assert MARKER in turn(talk, front.port, ASKS)["text"]
+            line.at(b"action=block-plan", front.kill)
+            connection = _sent(front.port, talk, FILLER)
+            assert line.struck.wait(10), "no plan was run"
         connection.close()
-        with _Front(subject.port, settings) as front:
-            assert MARKER in turn(talk, front, ASKS)["text"]
-            connection = _sent(front, talk, "Count.", stream=True, max_tokens=2000, ignore_eos=True)
+        with Front(subject.port, settings) as front:
+            assert MARKER in turn(talk, front.port, ASKS)["text"]
+            connection = _sent(
+                front.port, talk, "Count.", stream=True, max_tokens=2000, ignore_eos=True
+            )
             assert connection.getresponse().read1(20)
         connection.close()
         subject.running = None
@@ -184,21 +186,3 @@ def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -
         assert sum(said[kind] for kind in KINDS) == said["n_prompt"]
         assert said["n_resident_peak"] <= BUDGET
         assert ask(subject.running.port, "GET", "/evoke/ready").status == 200
-
-
-class _Front:
-    """A proxy process, killed at the end of the block."""
-
-    def __init__(self, upstream: int, settings: Path) -> None:
-        self._port = free_port()
-        admin = ["--admin-listen", "127.0.0.1:0"]
-        self._command = [*proxy_command(self._port, upstream), "--config", str(settings), *admin]
-
-    def __enter__(self) -> int:
-        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
-        _await(lambda: healthy(self._port))
-        return self._port
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()

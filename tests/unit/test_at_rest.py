@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
 import pytest
+from damage import DAMAGES, damage, in_memory
 from test_vault import TOKENS, kept, vault
 
 from evoke_proxy.adapters.cipher import Cipher
@@ -106,6 +108,29 @@ def test_another_key_or_none_ends_the_start_and_loses_nothing(
         pass
     with vault(folder, key_file=key) as again:
         assert len(again.snapshots) == 1
+
+
+def test_a_key_that_is_damaged_ends_the_start_and_loses_nothing() -> None:
+    how = random.Random(5)
+    with in_memory() as memory:
+        folder, key = memory / "slots", Path(_key_file(memory))
+        with vault(folder, key_file=str(key)) as first:
+            item = kept(first)
+        whole, refused = key.read_bytes(), 0
+        for _ in range(DAMAGES):
+            key.write_bytes(whole)
+            damage(key, how)
+            try:
+                with vault(folder, key_file=str(key)) as again:  # a space, or a letter's case
+                    assert [found.id for found in again.snapshots] == [item.id]
+            except ConfigError as error:
+                assert "key" in str(error)
+                refused += 1
+        key.write_bytes(whole)
+        with vault(folder, key_file=str(key)) as again:
+            assert [found.id for found in again.snapshots] == [item.id]
+            asyncio.run(again.verify(item))
+        assert DAMAGES / 2 < refused < DAMAGES
 
 
 def test_a_key_of_no_use_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
+from damage import DAMAGES, damage, in_memory
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +101,45 @@ def test_a_key_counts_from_the_moment_it_is_in_the_file_until_it_is_out(tmp_path
     assert file.keys.caller(KEY) == Caller("a", "t"), "a file that is wrong changes nothing"
     write_secret(path, "")
     assert file.keys.caller(KEY) is None
+
+
+def test_whatever_happens_to_the_files_lets_nobody_in() -> None:
+    """200 truncations and bit flips of the keys, and of the admin's token."""
+    with in_memory() as memory:
+        _damaged_again_and_again(memory)
+
+
+def _damaged_again_and_again(folder: Path) -> None:
+    how, path, token = random.Random(4), folder / "keys", folder / "token"
+    people = {key_of(bytes([number]) * 32): Caller(f"k{number}", "t") for number in range(3)}
+    text = "".join(line_of(caller, key) + "\n" for key, caller in people.items())
+    word, n_broken, n_lost = "f" * 43, 0, 0
+    write_secret(path, text)
+    file = KeyFile(path)
+    for _ in range(DAMAGES):
+        write_secret(path, text)
+        assert all(file.keys.caller(key) for key in people)
+        damage(path, how)
+        n_broken += not _parses(path)
+        counting = {key for key in people if file.keys.caller(key)}
+        n_lost += len(counting) < len(people)
+        assert _parses(path) or len(counting) == len(people), "a broken file changes nothing"
+        assert file.keys.caller(KEY) is None
+        write_secret(token, word)
+        damage(token, how)
+        try:
+            assert len(read_token(token, "x")) >= 16
+        except ConfigError:
+            pass
+    assert n_broken > 20 < n_lost
+
+
+def _parses(path: Path) -> bool:
+    try:
+        Keys.parse(read_secret(path, "x"))
+    except ConfigError:
+        return False
+    return True
 
 
 def test_the_command_shows_a_key_once_and_keeps_its_hash(
