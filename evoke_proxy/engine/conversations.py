@@ -213,7 +213,7 @@ class Conversations:
         session = copy(known.session)
         session.lost(self._adopts)
         made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
-        made.epoch = made.was_in = made.capture = made.spoken = made.held = None
+        made.epoch = made.was_in = made.capture = made.spoken = made.held = made.kept = None
         self._known[known.id] = made
 
     def of_request(

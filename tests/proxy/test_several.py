@@ -3,6 +3,7 @@ when their server dies or drains."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import browser, tab
 from fake_upstream import Exchange, fake_upstream, whole
 from keeping import QUICK, House, decoded, settled
 from prometheus_client.parser import text_string_to_metric_families
@@ -267,6 +269,29 @@ def test_the_metrics_of_all_are_one_exposition(mixed: RunningProxy) -> None:
     assert {s.labels["server"] for s in families["evoke_server_up"].samples} == {
         *("stock", "patched", "foreign")
     }
+
+
+def test_the_page_shows_them_and_drains_one(mixed: RunningProxy) -> None:
+    program = browser()
+    if program is None:
+        pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
+    asyncio.run(_seen(mixed, program))
+
+
+async def _seen(running: RunningProxy, program: str) -> None:
+    text = "document.querySelector('#servers')?.innerText"
+    button = "document.querySelector('#servers [data-server=stock]')"
+    async with tab(program) as page:
+        await page.look(360, 740)
+        await page.open(f"http://127.0.0.1:{running.port}/evoke/")
+        await page.until(f"{text}?.includes('serves another model')")
+        assert await page.value("document.documentElement.scrollWidth") == 360
+        for words, drains in (("Use again", True), ("Drain", False)):
+            await page.value(f"{button}.click()")
+            await page.until(f"{button}?.innerText === '{words}'")
+            shown = await asyncio.to_thread(_server, running, "stock")
+            assert shown["draining"] is drains and shown["takes"] is not drains
+        assert page.complaints == []
 
 
 def test_a_budget_goes_along_and_no_hole_is_believed() -> None:

@@ -37,8 +37,38 @@ async function refreshHead() {
   pill.textContent = text;
   byId("server").textContent = status.server;
   byId("default-budget").hidden = status.reachable && status.mode !== "budgeted";
+  servers(status.servers ?? []);
   const budget = byId("budget");
   if (document.activeElement !== budget) budget.value = status.budget ?? "";
+}
+
+// Of several llama-servers: how each is, and a button that has conversations leave it.
+function servers(rows) {
+  const section = byId("servers"), focused = document.activeElement?.dataset.server;
+  section.hidden = !rows.length;
+  if (!rows.length) return;
+  const cells = rows.map((server) => el("tr", {},
+    el("th", { scope: "row" }, server.name), el("td", {}, how(server)),
+    el("td", {}, number(server.in_flight)), el("td", {}, number(server.slots)), el("td", {}, number(server.sessions)),
+    el("td", {}, server.mode),
+    el("td", {}, el("button", { type: "button", "data-server": server.name, onclick: () => drain(server) },
+      server.draining ? "Use again" : "Drain"))));
+  section.replaceChildren(el("div", { class: "scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...["server", "", "requests", "slots", "sessions", "mode", ""].map((name) => el("th", { scope: "col" }, name)))),
+    el("tbody", {}, ...cells))));
+  if (focused) section.querySelector(`[data-server="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function how(server) {
+  if (server.breaker !== "closed") return "away";
+  return server.foreign ? "serves another model" : server.draining ? "drains" : "well";
+}
+
+function drain(server) {
+  return trying(async () => {
+    await call("PATCH", `servers/${encodeURIComponent(server.name)}`, { draining: !server.draining });
+    await refreshAll();
+  });
 }
 
 byId("default-budget").addEventListener("submit", (event) => {
@@ -73,6 +103,7 @@ function row(session) {
   const facts = [plural(session.tokens, "token"), plural(session.turns, "turn")];
   if (!session.live) facts.splice(1, 1, "on disk");
   else if (session.slot !== null) facts.push(`slot ${session.slot}`);
+  if (session.server) facts.push(session.server);
   const used = session.limit ? Math.min(1, session.resident / session.limit) : 0;
   return el("li", {}, el("a", {
     href: `#/${encodeURIComponent(session.id)}`, class: session.busy ? "busy" : null,
@@ -231,6 +262,7 @@ const WORDS = {
   forgotten: () => ["forgotten: the longest unused"],
   budget: (facts) => [`budget of sessions: ${facts.budget ?? "none"}`],
   server: (facts) => [facts.patched ? `llama-server is there, ${plural(facts.slots, "slot")}` : "llama-server is there, not patched"],
+  servers: (facts) => [`server ${facts.server}: ${facts.breaker !== "closed" ? "away" : facts.draining ? "drains" : "takes requests"}`],
   stopping: () => ["the proxy is stopping"],
 };
 
