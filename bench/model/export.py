@@ -1,18 +1,21 @@
-"""Exports a checkpoint as an f16 GGUF file of the architecture `llama` (norms stay f32)."""
+"""Exports a checkpoint as an f16 GGUF file (norms stay f32): `llama`, or `lfm2` for a hybrid."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from bench.model.checkpoint import load
+from bench.model.checkpoint import architecture, halves, load
 from bench.model.network import Model, Shape
 from bench.model.rows import TOKENIZER
 
+Array = npt.NDArray[np.floating[Any]]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -44,7 +47,7 @@ def export(model: Model, out: Path, tokenizer: Path, context: int) -> None:
     """Write the model with its tokenizer and chat template."""
     import gguf
 
-    writer = gguf.GGUFWriter(str(out), "llama")
+    writer = gguf.GGUFWriter(str(out), architecture(model.shape))
     writer.add_name("tiny-recall")
     writer.add_description(
         "tiny synthetic fact-recall model trained from scratch; synthetic data only"
@@ -65,7 +68,12 @@ def _write_shape(writer: Any, shape: Shape, context: int) -> None:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ff)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if shape.convolved:  # a layer without heads for keys is a short convolution
+        heads = [0 if i in shape.convolved else shape.kv_heads for i in range(shape.layers)]
+        writer.add_head_count_kv(heads)
+        writer.add_shortconv_l_cache(shape.taps)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
     writer.add_layer_norm_rms_eps(shape.eps)
     writer.add_rope_freq_base(shape.theta)
     writer.add_rope_dimension_count(shape.head_dim)
@@ -100,21 +108,41 @@ def _write_tokenizer(writer: Any, spec: dict[str, Any], size: int) -> None:
 def _write_tensors(writer: Any, model: Model) -> None:
     shape = model.shape
     state = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
-    half = {name: np.ascontiguousarray(array.astype(np.float16)) for name, array in state.items()}
-    writer.add_tensor("token_embd.weight", half["emb.weight"])
-    writer.add_tensor("output_norm.weight", state["nf.weight"])
+    tables = {"token_embd": state["emb.weight"].astype(np.float16)}
+    # lfm2's name for the norm at the end is what it is in other architectures' files for another.
+    tables["token_embd_norm" if shape.convolved else "output_norm"] = state["nf.weight"]
+    _add(writer, "", tables)
+    for index in range(shape.layers):
+        _add(writer, f"blk.{index}.", _layer(state, f"blocks.{index}.", shape))
+
+
+def _add(writer: Any, where: str, tensors: Mapping[str, Array]) -> None:
+    for name, array in tensors.items():
+        writer.add_tensor(f"{where}{name}.weight", np.ascontiguousarray(array))
+
+
+def _layer(state: Mapping[str, Array], here: str, shape: Shape) -> dict[str, Array]:
+    """A layer's tensors by their names in the file."""
+
+    def half(name: str) -> Array:
+        return state[f"{here}{name}.weight"].astype(np.float16)
+
+    gate, up = np.split(half("gu"), 2)
+    found = {"attn_norm": state[f"{here}n1.weight"], "ffn_norm": state[f"{here}n2.weight"]}
+    feed = {"ffn_gate": gate, "ffn_up": up, "ffn_down": half("dn")}
+    if f"{here}kernel" in state:
+        found |= {"shortconv.in_proj": half("into"), "shortconv.out_proj": half("o")}
+        return found | {"shortconv.conv": state[f"{here}kernel"].T} | feed
     queries = shape.heads * shape.head_dim
     keys = queries + shape.kv_heads * shape.head_dim
-    for index in range(shape.layers):
-        here, there = f"blocks.{index}.", f"blk.{index}."
-        writer.add_tensor(f"{there}attn_norm.weight", state[f"{here}n1.weight"])
-        writer.add_tensor(f"{there}ffn_norm.weight", state[f"{here}n2.weight"])
-        q, k, v = np.split(half[f"{here}qkv.weight"], [queries, keys])
-        gate, up = np.split(half[f"{here}gu.weight"], 2)
-        attention = {"attn_q": q, "attn_k": k, "attn_v": v, "attn_output": half[f"{here}o.weight"]}
-        feed = {"ffn_gate": gate, "ffn_up": up, "ffn_down": half[f"{here}dn.weight"]}
-        for name, array in (attention | feed).items():
-            writer.add_tensor(f"{there}{name}.weight", np.ascontiguousarray(array))
+    q, k, v = np.split(half("qkv"), [queries, keys])
+    if shape.convolved:
+        q, k = halves(q, shape.head_dim), halves(k, shape.head_dim)
+        for name in ("q", "k"):
+            weight = state[f"{here}{name}n.weight"]
+            found[f"attn_{name}_norm"] = halves(weight, shape.head_dim)
+    attention = {"attn_q": q, "attn_k": k, "attn_v": v, "attn_output": half("o")}
+    return found | attention | feed
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.model.checkpoint import load, save
 from bench.model.muon import Muon
-from bench.model.network import Model, Shape
+from bench.model.network import Model, Shape, is_matrix
 from bench.model.progress import Averages, Log
 from bench.model.rows import PHASES, Batch, start_worker
 
@@ -51,8 +51,8 @@ class Trainer:
         model = load(args.init) if args.init else Model(_shape(args))
         self.model = model.to(self.device)
         named = list(self.model.named_parameters())
-        matrices = [p for name, p in named if p.dim() == 2 and not name.startswith("emb")]
-        others = [p for name, p in named if p.dim() < 2 or name.startswith("emb")]
+        matrices = [p for name, p in named if is_matrix(name, p)]
+        others = [p for name, p in named if not is_matrix(name, p)]
         self.muon = Muon(matrices)
         self.adam = torch.optim.AdamW(
             others, lr=args.adam_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
@@ -226,6 +226,7 @@ def _shape(args: argparse.Namespace) -> Shape:
         kv_heads=args.kv_heads,
         head_dim=args.head_width,
         ff=args.feed_forward,
+        convolved=args.convolved,
     )
 
 
@@ -234,6 +235,11 @@ def _fractions(text: str) -> list[float]:
     if len(starts) >= len(PHASES):
         raise argparse.ArgumentTypeError(f"there are only {len(PHASES)} phases")
     return starts
+
+
+def layer_numbers(text: str) -> tuple[int, ...]:
+    """Return the layers of a comma-separated list."""
+    return tuple(int(part) for part in text.split(",") if part)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,6 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--kv-heads", type=int, default=2)
     model.add_argument("--head-width", type=int, default=64)
     model.add_argument("--feed-forward", type=int, default=512)
+    model.add_argument(
+        "--convolved", type=layer_numbers, default=(), help="layers that are short convolutions"
+    )
     rates = parser.add_argument_group("optimizers")
     rates.add_argument("--rate", type=float, default=0.02, help="Muon's learning rate")
     rates.add_argument("--adam-rate", type=float, default=3e-3, help="for embedding and norms")

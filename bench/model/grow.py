@@ -1,0 +1,87 @@
+"""Makes a hybrid of a trained model: short convolutions between its attention layers.
+
+The new layers add nothing at first (their output projections are zero). The architecture `lfm2`
+norms queries and keys, which the model was not trained with: the norms' weights are the sizes that
+its own queries and keys have on chats of the corpus, the mean over tokens and heads. So recall is
+damaged at first, and `bench.model.train --init` brings it back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from bench.model.checkpoint import load, save
+from bench.model.network import Layer, Model, NormedBlock
+from bench.model.rows import encoder, row
+from bench.model.train import layer_numbers
+
+_EXAMPLES = """examples:
+  python -m bench.model.grow evoke_proxy/models/tiny-recall-f16.gguf out/model/grown.pt
+  python -m bench.model.train --init out/model/grown.pt --out out/model/hybrid --tokens 4e6
+"""
+_ROWS, _LENGTH = 12, 512
+
+
+def grow(old: Model, convolved: tuple[int, ...], seed: int = 0) -> Model:
+    """Return a hybrid with the old model's layers and short convolutions at these places."""
+    torch.manual_seed(seed)
+    shape = replace(old.shape, layers=old.shape.layers + len(convolved), convolved=convolved)
+    new = Model(shape)
+    new.emb.load_state_dict(old.emb.state_dict())
+    new.nf.load_state_dict(old.nf.state_dict())
+    sizes, remaining = _sizes(old, seed), iter(old.blocks)
+    for layer in new.blocks:
+        if isinstance(layer, NormedBlock):
+            layer.load_state_dict(next(remaining).state_dict(), strict=False)
+            for norm, size in zip((layer.qn, layer.kn), next(sizes), strict=True):
+                nn.init.constant_(norm.weight, float(size))
+        else:
+            nn.init.zeros_(layer.o.weight)
+            nn.init.zeros_(layer.dn.weight)
+    return new
+
+
+@torch.no_grad()
+def _sizes(model: Model, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the root mean square of each layer's queries and of its keys, before RoPE."""
+    (_, encode), rng = encoder(), random.Random(seed)
+    inputs: dict[Layer, list[Tensor]] = {layer: [] for layer in model.blocks}
+    for layer, kept in inputs.items():
+        layer.register_forward_pre_hook(lambda _, args, kept=kept: kept.append(args[0]))
+    for _ in range(_ROWS):
+        chat, positions = row(rng, _LENGTH, encode)
+        model.hidden(torch.tensor([chat.ids]), torch.from_numpy(positions)[None])
+    for layer, kept in inputs.items():
+        queries, keys, _ = layer.split(torch.cat(kept, 1))
+        yield queries.square().mean().sqrt(), keys.square().mean().sqrt()
+
+
+def main() -> None:
+    """Grow one model."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.model.grow",
+        description=__doc__,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, help="a .pt or .gguf file")
+    parser.add_argument("out", type=Path, help="the .pt file to write")
+    parser.add_argument(
+        "--convolved", type=layer_numbers, default=(0, 3), help="places of the new layers (0,3)"
+    )
+    args = parser.parse_args()
+    grown = grow(load(args.model), args.convolved)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    save(args.out, grown, 0, 0)
+    print(args.out, sum(p.numel() for p in grown.parameters()), "parameters")
+
+
+if __name__ == "__main__":
+    main()
