@@ -176,7 +176,7 @@ class Session:
     @classmethod
     def begin(cls, upstream: int, front: int, arm: str, budget: int, folder: Path) -> Session:
         """With nothing said but the system prompt; the slot is emptied."""
-        _post(upstream, "/slots/0?action=erase", {})
+        post(upstream, "/slots/0?action=erase", {})
         system = [{"role": "system", "content": _SYSTEM}]
         return cls(upstream, front, arm, budget, folder, system, Witness(), {})
 
@@ -227,12 +227,12 @@ class Session:
         return turn
 
     def _rows(self) -> dict[int, bytes]:
-        _post(self.upstream, "/slots/0?action=save", {"filename": "rows"})
+        post(self.upstream, "/slots/0?action=save", {"filename": "rows"})
         return rows(self.folder / "rows")
 
     def _spans(self, indexes: Sequence[int]) -> list[tuple[int, int]]:
         body = {key: value for key, value in self._body().items() if not key.startswith("evoke")}
-        answer = _post(self.upstream, "/evoke/render", {"dialect": "chat", "body": body})
+        answer = post(self.upstream, "/evoke/render", {"dialect": "chat", "body": body})
         return [(item["p0"], item["p1"]) for item in answer["spans"] if item["index"] in indexes]
 
 
@@ -240,7 +240,7 @@ def _counted(header: str) -> int:
     return int(header.partition(";")[0].removeprefix("blocks=") or 0)
 
 
-def _post(port: int, path: str, body: Json) -> Json:
+def post(port: int, path: str, body: Json) -> Json:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

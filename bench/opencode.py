@@ -1,9 +1,14 @@
 """A real opencode session on a budget: its own system prompt and tools, several turns of its user.
 
-The program itself runs, once a turn, against the proxy and a model with random weights and a long
-context: what it sends is real, what it gets for an answer is noise, so it calls no tools (the bench
-`agent` does). Its user pastes a long note each turn. Arms: `evoke` and `truncate` on the budget,
-`no_eviction`, which is an intact prefix cache. Books are those the proxy logs.
+The program itself runs against the proxy and a model with random weights and a long context: its
+prompt and its tools are real. What such a model answers is noise and calls no tools, so between the
+two stands a script (`bench.scripted`): each answer is made and counted, and the program gets a call
+of `bench.agent`'s session for it, which it carries out on files that are really there. Arms:
+`evoke` and `truncate` on the budget, `no_eviction`, which is an intact prefix cache.
+
+Under `evoke` the slot is written to a file after each request and its rows compared with what they
+were when they were decoded; of a file that is read again or edited is counted whether its latest
+reading was in the cache whole.
 """
 
 from __future__ import annotations
@@ -11,37 +16,39 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.agent import KINDS, Repository, Step, script
 from bench.chat_turns import proxied
+from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
+from bench.scripted import Relay, relayed
+from bench.watched import Watch
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.demo.script import paragraph
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.server_build.cache import cache_dir
 
 VERSION = "1.18.33"
 INSTALL_S, TURN_S = 200, 60
 ARMS = ("evoke", "truncate", "no_eviction")
-BUDGET, TURNS = 6000, 5
+BUDGET, STEPS, SEED = 5000, 36, 1
 # Answers of a model with random weights are noise; a little of it is enough.
 ANSWER_TOKENS = 24
-KINDS = ("decoded", "recovered", "resident_before", "omitted")
-_NOTE_SENTENCES = 220
-_PATIENCE_S = 300.0
+_PATIENCE_S = 600.0
 _COLUMNS = (
     *("arm", "budget", "requests", "prompt", "sent", "decoded", "decoded_share", "recovered"),
     *("omitted", "peak", "over", "unbalanced", "mismatches"),
 )
+_WATCHED = ("calls", "rows_back", "rows_unseen", "rows_differ", "files_again", "files_whole")
+Call = tuple[str, Mapping[str, Any]]
 
 
 class NotInstalled(Exception):
@@ -125,32 +132,68 @@ def turn(opencode: Path, folder: Path, *arguments: str, limit_s: float = TURN_S)
     return done.stdout
 
 
-def booked(log: str) -> list[dict[str, int]]:
-    """The books of every chat request, as the proxy's log has them."""
-    lines = [line for line in log.splitlines() if "/v1/chat/completions" in line]
-    found = [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
-    return [books for books in found if "prompt" in books]
+def calls(folder: Path, steps: Sequence[Step]) -> Iterator[tuple[str, list[Call]]]:
+    """What its user asks, and the calls that follow; the files are written first."""
+    for path, lines in Repository(SEED).files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text("\n".join(lines))
+    asks, made = "", list[Call]()
+    for step in steps:
+        if step.asks and made:
+            yield asks, made
+            made = []
+        asks = step.asks or asks
+        made.append(_call(folder, step))
+    yield asks, made
 
 
-def measure(args: argparse.Namespace, arm: str, upstream: int) -> dict[str, Any]:
+def _call(folder: Path, step: Step) -> Call:
+    file = {"filePath": str(folder / step.path)}
+    if step.kind == "edit":
+        return "edit", file | {"oldString": step.call["old"], "newString": step.call["new"]}
+    if step.kind == "search":
+        return "grep", {"pattern": step.call["pattern"], "path": str(folder)}
+    return "read", file
+
+
+def measure(args: argparse.Namespace, arm: str, upstream: int, saved: Path) -> dict[str, Any]:
     """One session under an arm: its row."""
-    opencode, rng = program(), random.Random("opencode")
+    opencode = program()
+    watch = Watch(upstream, saved if arm == "evoke" else None)
     with tempfile.TemporaryDirectory() as name:
         settings, folder = Path(name) / "evoke.yaml", Path(name) / "work"
         budget = args.budget if arm != "no_eviction" else None
         settings.write_text(json.dumps({"policy": {"name": arm, "budget": budget}}))
         folder.mkdir()
         with proxied(upstream, "--config", str(settings)) as proxy:
-            configure(folder, proxy.port)
-            for number in range(args.turns):
-                said = f"Note {number}: {paragraph(rng, _NOTE_SENTENCES)} Is notes.txt right?"
-                again = ["--continue"] if number else []
-                turn(opencode, folder, *again, said, limit_s=_PATIENCE_S)
+            relay = Relay(proxy.port, watch)
+            with relayed(relay) as port:
+                configure(folder, port)
+                for number, (asks, made) in enumerate(calls(folder, script(SEED, args.steps))):
+                    relay.calls.extend(made)
+                    again = ["--continue"] if number else ["--title", "repository"]
+                    turn(opencode, folder, *again, asks, limit_s=_PATIENCE_S)
             log = proxy.log.read_text(encoding="utf-8", errors="replace")
-    books = booked(log)
-    # A title is asked for beside the first turn: a request of its own, without tools.
-    sent = sum(one["prompt"] for one in books)
-    decoded = sum(one["decoded"] for one in books)
+    if relay.faults or relay.calls:
+        raise RuntimeError(f"{len(relay.calls)} calls were never made: {relay.faults}")
+    found = _row(arm, budget, watch.books)
+    found |= {"calls": relay.made}
+    found |= {"mismatches": log.count("plan refused") + log.count("differs from the plan")}
+    if arm == "evoke":
+        seen = watch.witness
+        found |= {
+            "rows_back": seen.came_back,
+            "rows_unseen": seen.unseen,
+            "rows_differ": seen.differ,
+        }
+        again = [one for one in watch.books if one["file_rows"]]
+        whole = sum(one["file_there"] == one["file_rows"] for one in again)
+        found |= {"files_again": len(again), "files_whole": whole}
+    return found
+
+
+def _row(arm: str, budget: int | None, books: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sent, decoded = (sum(one[key] for one in books) for key in ("prompt", "decoded"))
     return {
         "arm": arm,
         "budget": budget,
@@ -164,8 +207,7 @@ def measure(args: argparse.Namespace, arm: str, upstream: int) -> dict[str, Any]
         "peak": max(one["peak"] for one in books),
         "over": sum(one["peak"] > budget for one in books) if budget else 0,
         "unbalanced": sum(sum(one[kind] for kind in KINDS) != one["prompt"] for one in books),
-        "mismatches": log.count("plan refused") + log.count("differs from the plan"),
-        "each": books,
+        "each": list(books),
     }
 
 
@@ -179,30 +221,41 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     summary["over_budget_times"] = max(
         row["prompt"] / row["budget"] for row in rows if row["budget"]
     )
+    for row in rows:
+        summary |= {key: row[key] for key in _WATCHED if key in row}
     return summary | {key: sum(row[key] for row in rows) for key in ("over", "mismatches")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/opencode.json`; 0 when every budget was held."""
+    """Measure, print, write `out/bench/opencode.json`; 0 when nothing is missed."""
     args = _parser().parse_args(argv)
-    port, rows = free_port(), []
-    where = ["--host", "127.0.0.1", "--port", str(port), "-np", "2", "-t", "1", "-tb", "1"]
-    command = [str(args.server or ensure_server()), "-m", str(ensure(SHAPES["long-2"])), *where]
-    command += ["-c", "131072", "--evoke-ram", "256"]
+    found = []
     for arm in args.arms:
-        with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
-            rows.append(measure(args, arm, port))
-        print(record.table(rows[-1:], _COLUMNS), flush=True)
-    summary = summarise(rows)
-    record.tell("opencode", rows, summary, args.out)
-    bad = sum(row[key] for row in rows for key in ("over", "unbalanced", "mismatches"))
-    return 1 if bad else 0
+        with tempfile.TemporaryDirectory() as name, _served(args.server, Path(name)) as port:
+            found.append(measure(args, arm, port, Path(name)))
+        print(record.table(found[-1:], _COLUMNS), flush=True)
+    summary = summarise(found)
+    record.tell("opencode", found, summary, args.out)
+    bad = sum(row[key] for row in found for key in ("over", "unbalanced", "mismatches"))
+    return 1 if bad or summary.get("rows_differ") else 0
+
+
+@contextmanager
+def _served(server: Path | None, folder: Path) -> Iterator[int]:
+    """A server of one slot, which it can write into the folder."""
+    port = free_port()
+    command = [str(server or ensure_server()), "-m", str(ensure(SHAPES["long-2"]))]
+    command += ["--host", "127.0.0.1", "--port", str(port), "-np", "1", "-t", "1", "-tb", "1"]
+    command += ["-c", "131072", "-fa", "on", "--evoke-ram", "256", "--slot-save-path", str(folder)]
+    command += ["--jinja", "--chat-template-file", str(qwen_template())]
+    with serving(command, port, folder / "log"):
+        yield port
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("opencode", __doc__, "--turns 3 --arms evoke")
+    parser = record.parser("opencode", __doc__, "--steps 5 --arms evoke")
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
-    parser.add_argument("--turns", type=int, default=TURNS, help=f"of its user ({TURNS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"calls of tools ({STEPS})")
     parser.add_argument("--budget", type=int, default=BUDGET, help=f"tokens ({BUDGET})")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     return parser

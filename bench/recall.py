@@ -4,7 +4,10 @@ A session is decoded whole, then every block of it leaves but the first and the 
 question is probed, as the proxy does with `recall: model`: the prompt's end and the first words of
 an answer are decoded without what is out, and their queries held against the keys of all blocks.
 `keys` are the greatest products themselves, `bounds` what their least and greatest values allow, of
-blocks and of pieces of 16 tokens; `asked` the rows of the question, `words` those of the answer.
+blocks and of pieces of 16 tokens (Quest); `cuboids` the same with the middle of these two and the
+keys' mean distance from it on either side, which most keys of a block but not all are within (Chen
+et al., "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction", NeurIPS
+2024). `asked` the rows of the question, `words` those of the answer.
 Sessions are those for tuning: `policy.recall_layers` may be chosen by this.
 """
 
@@ -35,6 +38,7 @@ from evoke_proxy.server_build import ensure_server
 
 WORDS = PolicyConfig().probe_tokens
 PIECE, LATEST, SINKS = 16, 400, 16
+_AT_ONCE = 512  # spans whose bounds are asked for in one call
 PLACES = (1, 4, 8)
 Scores = npt.NDArray[np.float64]
 _COLUMNS = ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in PLACES), "interval_95")
@@ -85,12 +89,14 @@ class Session:
         blocks = [(b.span.start, b.span.end) for b in reading.blocks if b.span.end <= end]
         pieces = [[a, min(a + PIECE, b)] for s, b in blocks for a in range(s, b, PIECE)]
         bounds = self._bounds([list(block) for block in blocks]), self._bounds(pieces)
+        keys = self._keys(blocks[-1][1])
+        drawn = (*bounds, *(cuboids(keys, spans) for spans in (blocks, pieces)))
         out = [block for block in blocks if block[0] >= SINKS and block[1] <= end - LATEST]
         self._evict(out)
         for number in range(len(self.script.probes)):
             gold = reading.gold[number][-1:]
             if any(a < g[1] and g[0] < b for a, b in out for g in gold):
-                yield self._asked(reading, number, tokens, blocks, bounds)
+                yield self._asked(reading, number, tokens, blocks, drawn)
 
     def _tokens(self) -> list[int]:
         body = {"messages": list(self.script.messages[:-1])}
@@ -109,13 +115,20 @@ class Session:
         shape = (len(spans), len(self.layers), 2, found["n_key"][0])
         return floats(found["data"]).reshape(shape)
 
+    def _keys(self, end: int) -> Floats:
+        """[token, layer, key]: the bounds of single tokens are their keys."""
+        spans = [[at, at + 1] for at in range(end)]
+        parts = [self._bounds(spans[at : at + _AT_ONCE]) for at in range(0, end, _AT_ONCE)]
+        keys: Floats = np.concatenate(parts)[:, :, 0]
+        return keys
+
     def _asked(
         self,
         reading: Reading,
         number: int,
         tokens: Sequence[int],
         blocks: Sequence[Range],
-        bounds: tuple[Floats, Floats],
+        bounds: Sequence[Floats],
     ) -> dict[str, int]:
         """One question behind the ones before it and their answers."""
         message = self.script.turns[number - len(self.script.probes)]
@@ -134,7 +147,7 @@ class Session:
         told: Mapping[str, Any],
         n_prompt: int,
         blocks: Sequence[Range],
-        bounds: tuple[Floats, Floats],
+        bounds: Sequence[Floats],
     ) -> Iterator[tuple[str, Scores]]:
         """Every way to score the blocks, by its name."""
         queries = Queries.parse(told["query_rows"], len(self.layers))
@@ -151,8 +164,23 @@ class Session:
                 yield f"keys/{rows}/{name}", scores
                 part = queries.rows[of][:, mask]
                 yield f"bounds/{rows}/{name}", _peaks(part, bounds[0][:, of])
-                small = np.maximum.reduceat(_peaks(part, bounds[1][:, of]), starts)
-                yield f"bounds_{PIECE}/{rows}/{name}", small
+                yield f"cuboids/{rows}/{name}", _peaks(part, bounds[2][:, of])
+                for by, pieces in (("bounds", bounds[1]), ("cuboids", bounds[3])):
+                    small = np.maximum.reduceat(_peaks(part, pieces[:, of]), starts)
+                    yield f"{by}_{PIECE}/{rows}/{name}", small
+
+
+def cuboids(keys: Floats, spans: Sequence[Sequence[int]]) -> Floats:
+    """[span, layer, 2, key] of keys [token, layer, key]: the middle between the least and greatest
+    values, less and more the mean distance of the keys from it."""
+    found = []
+    for start, end in spans:
+        part = keys[start:end]
+        middle = (part.min(axis=0) + part.max(axis=0)) / 2
+        radius = np.abs(part - middle).mean(axis=0)
+        found.append(np.stack([middle - radius, middle + radius], axis=1))
+    stacked: Floats = np.stack(found)
+    return stacked
 
 
 def _peaks(rows: Floats, bounds: Floats) -> Scores:

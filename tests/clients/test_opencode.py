@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from comparing import erasable_server
 from running import RunningProxy, proxy
 
 from bench import opencode
-from bench.opencode import BUDGET, INSTALL_S, KINDS, TURN_S, booked
+from bench.opencode import BUDGET, INSTALL_S, KINDS, TURN_S
 from bench.random_models import SHAPES, ensure
 
 
@@ -54,6 +55,13 @@ def recording(long_port: int, bodies: list[Mapping[str, Any]]) -> Iterator[Runni
         yield running
 
 
+def _booked(log: str) -> list[dict[str, int]]:
+    """The books of every chat request, as the proxy's log has them."""
+    lines = [line for line in log.splitlines() if "/v1/chat/completions" in line]
+    found = [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
+    return [books for books in found if "prompt" in books]
+
+
 def _codes(running: RunningProxy) -> set[str]:
     return {
         sample.labels["code"]
@@ -88,7 +96,7 @@ def test_two_turns_of_an_agent(
     assert "come back" in json.dumps(turns[-1]["messages"][-1])
 
     recording.quiet()
-    found = booked(caplog.text)
+    found = _booked(caplog.text)
     assert len(found) >= len(turns)
     for books in found:
         assert sum(books[kind] for kind in KINDS) == books["prompt"]

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import struct
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
+import numpy as np
 import pytest
 
-from bench import agent, growth, lines, long
+from bench import agent, growth, lines, long, recall, watched
 from bench.agent_rows import MAGIC, Witness, rows
+from bench.scripted import Relay, relayed
+from evoke_proxy.demo.client import events
 
 
 @pytest.mark.parametrize("way", growth.WAYS)
@@ -80,6 +89,73 @@ def test_an_agent_reads_before_it_edits_and_again_after() -> None:
         if step.kind == "edit":
             before = [one for one in steps[:at] if one.kind == "read" and one.path == step.path]
             assert before
+
+
+def _called(id: str, name: str, path: str) -> list[dict[str, Any]]:
+    """A call and its result."""
+    arguments = json.dumps({"filePath": path, "oldString": "a"})
+    call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": id, "content": "done"},
+    ]
+
+
+def test_which_message_showed_a_file_before() -> None:
+    messages = [{"role": "user", "content": "begin"}, *_called("1", "read", "a.py")]
+    assert watched.reading_before(messages) is None
+    messages += _called("2", "read", "b.py")
+    assert watched.reading_before(messages) is None
+    messages += _called("3", "edit", "a.py")
+    assert watched.reading_before(messages) == 2
+    messages += _called("4", "read", "a.py")
+    assert watched.reading_before(messages) == 2
+    messages += _called("5", "edit", "a.py")
+    assert watched.reading_before(messages) == 8
+    assert watched.reading_before([*messages, {"role": "user", "content": "and?"}]) is None
+
+
+def test_an_agent_gets_the_scripts_calls_for_answers_and_then_the_models_own() -> None:
+    asked: list[dict[str, Any]] = []
+    own = b'data: {"choices": [{"delta": {"content": "noise"}}], "timings": {"evoke": {"n": 1}}}\n'
+
+    class Front(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(own)))
+            self.end_headers()
+            self.wfile.write(own)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    seen: list[Any] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as front:
+        Thread(target=front.serve_forever, daemon=True).start()
+        relay = Relay(front.server_address[1], lambda body, timings: seen.append(timings))
+        relay.calls.append(("read", {"filePath": "a.py"}))
+        with relayed(relay) as port:
+            replies = [_events(port, tools) for tools in ([], ["read"], ["read"])]
+        front.shutdown()
+    (called,) = replies[1][0]["choices"][0]["delta"]["tool_calls"]
+    assert called["function"] == {"name": "read", "arguments": '{"filePath": "a.py"}'}
+    assert replies[0] == replies[2] == list(events(iter(own.splitlines())))
+    assert seen == [{"evoke": {"n": 1}}] * 2 and len(asked) == 3 and not relay.faults
+
+
+def _events(port: int, tools: Sequence[str]) -> list[dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/chat/completions", json.dumps({"tools": list(tools)}))
+    found = list(events(connection.getresponse()))
+    connection.close()
+    return found
+
+
+def test_a_cuboid_is_within_the_bounds_and_around_their_middle() -> None:
+    keys = np.array([[[0.0, 1.0]], [[4.0, 1.0]], [[1.0, 1.0]], [[9.0, 9.0]]], np.float32)
+    (drawn,) = recall.cuboids(keys, [(0, 3)])
+    assert np.allclose(drawn, [[[2 - 5 / 3, 1.0], [2 + 5 / 3, 1.0]]])
 
 
 def test_a_long_session_asks_for_every_fact_once() -> None:

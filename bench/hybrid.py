@@ -1,0 +1,127 @@
+"""How much a hybrid model still knows on a budget: attention rows leave, convolutions stay.
+
+The model is one of the recipe (bench/model): the bundled model's attention with short convolutions
+in between, of the architecture `lfm2`. Its sessions, arms and rules are those of `bench.quality`,
+shorter. What a hybrid's recurrent layers remember is never evicted, and its context checkpoints
+stay alive: the rows right before them may not go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.quality.arms import CEILING
+from bench.quality.drive import answered, run
+from bench.quality.plan import Batch, Cell, batches
+from bench.quality.sessions import REPORTING, TUNING
+from bench.quality.stack import Reading, Stack, read, stack
+from bench.quality.summary import summarise
+from evoke_proxy.server_build import ensure_server
+
+RATIOS = (3.6, 8.0)
+CELLS = (
+    Cell("needle", "needle", 2000, 20, core=6, controls=RATIOS),
+    Cell("facts5", "facts5", 1500, 10, core=4, controls=RATIOS),
+    Cell("facts12", "facts12", 2500, 5, core=2, controls=RATIOS),
+)
+_COLUMNS = (
+    "cell",
+    "arm",
+    "right",
+    "n",
+    "recall",
+    "visible",
+    "ceiling",
+    "peak_share",
+    "decoded_again",
+)
+_LEAST = 0.95
+
+
+def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """What the server calls the model's memory, and a record a session and arm."""
+    seed = (TUNING if args.tuning else REPORTING).start
+    cells = [cell for cell in CELLS if args.cells is None or cell.name in args.cells]
+    (todo,) = [batch for batch in batches(cells, seed, RATIOS) if _is_plain(batch)]
+    records = []
+    server = args.server or ensure_server()
+    with stack(server, args.model, todo.settings, Path("out/bench/hybrid-logs")) as running:
+        memory = str(_get(running, "/props")["evoke"]["memory"])
+        readings: dict[str, Reading] = {}
+        for unit in todo.units:
+            script = unit.script
+            if script.name not in readings:
+                readings[script.name] = read(running.upstream, script)
+            found = {"cell": unit.cell, **run(running, script, readings[script.name], unit.arm)}
+            records.append(found)
+            said = f"{answered(found['probes'])} of {len(found['probes'])}"
+            print(f"{unit.key}: {said}, {len(found['faults'])} faults", flush=True)
+    return memory, records
+
+
+def _is_plain(batch: Batch) -> bool:
+    return set(batch.settings) == {"policy.bench_fields"}
+
+
+def _get(running: Stack, path: str) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", running.upstream, timeout=60)
+    try:
+        connection.request("GET", path)
+        answer: dict[str, Any] = json.load(connection.getresponse())
+        return answer
+    finally:
+        connection.close()
+
+
+def reached(summary: Mapping[str, Any]) -> bool:
+    """Whether the model knows its sessions, as much is known on a budget, and every turn was in its
+    budget with books that sum."""
+    rows = summary["rows"]
+    knows = all(row["recall"] >= _LEAST for row in rows if row["arm"] == CEILING)
+    keeps = all(row["share"] >= _LEAST for row in rows if row["policy"] == "evoke")
+    lost = all(row["recall"] <= row["visible"] + 0.05 for row in rows if row["policy"] == "discard")
+    return bool(knows and keeps and lost and not summary["violations"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/hybrid.json`; 0 when nothing is missed."""
+    args = _parser().parse_args(argv)
+    memory, records = measure(args)
+    found = summarise(records)
+    summary = {
+        "model": args.model.name,
+        "memory": memory,
+        "peak": max(turn[-1] for one in records if one["budget"] for turn in one["turns"]),
+        "recovered": sum(turn[2] for one in records for turn in one["turns"]),
+        **{key: found[key] for key in ("rows", "violations")},
+    }
+    print(record.table(found["rows"], _COLUMNS))
+    told = [{**one, "probes": [_short(probe) for probe in one["probes"]]} for one in records]
+    out = record.write("hybrid", told, summary, args.out)
+    print(f"written: {out}")
+    return 0 if reached(summary) else 1
+
+
+def _short(probe: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ("question", "expected", "depth", "right", "visible", "decoded_again")
+    return {key: probe[key] for key in kept} | ({} if probe["right"] else {"said": probe["answer"]})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = record.parser("hybrid", __doc__, "out/model/hybrid-f16.gguf")
+    parser.add_argument("model", type=Path, help="a .gguf file of a hybrid (bench/model/README.md)")
+    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
+    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS])
+    parser.add_argument("--tuning", action="store_true", help="sessions that may be tuned on")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Between an agent and the proxy: a model with random weights, which calls no tools, made to.
+
+Every request goes to the proxy, and what the model answers is counted; the agent gets the next call
+of a script instead. So the agent runs its real tools on real files and sends what they return.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from evoke_proxy.demo.client import events
+
+Json = dict[str, Any]
+_PATIENCE_S = 300.0
+_OWN = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
+
+
+class Relay:
+    """What stands in between. `calls` are the calls still to be made, each a name and arguments;
+    when there are none the model's own answer is passed on. `seen` gets each request that has
+    tools, and the `timings` of its answer, before the agent gets one."""
+
+    def __init__(self, front: int, seen: Callable[[Json, Json], None]) -> None:
+        self.front = front
+        self.seen = seen
+        self.calls: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self.made = 0
+        self.faults: list[str] = []
+
+    def answer(self, path: str, sent: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
+        """Status and bytes of the answer to a POST."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.front, timeout=_PATIENCE_S)
+        try:
+            connection.request("POST", path, sent, dict(headers))
+            response = connection.getresponse()
+            status, found = response.status, response.read()
+        finally:
+            connection.close()
+        body = json.loads(sent)
+        if status != 200 or not body.get("tools"):
+            return status, found
+        self.seen(body, _timings(found))
+        if not self.calls:
+            return status, found
+        name, arguments = self.calls.popleft()
+        self.made += 1
+        return status, _calling(f"call_{self.made}", name, arguments)
+
+
+def _timings(answer: bytes) -> Json:
+    found: Json = {}
+    for event in events(iter(answer.splitlines())):
+        found = event.get("timings", found)
+    return found
+
+
+def _calling(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
+    """A stream of one call."""
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    call = {"index": 0, "id": id, "type": "function", "function": function}
+    shape = {"id": id, "object": "chat.completion.chunk", "created": 0, "model": "random"}
+    begin: Json = {"delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None}
+    end: Json = {"delta": {}, "finish_reason": "tool_calls"}
+    chunks = [shape | {"choices": [{"index": 0} | choice]} for choice in (begin, end)]
+    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + (
+        b"data: [DONE]\n\n"
+    )
+
+
+@contextmanager
+def relayed(relay: Relay) -> Iterator[int]:
+    """The port where a relay listens until the block is left."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            passed = {k: v for k, v in self.headers.items() if k.lower() not in _OWN}
+            try:
+                status, answer = relay.answer(self.path, sent, passed)
+            except Exception as error:
+                relay.faults.append(repr(error))
+                status, answer = 502, b"{}"
+            streamed = answer.startswith((b"data:", b":"))
+            self.send_response(status)
+            self.send_header(
+                "Content-Type", "text/event-stream" if streamed else "application/json"
+            )
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

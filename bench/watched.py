@@ -1,0 +1,63 @@
+"""What is seen of an agent's requests from between it and the proxy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.agent import KINDS, post
+from bench.agent_rows import Witness, rows
+
+
+@dataclass(slots=True)
+class Watch:
+    """What is seen of one session's requests, from between it and the proxy: `books` of each; with
+    a folder also the rows of the slot, and of files how much of their latest reading was there."""
+
+    upstream: int
+    saved: Path | None
+    witness: Witness = field(default_factory=Witness)
+    books: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(self, body: dict[str, Any], timings: dict[str, Any]) -> None:
+        """A request, answered but not yet passed on."""
+        told = timings["evoke"]
+        one: dict[str, Any] = {kind: int(told[kind]) for kind in KINDS}
+        one |= {"prompt": int(told["n_prompt"]), "peak": int(told["n_resident_peak"])}
+        one |= {"file_rows": 0, "file_there": 0, "file_back": 0}
+        self.books.append(one)
+        if self.saved is None:
+            return
+        post(self.upstream, "/slots/0?action=save", {"filename": "rows"})
+        now = rows(self.saved / "rows")
+        back = self.witness.look(now, one["prompt"] - one["decoded"], one["prompt"])
+        known = reading_before(body["messages"])
+        if known is not None:
+            asked = {"dialect": "chat", "body": body}
+            spans = post(self.upstream, "/evoke/render", asked)["spans"]
+            wanted = {at for s in spans if s["index"] == known for at in range(s["p0"], s["p1"])}
+            one["file_rows"] = len(wanted)
+            one["file_there"] = len(wanted & now.keys())
+            one["file_back"] = len(wanted & back)
+
+
+def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """The index of the message that showed the file before on which the last call was; None when no
+    call has just been answered, or its file was never shown before."""
+    called: dict[str, tuple[str, str]] = {}
+    shown: dict[str, int] = {}
+    found = None
+    for index, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            given = json.loads(call["function"]["arguments"])
+            called[call["id"]] = (call["function"]["name"], str(given.get("filePath", "")))
+        found = None
+        if message["role"] == "tool":
+            name, path = called[message["tool_call_id"]]
+            found = shown.get(path)
+            if name == "read":
+                shown[path] = index
+    return found
