@@ -110,7 +110,7 @@ class Attended:
             self._take(view.blocks, share, view.in_cache, turn)
         if "query_rows" not in answer:
             return self.shown(view)
-        labels = [view.blocks.labels[i] for i in self.bounds.lacking(view.blocks)]
+        labels = [view.blocks[i].label for i in self.bounds.lacking(view.blocks)]
         self.bounds.take(answer.get("key_bounds"), labels)
         self.bounds.keep(view.blocks)
         queries = Queries.parse(answer["query_rows"], len(answer.get("layers", ())))

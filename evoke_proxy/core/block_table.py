@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from evoke_proxy.core.blocks import Block, Role, Span
+from evoke_proxy.core.grown import Grown
 
 Mask = npt.NDArray[np.bool_]
 Positions = npt.NDArray[np.int64]
@@ -26,41 +27,107 @@ _STRIDE = 512
 _CODE = {role: code for code, role in enumerate(ROLES)}
 
 
+class _Run:
+    """Blocks that tables begin with: only ever added to. `at` is where each label is."""
+
+    __slots__ = ("at", "blocks", "labels")
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self.blocks: list[Block] = []
+        self.labels: list[str] = []
+        self.at: dict[str, int] = {}
+        self.add(blocks)
+
+    def add(self, blocks: Iterable[Block]) -> None:
+        first = len(self.blocks)
+        self.blocks += blocks
+        self.labels += [block.label for block in self.blocks[first:]]
+        self.at.update(zip(self.labels[first:], range(first, len(self.blocks)), strict=True))
+
+
 class BlockTable(Sequence[Block]):
     """Blocks in ascending order that do not overlap; immutable, and so are its arrays.
 
     Each array has one value a block: `starts` and `ends` positions, `messages` and `turns` numbers,
     `roles` indexes into ROLES. `copied` says which blocks have a copy in the host pool; in a new
-    table none has. Slices and sums are tables again.
+    table none has. Slices and sums are tables again; what is added to one that nobody has gone on
+    from otherwise is put behind it in the same memory.
     """
 
-    __slots__ = (
-        *("_blocks", "labels", "starts", "ends", "messages", "turns", "roles"),
-        *("pinned", "preferred", "priority", "copied"),
-    )
+    __slots__ = ("_columns", "_count", "_run", "copied")
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
-        self._blocks = tuple(blocks)
-        given = self._blocks
-        self.labels = tuple([block.label for block in given])
-        self.starts: Positions = np.array([block.span.start for block in given], np.int64)
-        self.ends: Positions = np.array([block.span.end for block in given], np.int64)
-        self.messages: Positions = np.array([block.message for block in given], np.int64)
-        self.turns: Positions = np.array([block.turn for block in given], np.int64)
-        self.roles: Positions = np.array([_CODE[block.role] for block in given], np.int64)
-        self.pinned: Mask = np.array([block.pinned for block in given], np.bool_)
-        self.preferred: Mask = np.array([block.preferred for block in given], np.bool_)
-        self.priority: Numbers = np.array([block.priority for block in given], np.float64)
+        self._run = _Run(blocks)
+        given, self._count = self._run.blocks, len(self._run.blocks)
+        values = (
+            (np.int64, [block.span.start for block in given]),
+            (np.int64, [block.span.end for block in given]),
+            (np.int64, [block.message for block in given]),
+            (np.int64, [block.turn for block in given]),
+            (np.int64, [_CODE[block.role] for block in given]),
+            (np.bool_, [block.pinned for block in given]),
+            (np.bool_, [block.preferred for block in given]),
+            (np.float64, [block.priority for block in given]),
+        )
+        self._columns = tuple([Grown.of(np.array(column, kind)) for kind, column in values])
         self.copied: Mask = np.zeros(len(given), np.bool_)
 
+    def _column(self, number: int) -> npt.NDArray[Any]:
+        return self._columns[number].rows[: self._count]
+
+    @property
+    def starts(self) -> Positions:
+        """Where each block begins."""
+        return self._column(0)
+
+    @property
+    def ends(self) -> Positions:
+        """Where each block ends."""
+        return self._column(1)
+
+    @property
+    def messages(self) -> Positions:
+        """Which message each block is of."""
+        return self._column(2)
+
+    @property
+    def turns(self) -> Positions:
+        """The turn that has cut each block."""
+        return self._column(3)
+
+    @property
+    def roles(self) -> Positions:
+        """Who each block is from, as an index into ROLES."""
+        return self._column(4)
+
+    @property
+    def pinned(self) -> Mask:
+        """Which blocks are pinned."""
+        return self._column(5)
+
+    @property
+    def preferred(self) -> Mask:
+        """Which blocks are preferred."""
+        return self._column(6)
+
+    @property
+    def priority(self) -> Numbers:
+        """The priority of each block."""
+        return self._column(7)
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """The name of each block; a copy, of many blocks better not in every turn."""
+        return self._run.labels[: self._count]
+
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._count
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
+        return islice(self._run.blocks, self._count)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockTable) and self._blocks == other._blocks
+        return isinstance(other, BlockTable) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -70,40 +137,48 @@ class BlockTable(Sequence[Block]):
     def __getitem__(self, at: slice) -> BlockTable: ...
     def __getitem__(self, at: int | slice) -> Block | BlockTable:
         if not isinstance(at, slice):
-            return self._blocks[at]
-        part = BlockTable.__new__(BlockTable)
-        for name in BlockTable.__slots__:
-            setattr(part, name, getattr(self, name)[at])
+            return self._run.blocks[range(self._count)[at]]
+        start, stop, step = at.indices(self._count)
+        if start or step != 1:
+            return BlockTable(self._run.blocks[start:stop:step]).with_copies(self.copied[at])
+        part = self.with_copies(self.copied[at])
+        part._count = len(part.copied)
         return part
 
     def __add__(self, more: BlockTable) -> BlockTable:
         if not more or not self:
             return self if self else more
+        count, added, run = self._count, list(more), self._run
         both = BlockTable.__new__(BlockTable)
-        both._blocks = self._blocks + more._blocks
-        both.labels = self.labels + more.labels
-        for name in BlockTable.__slots__[2:]:
-            setattr(both, name, np.concatenate([getattr(self, name), getattr(more, name)]))
+        if run.blocks[count : count + len(added)] != added:
+            if len(run.blocks) > count:
+                run = _Run(run.blocks[:count])
+            run.add(added)
+        both._run, both._count = run, count + len(added)
+        columns = enumerate(self._columns)
+        both._columns = tuple([own.followed(count, more._column(i)) for i, own in columns])
+        both.copied = np.concatenate([self.copied, more.copied])
         return both
+
+    def same_blocks(self, other: BlockTable) -> bool:
+        """Whether another table is known to have the very same blocks."""
+        return self._run is other._run and self._count == other._count
 
     def with_copies(self, copied: Mask) -> BlockTable:
         """The same blocks, these of them with a copy."""
-        return self._changed(copied=copied)
+        other = BlockTable.__new__(BlockTable)
+        other._run, other._count, other._columns = self._run, self._count, self._columns
+        other.copied = copied
+        return other
 
     def named(self, labels: Mapping[int, str]) -> BlockTable:
         """The same with other labels for the blocks of these indexes."""
-        blocks = list(self._blocks)
+        blocks = list(self)
         for i, label in labels.items():
             blocks[i] = replace(blocks[i], label=label)
-        changed = self._changed(_blocks=tuple(blocks))
-        changed.labels = tuple([block.label for block in blocks])
+        changed = self.with_copies(self.copied)
+        changed._run = _Run(blocks)
         return changed
-
-    def _changed(self, **columns: Any) -> BlockTable:
-        other = BlockTable.__new__(BlockTable)
-        for name in BlockTable.__slots__:
-            setattr(other, name, columns.get(name, getattr(self, name)))
-        return other
 
     @property
     def lengths(self) -> Positions:
@@ -113,7 +188,8 @@ class BlockTable(Sequence[Block]):
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks of a mask, or those of these indexes in their order."""
         at = np.flatnonzero(wanted) if wanted.dtype == np.bool_ else wanted
-        return [self._blocks[i] for i in at.tolist()]
+        blocks = self._run.blocks
+        return [blocks[i] for i in at.tolist()]
 
     def within(self, spans: Sequence[Span]) -> Mask:
         """Which blocks lie wholly in these ascending, disjoint spans."""
@@ -126,9 +202,13 @@ class BlockTable(Sequence[Block]):
 
     def labelled(self, labels: frozenset[str]) -> Mask:
         """Which blocks have one of these labels."""
-        if not labels:
-            return np.zeros(len(self), np.bool_)
-        return np.fromiter(map(labels.__contains__, self.labels), np.bool_, len(self))
+        having, count, at = np.zeros(len(self), np.bool_), len(self), self._run.at
+        having[[i for label in labels if (i := at.get(label, count)) < count]] = True
+        return having
+
+    def has(self, label: str) -> bool:
+        """Whether a block has this label."""
+        return self._run.at.get(label, len(self)) < len(self)
 
     def crossing(self, edges: Iterable[int]) -> list[int]:
         """Indexes, ascending, of the blocks that one of these positions would split."""
@@ -142,7 +222,7 @@ class BlockTable(Sequence[Block]):
     def find(self, span: Span) -> int | None:
         """The index of the block of exactly this span; None when there is none."""
         at = int(self.starts.searchsorted(span.start))
-        return at if at < len(self) and self._blocks[at].span == span else None
+        return at if at < len(self) and self._run.blocks[at].span == span else None
 
     def adjacent(self) -> Positions:
         """Indexes of blocks that touch the next one and are of one message with it."""
@@ -152,10 +232,10 @@ class BlockTable(Sequence[Block]):
 
 def shared_labels(one: BlockTable, other: BlockTable) -> int:
     """How many labels two tables begin with alike: nearly always the very same objects."""
-    ours, theirs = one.labels, other.labels
-    if theirs[: len(ours)] == ours:
-        return len(ours)
-    at, count = 0, min(len(ours), len(theirs))
+    count = min(len(one), len(other))
+    if one._run is other._run:
+        return count
+    at, ours, theirs = 0, one._run.labels, other._run.labels
     while at < count and ours[at : at + _STRIDE] == theirs[at : at + _STRIDE]:
         at += _STRIDE
     pairs = zip(ours[at : at + _STRIDE], theirs[at : at + _STRIDE], strict=False)

@@ -91,7 +91,7 @@ class KeyBounds:
         ]
         if not fits:
             return fits, np.zeros(0, np.float32)
-        return fits, np.stack([self._known[blocks.labels[i]] for i in fits])
+        return fits, np.stack([self._known[blocks[i].label] for i in fits])
 
 
 def shares(rows: Floats, bounds: Floats) -> Iterator[Numbers]:

@@ -13,7 +13,7 @@ from itertools import compress
 
 import numpy as np
 
-from evoke_proxy.core.block_table import BlockTable, Mask
+from evoke_proxy.core.block_table import BlockTable, Mask, shared_labels
 from evoke_proxy.core.blocks import Block, Span, clipped
 from evoke_proxy.core.messages import Message
 from evoke_proxy.core.rendered import Rendered, SlotView, Tokens, common_prefix
@@ -103,8 +103,10 @@ class Layout:
             numbers=numbers,
             stops=rendered.stops,
         )
-        blocks = kept + self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
+        blocks = self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
         blocks, taken = _with_ranges(blocks, ranges)
+        blocks, more = _with_ranges(kept + blocks, [item for item in ranges if item not in taken])
+        taken = [*taken, *more]
         stale = self._left_behind(kept).difference(item.label for item in taken)
         guessed = {i.label for i in taken if i.span.end > max(shared, view.n_common)}
         return Layout(
@@ -126,10 +128,10 @@ class Layout:
         ranges = {item.label: item for item in self.ranges}
         for label, span in copies:
             at = self.blocks.find(span)
-            if at is not None and self.blocks.labels[at] == label:
+            if at is not None and self.blocks[at].label == label:
                 copied[at] = True
                 own.add(label)
-            elif label not in self.blocks.labels:
+            elif not self.blocks.has(label):
                 ranges[label] = SavedRange(label, span)
         return replace(
             self,
@@ -197,7 +199,7 @@ class Layout:
 
     def _named(self, blocks: Sequence[Block], tokens: Tokens, behind: BlockTable) -> BlockTable:
         """These blocks, which follow others, with the labels of their tokens."""
-        before = behind.labels[-1] if behind else ""
+        before = behind[-1].label if behind else ""
         names = labels(self.session, tokens, [block.span for block in blocks], before)
         pairs = zip(blocks, names, strict=True)
         return BlockTable(replace(block, label=name) for block, name in pairs)
@@ -205,9 +207,9 @@ class Layout:
     def _left_behind(self, kept: BlockTable) -> frozenset[str]:
         """The copies of no use when only these blocks stay, and no range."""
         useless = self.stale.union(item.label for item in self.ranges)
-        if kept.labels == self.blocks.labels:
-            return useless
-        return useless | (self.saved - frozenset(kept.labels))
+        left = self.blocks[shared_labels(kept, self.blocks) :]
+        labels = compress(left.labels, left.copied.tolist())
+        return useless.union(label for label in labels if not kept.has(label))
 
 
 def _with_ranges(

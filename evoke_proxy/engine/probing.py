@@ -139,7 +139,7 @@ class Probing:
         spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
         asked = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": known.tenant}
         answer = await self._upstream.run(turn.slot.id, "attention", asked, client)
-        bounds.take(answer.get("key_bounds"), [view.blocks.labels[i] for i in lacking])
+        bounds.take(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
         queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
         return likeliest(view, bounds, queries)
 

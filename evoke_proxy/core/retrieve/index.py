@@ -142,7 +142,7 @@ class Index:
         given = {label: found for label, found in vectors if len(found)}
         for i in np.flatnonzero(self._held.labelled(frozenset(given))).tolist():
             if int(self._numbers[i]) not in self._rows:
-                self._rows.put(int(self._numbers[i]), given[self._held.labels[i]])
+                self._rows.put(int(self._numbers[i]), given[self._held[i].label])
 
     def _clear(self) -> None:
         self._held = BlockTable()
@@ -154,14 +154,15 @@ class Index:
 
     def hold(self, blocks: BlockTable) -> None:
         """Hold exactly these; vectors are taken for them from then on."""
-        if self._held.labels is blocks.labels:
+        if self._held.same_blocks(blocks):
             return
         dead = len(self._postings) - len(self._held)
         if dead > max(_COMPACT_ABOVE, len(self._held)):
             self._compact()
         same = shared_labels(self._held, blocks)
         if not same == len(self._held) == len(blocks):
-            had = dict(zip(self._held.labels[same:], self._numbers[same:].tolist(), strict=True))
+            old = self._held[same:].labels
+            had = dict(zip(old, self._numbers[same:].tolist(), strict=True))
             added = [had[b.label] if b.label in had else self._add(b) for b in blocks[same:]]
             self._numbers = np.concatenate([self._numbers[:same], np.array(added, np.int64)])
             self._postings.ask_about(self._numbers)
