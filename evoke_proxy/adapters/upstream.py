@@ -39,6 +39,7 @@ _NEVER_ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 _KEEPALIVE_S = 2.0
 _LINE_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
+LATEST = "latest"
 _AUTHENTICATION = ("Authorization", "X-Api-Key")
 # Seconds that `call` has waited in the current task, by name, where somebody wants to know.
 AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
@@ -204,9 +205,13 @@ class Upstream:
         except UpstreamRejected as error:
             raise PlanRefused.of(error) from error
 
-    async def slot(self, slot: int, tenant: str, client: Mapping[str, str]) -> dict[str, Any]:
-        """One slot now, with every saved block of a tenant, whatever slot it is from."""
-        return await self.call("GET", f"/slots/{slot}/blocks?tenant={tenant}", None, client)
+    async def slot(
+        self, slot: int, tenant: str, client: Mapping[str, str], since: str = ""
+    ) -> dict[str, Any]:
+        """One slot now, with every saved block of a tenant, whatever slot it is from; with `since`
+        a `version` of an earlier answer, those that changed since then, with LATEST none."""
+        target = f"/slots/{slot}/blocks?tenant={tenant}" + (f"&since={since}" if since else "")
+        return await self.call("GET", target, None, client)
 
     def own_headers(self, client: Mapping[str, str] | None = None) -> dict[str, str]:
         """Headers of a call of ours, with the configured key or else the client's credentials."""

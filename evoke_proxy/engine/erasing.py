@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.layout import wire_name
 from evoke_proxy.core.plan import Evict, Plan
 from evoke_proxy.core.rendered import SlotView
@@ -152,7 +152,8 @@ class Eraser:
         try:
             view = None
             if self._watch.server.patched:
-                view = SlotView.parse(await self._upstream.slot(slot, known.tenant, {}))
+                answer = await self._upstream.slot(slot, known.tenant, {}, LATEST)
+                view = SlotView.parse(answer)
                 if view.epoch != known.epoch:
                     return  # somebody else's rows by now
             try:

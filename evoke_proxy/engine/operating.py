@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from evoke_proxy import __version__
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core import pins
 from evoke_proxy.core.block_map import Whereabouts, block_map, spans, totals
 from evoke_proxy.core.blocks import Span, clipped, count
@@ -232,7 +232,8 @@ class Operator:
         try:
             lease = await self._slots.acquire(known.id, known.tenant, slot=slot)
             try:
-                view = SlotView.parse(await self._upstream.slot(slot, known.tenant, {}))
+                answer = await self._upstream.slot(slot, known.tenant, {}, LATEST)
+                view = SlotView.parse(answer)
                 yield view if view.epoch == known.epoch else None
             finally:
                 self._slots.release(lease)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.block_table import Positions
 from evoke_proxy.core.books import Books
 from evoke_proxy.core.key_bounds import Queries
@@ -76,7 +76,7 @@ class Probing:
         cursor = turn.view.adopt_to or turn.view.n_past
         decoded = await self._decode(turn, epoch, known, client)
         # Of nobody's copies: it is only asked what is resident.
-        now = SlotView.parse(await self._upstream.slot(turn.slot.id, "", client))
+        now = SlotView.parse(await self._upstream.slot(turn.slot.id, "", client, LATEST))
         later = known.session.begin(
             turn.rendered, replace(now, n_common=cursor), turn.request, way.vectors
         )

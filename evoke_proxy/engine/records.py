@@ -13,15 +13,16 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.ahead import next_turns
 from evoke_proxy.core.answer import AnswerReader
 from evoke_proxy.core.blocks import Span
+from evoke_proxy.core.layout import wire_name
 from evoke_proxy.core.recorded import Seated, read, reordered, written
 from evoke_proxy.core.rendered import SlotView, Tokens, common_prefix
 from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
@@ -51,10 +52,12 @@ class Records:
         self._vault = keeper.vault if keeper is not None and keeper.on else None
         self._keeper = keeper
         self._server = UNKNOWN_SERVER
+        self._on_disk: dict[str, tuple[int, set[str]]] = {}
 
     def started(self, server: ServerInfo) -> None:
         """A server has appeared."""
         self._server = server
+        self._on_disk.clear()
 
     @property
     def on(self) -> bool:
@@ -121,11 +124,12 @@ class Records:
         self,
         known: Conversation,
         view: SlotView,
-        blocks: Collection[Any],
+        answer: Mapping[str, Any],
         client: Mapping[str, str],
     ) -> None:
-        """Write a session down, as `view` shows its slot; `blocks` are the copies that llama-server
-        had before the latest were made. Raises EvokeErrors for what llama-server does."""
+        """Write a session down, as `view` shows its slot; `answer` tells, `since` it was last asked
+        for, what copies llama-server had before the latest were made. Raises EvokeErrors for what
+        llama-server does."""
         if self._vault is None:
             return
         edges = (known.head, known.settled, known.n_users)
@@ -133,10 +137,9 @@ class Records:
         home, orders = self._upstream.url, known.orders
         seated = Seated(session, known.hint, edges, view.id, view.epoch, home, orders)
         if self._server.spills:
-            on_disk = {block.get("name") for block in blocks if block.get("on_disk")}
             layout = known.session.layout
             copies = layout.saved.union(item.label for item in layout.ranges)
-            names = sorted(copies - on_disk)
+            names = sorted(copies - self._noted(known, answer))
             if names:
                 spill = {"names": names, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)
@@ -152,6 +155,25 @@ class Records:
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
         if known.orders != orders:
             self.reordered(known)
+
+    def since(self, known: Conversation) -> str:
+        """What `keep` is to be told of a session's copies: the changes since this version."""
+        if self._vault is None or not self._server.spills:
+            return LATEST
+        return str(self._on_disk[known.id][0]) if known.id in self._on_disk else ""
+
+    def _noted(self, known: Conversation, answer: Mapping[str, Any]) -> set[str]:
+        """Which copies of a session are on disk, as far as that was ever told."""
+        version, own = int(answer.get("version") or 0), f"{wire_name(known.id)}/"
+        before, names = self._on_disk.get(known.id, (0, set[str]()))
+        if version < before:  # of another server
+            names = set()
+        blocks = [block for block in answer.get("blocks") or () if block["name"].startswith(own)]
+        names |= {block["name"] for block in blocks if block.get("on_disk")}
+        names -= {block["name"] for block in blocks if not block.get("on_disk")}
+        if version:
+            self._on_disk[known.id] = version, names
+        return names
 
     async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
         """After a restart: which copies of a session are still there. Raises UpstreamError."""
@@ -171,7 +193,7 @@ class Records:
         match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)
         if match is None:
             return False
-        answer = await self._upstream.slot(view.id, known.tenant, client)
+        answer = await self._upstream.slot(view.id, known.tenant, client, LATEST)
         self._keeper.proved(match, int(answer.get("n_tokens") or 0))
         return True
 
@@ -188,6 +210,7 @@ class Records:
     def forget(self, id: str) -> None:
         """Nobody goes on from this session any more."""
         self._vectors.forget(id)
+        self._on_disk.pop(id, None)
         if self._vault is not None:
             self._vault.remove_record(id)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import orjson
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.chat import ChatRequest
 from evoke_proxy.core.rendered import SlotView
 from evoke_proxy.core.slots import taken_by
@@ -74,7 +74,7 @@ class Seating:
             way.stage = "seat"
             victim = self._conversations.get(lease.victim)
             if victim is not None and victim.epoch is not None:
-                answer = await self._upstream.slot(lease.slot, victim.tenant, client)
+                answer = await self._upstream.slot(lease.slot, victim.tenant, client, LATEST)
                 await self.make_room(victim, SlotView.parse(answer), client)
         if way.lease is not None and not way.is_batch:
             first = self.wanted(way) or 0 if request.n > 1 else way.lease.slot
@@ -104,7 +104,7 @@ class Seating:
         """Wait until llama-server is done with a slot, or `enough` says that it was waited."""
 
         async def busy() -> bool:
-            answer = await self._upstream.slot(slot, tenant, client)
+            answer = await self._upstream.slot(slot, tenant, client, LATEST)
             return bool(answer.get("is_processing"))
 
         await until_over(busy, enough)

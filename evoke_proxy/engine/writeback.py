@@ -97,7 +97,8 @@ class Writeback:
         await self._records.ready(known, slot, client)
         if not self._slots.pool.idle() or known.in_use:
             return False
-        answer = await self._upstream.slot(slot, known.tenant, client)
+        since = self._records.since(known)
+        answer = await self._upstream.slot(slot, known.tenant, client, since)
         view = SlotView.parse(answer)
         if view.epoch != known.epoch or view.busy:
             return True
@@ -116,7 +117,7 @@ class Writeback:
             if known.in_use or known.session.turns != turns:
                 return False  # its blocks may have other names by now
             known.session.saved_all(Plan(saves=batch))
-        await self._records.keep(known, view, answer.get("blocks") or (), client)
+        await self._records.keep(known, view, answer, client)
         return True
 
 

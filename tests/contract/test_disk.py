@@ -71,6 +71,20 @@ def files(folder: Path, kind: str = "kvb") -> list[Path]:
     return sorted(folder.glob(f"*.{kind}"))
 
 
+def check_since(server: Llama, names: list[str]) -> None:
+    """Only what has changed is listed to who knows the rest."""
+    path = "/slots/0/blocks?tenant="
+    latest = server.get(f"{path}&since=latest")
+    assert latest["blocks"] == [] and latest["tokens_hash"] == server.slot()["tokens_hash"]
+    version = latest["version"]
+    server.act("block-save", name="again", p0=64, p1=128)
+    changed = {block["name"] for block in server.get(f"{path}&since={version}")["blocks"]}
+    assert {names[1], "again"} <= changed < {*names, "again"}
+    assert len(server.get(f"{path}&since={version + 1000}")["blocks"]) == len(names) + 1
+    assert server.ask("GET", f"{path}&since=never")[0] == 400
+    server.act("block-drop", names=["again"])
+
+
 def talk(server: Llama) -> list[int]:
     """A conversation in slot 0; the tokens that have a row afterwards."""
     history = server.tokens(story(900))
@@ -96,6 +110,7 @@ def test_what_memory_has_no_room_for_is_on_disk_and_comes_back_exactly(tmp_path:
         assert loaded["n_loaded"] == 320 and loaded["bit_exact"]
         assert logprobs(server, held, 0) == reference
         assert blocks(server)[names[2]]["tier"] == "ram"
+        check_since(server, names)
         mode = [path.stat().st_mode & 0o777 for path in (tmp_path / "d", *files(tmp_path / "d"))]
         assert mode[0] == 0o700 and set(mode[1:]) == {0o600}
 
