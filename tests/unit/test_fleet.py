@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from test_recorded import seated
 
+from evoke_proxy.__main__ import main
 from evoke_proxy.config import Config, PoolConfig
 from evoke_proxy.core.identity import Hint
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
@@ -115,3 +116,27 @@ def test_servers_have_names(given: list[str], named: dict[str, str] | None) -> N
             config.servers  # noqa: B018
     else:
         assert config.servers == named
+
+
+def test_several_are_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["--upstream", "a=http://one:1", "--upstream", "http://two:2"]
+    assert main(["check-config", *several]) == 0
+    assert "upstream  a at http://one:1, two:2 at http://two:2\n" in capsys.readouterr().out
+    assert main(["check-config", "--upstream", "only=http://one:1"]) == 0
+    assert "upstream  only at http://one:1\n" in capsys.readouterr().out
+    assert main(["check-config", "--upstream", "http://one:1"]) == 0
+    assert "upstream  http://one:1\n" in capsys.readouterr().out
+    assert main(["check-config", *several, "--upstream", "a=http://three:3"]) == 2
+    assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
+
+
+def test_one_on_the_command_line_wins_over_several_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EVOKE_POOL_UPSTREAMS", "a=http://one:1, b=http://two:2")
+    assert main(["check-config"]) == 0
+    assert "a at http://one:1, b at http://two:2" in capsys.readouterr().out
+    assert main(["check-config", "--upstream", "http://three:3"]) == 0
+    assert "upstream  http://three:3\n" in capsys.readouterr().out
+    assert main(["doctor"]) == 2
+    assert "pool.upstreams names several" in capsys.readouterr().err

@@ -22,6 +22,8 @@ from evoke_proxy.errors import RequestError, UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
 _CHECKING = "checking a server"
+# How one is, for a person.
+_WELL, _DRAINS, _AWAY, _FOREIGN = "is well", "drains", "is away", "serves another model"
 
 
 class Servers:
@@ -37,6 +39,7 @@ class Servers:
         self.pool = ServerPool(tuple(engines), Rules(*rules))
         self._metrics, self._feed = metrics, feed
         self._fingerprints = [""] * len(engines)
+        self._told = [""] * len(engines)
         self._unsure: set[int] = set()  # those that may be another than they were
         self._chores = Chores()
         self._watching: asyncio.Task[None] | None = None
@@ -101,7 +104,7 @@ class Servers:
         self._each[at].upstream_failed(error)
         self._unsure.add(at)
         if not isinstance(error, UpstreamRejected) and self.pool.failed(at, _now()):
-            self._opened(at, error)
+            self._opened(at, str(error))
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
         """Whether conversations are to leave a server; the server then."""
@@ -109,8 +112,7 @@ class Servers:
         member = self.pool.members[at]
         if member.draining != draining:
             member.draining = draining
-            _log.info("server %s %s", name, "drains" if draining else "takes requests again")
-            self._tell(at)
+            self._tell()
             if draining:
                 self._chores.run(self._kept(at), f"keeping what {name} holds")
         return self.row(at)
@@ -150,10 +152,10 @@ class Servers:
     def _state(self, at: int) -> str:
         member = self.pool.members[at]
         if member.breaker != CLOSED:
-            return "is away"
+            return _AWAY
         if self.pool.is_foreign(at):
-            return "serves another model"
-        return "drains" if member.draining else "is well"
+            return _FOREIGN
+        return _DRAINS if member.draining else _WELL
 
     async def _kept(self, at: int) -> None:
         """What a server that drains holds of conversations is saved when its last answer ended."""
@@ -180,14 +182,14 @@ class Servers:
                 await engine.upstream.call("GET", "/health")
                 model = await self._looked(at)
             answered = True
-            if self.pool.found(at, _now(), engine.server.n_slots, model):
-                self._closed(at)
+            self.pool.found(at, _now(), engine.server.n_slots, model)
+            self._tell()
         except (UpstreamError, TimeoutError) as error:
             if isinstance(error, UpstreamError) and not isinstance(error, UpstreamRejected):
                 engine.upstream_failed(error)
             answered = True
             if self.pool.missed(at, _now()):
-                self._opened(at, error)
+                self._opened(at, str(error))
         finally:
             if not answered:  # whatever else goes wrong, it is checked again
                 self.pool.missed(at, _now())
@@ -197,40 +199,37 @@ class Servers:
         engine = self._each[at]
         if self.pool.is_well(at) and at not in self._unsure:
             return ""
-        if self.pool.members[at].openings:  # it may be another one
+        if self.pool.members[at].openings and not self.pool.is_well(at):  # it may be another one
             engine.watch.lost()
         await engine.watch.look()
         try:
             props = await engine.upstream.call("GET", "/props")
             models = await engine.upstream.call("GET", "/v1/models")
-            self._fingerprints[at] = await StockCalls(engine.upstream).fingerprint(None)
         except UpstreamRejected:
-            return ""
-        finally:
             self._unsure.discard(at)
+            return ""
+        self._unsure.discard(at)
+        self._chores.run(self._identify(at), "learning what a server is")
         return same_model(props, models)
 
-    def _closed(self, at: int) -> None:
-        foreign = self.pool.is_foreign(at)
-        _log.log(
-            logging.WARNING if foreign else logging.INFO,
-            "server %s %s",
-            self.name(at),
-            self._state(at),
-        )
-        self._tell(at)
+    async def _identify(self, at: int) -> None:
+        """Not within a check: of what it asks, one answer waits until a batch is decoded."""
+        calls = StockCalls(self._each[at].upstream)
+        self._fingerprints[at] = await calls.fingerprint(None)
 
-    def _opened(self, at: int, error: BaseException) -> None:
-        member = self.pool.members[at]
-        self._metrics.openings.labels(server=member.name).inc()
-        if member.backoff_s == self.pool.rules.backoff_s:
-            _log.warning("server %s gets no requests now: %s", member.name, str(error) or "silence")
-        self._tell(at)
+    def _opened(self, at: int, why: str) -> None:
+        self._metrics.openings.labels(server=self.name(at)).inc()
+        self._tell(f": {why or 'it does not answer'}")
 
-    def _tell(self, at: int) -> None:
-        member = self.pool.members[at]
-        told = {"breaker": member.breaker, "draining": member.draining}
-        self._feed.tell("servers", server=member.name, **told)
+    def _tell(self, why: str = "") -> None:
+        """Say of each server how it is, when that is not as it was said."""
+        for at, told in enumerate(self._told):
+            state, name = self._state(at), self.name(at)
+            if state != told:
+                self._told[at] = state
+                level = logging.INFO if state in (_WELL, _DRAINS) else logging.WARNING
+                _log.log(level, "server %s %s%s", name, state, why if state == _AWAY else "")
+                self._feed.tell("servers", server=name, state=state)
 
     def _show(self) -> None:
         """Gauges that look when they are asked."""

@@ -262,7 +262,7 @@ const WORDS = {
   forgotten: () => ["forgotten: the longest unused"],
   budget: (facts) => [`budget of sessions: ${facts.budget ?? "none"}`],
   server: (facts) => [facts.patched ? `llama-server is there, ${plural(facts.slots, "slot")}` : "llama-server is there, not patched"],
-  servers: (facts) => [`server ${facts.server}: ${facts.breaker !== "closed" ? "away" : facts.draining ? "drains" : "takes requests"}`],
+  servers: (facts) => [`server ${facts.server} ${facts.state}`],
   stopping: () => ["the proxy is stopping"],
 };
 
