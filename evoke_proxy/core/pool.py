@@ -7,12 +7,13 @@ while one trial finds out whether it does again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half_open", "open"
 # Best first, as a gauge shows them.
 BREAKER = (CLOSED, HALF_OPEN, OPEN)
+_NONE: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,16 @@ class ServerPool:
         return f"<ServerPool {' '.join(shown)}>"
 
     def choose(
-        self, home: int | None, bound: Sequence[int], tried: Collection[int] = ()
+        self, home: int | None, bound: Sequence[int], tried: Mapping[int, int] = _NONE
     ) -> int | None:
         """The server of a request: `home`, where its conversation is, if that takes requests; else
         the one with least to do for each slot, of equals the one that fewest conversations are
-        `bound` to. Never one that it was `tried` at; None when there is none."""
-        if home is not None and home not in tried and self.takes(home):
+        `bound` to. Never one that it was `tried` at, unless that had to be opened more often since
+        than it had been then; None when there is none."""
+        new = [i for i, m in enumerate(self.members) if tried.get(i) != m.openings]
+        able = [i for i in new if self.takes(i)]
+        if home in able:
             return home
-        able = [i for i in range(len(self.members)) if i not in tried and self.takes(i)]
         return min(able, key=lambda i: (self.members[i].load, bound[i], i), default=None)
 
     def is_well(self, at: int) -> bool:

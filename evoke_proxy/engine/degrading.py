@@ -15,6 +15,7 @@ from evoke_proxy.engine.planning import Planner
 from evoke_proxy.errors import (
     EvokeError,
     PlanRefused,
+    UpstreamError,
     UpstreamRejected,
     UpstreamTimeout,
     UpstreamUnavailable,
@@ -67,6 +68,8 @@ class Degrading:
             _log.warning("the budget is not held either: %s", type(again).__name__)
         if way.marked:
             way.decision += ":held"
+        elif isinstance(error, UpstreamError) and not error.reached:
+            return  # nor will the request be: another server decides again
         elif effective(self._policy_of(way), request).budget is not None:
             self._metrics.breaches.inc()
 

@@ -74,7 +74,7 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
         fleet = Fleet(CONFIG)
         _well(fleet, 0, 1)
         refused = UpstreamUnavailable("no", "http://one:1", reached=False)
-        tried: set[int] = set()
+        tried: dict[int, int] = {}
         assert fleet._next(0, tried, refused) == 1
         with pytest.raises(NoServer) as none:
             fleet._next(1, tried, UpstreamUnavailable("no", "http://two:2", reached=False))

@@ -34,7 +34,7 @@ def test_home_first_then_least_to_do_for_each_slot_then_fewest_conversations() -
         pool.begun(at)
     assert pool.choose(0, [0, 0, 0]) == 0
     assert pool.choose(None, [0, 0, 0]) == 2, "two in four slots are less than one in one"
-    assert pool.choose(None, [0, 0, 0], {2}) == 0
+    assert pool.choose(None, [0, 0, 0], {2: 0}) == 0
     pool.ended(1)
     assert pool.choose(None, [0, 0, 0]) == 1
     for at in (0, 2, 2):
@@ -72,6 +72,18 @@ def test_the_back_off_doubles_up_to_a_bound_and_begins_anew() -> None:
     for _ in range(3):
         pool.failed(0, now)
     assert pool.members[0].check_at - now == 1.0
+
+
+def test_one_that_was_tried_may_be_again_once_it_is_back() -> None:
+    pool = _well()
+    tried = {0: 0, 1: 0}
+    assert pool.choose(0, [0, 0], tried) is None
+    for _ in range(3):
+        pool.failed(0, 1.0)
+    assert pool.choose(0, [0, 0], tried) is None
+    assert 0 in pool.due(2.0)
+    pool.found(0, 2.0, 1, "model")
+    assert pool.choose(1, [0, 0], tried) == 0
 
 
 def test_one_that_drains_gets_nothing_and_comes_back() -> None:

@@ -55,7 +55,7 @@ class Fleet:
         self._entered = AsyncExitStack()
         self.shared.servers = self._servers
         self.uplinks = {name: engine.upstream for name, engine in engines.items()}
-        self.upstream = AnyServer(self._servers, lambda: self._choose(None, set()), self._next)
+        self.upstream = AnyServer(self._servers, lambda: self._choose(None, {}), self._next)
         self.operator: Operators = FleetOperators(self._servers)
         show(self.metrics, lambda: [pair for e in engines.values() for pair in e.served])
 
@@ -90,7 +90,7 @@ class Fleet:
         A server that broke the connection may have died of the request: one more is tried then, and
         no third. Raises NoServer when none takes requests.
         """
-        asked, tried = _asked(dialect, body, client), set[int]()
+        asked, tried = _asked(dialect, body, client), dict[int, int]()
         known = self._place(asked)
         at, broke = self._choose(known, tried), False
         while True:
@@ -150,7 +150,7 @@ class Fleet:
                     return known
         return None
 
-    def _choose(self, known: Bound | None, tried: set[int]) -> int:
+    def _choose(self, known: Bound | None, tried: Mapping[int, int]) -> int:
         home = known.server if known is not None else None
         at = self._servers.pool.choose(home, self._affinity.bound, tried)
         if at is None:
@@ -159,9 +159,9 @@ class Fleet:
             raise NoServer(f"{self._servers.described()}{failed}; try again later", wait_s)
         return at
 
-    def _next(self, at: int, tried: set[int], error: UpstreamError) -> int:
+    def _next(self, at: int, tried: dict[int, int], error: UpstreamError) -> int:
         """The server of a request that another has failed; raises NoServer when none is left."""
-        tried.add(at)
+        tried[at] = self._servers.pool.members[at].openings
         self._servers.failed(error)
         other = self._choose(None, tried)
         self._servers.passed_on(at, error)

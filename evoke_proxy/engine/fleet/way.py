@@ -27,7 +27,7 @@ class AnyServer:
         self,
         servers: Servers,
         choose: Callable[[], int],
-        next: Callable[[int, set[int], UpstreamError], int],
+        next: Callable[[int, dict[int, int], UpstreamError], int],
     ) -> None:
         self._servers = servers
         self._choose = choose
@@ -67,7 +67,7 @@ class AnyServer:
         body: bytes | AsyncIterable[bytes] | None,
     ) -> Reply:
         """The answer of the first that takes the connection; it is closed with the stack."""
-        at, tried = self._choose(), set[int]()
+        at, tried = self._choose(), dict[int, int]()
         while True:
             opened = self._opened(at, method, target, headers, body)
             try:
