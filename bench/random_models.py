@@ -66,7 +66,9 @@ SHAPES = {
         Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 131072, 500_000.0, packed=True),
         # 24 layers, for overheads a decode step can show.
         Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
-        # Eight layers, every other one recurrent, for what a hybrid costs to bring back.
+        # Eight layers, for what a conversation costs to bring back.
+        Shape("dense-8", 8, 256, 4, 2, 64, 704, 65536),
+        # The same, every other one recurrent.
         Shape("hybrid-8", 8, 256, 4, 2, 64, 704, 65536, arch="qwen35"),
         # Four layers of one head, so that a CPU gets through 28,000 tokens in half a minute.
         Shape("long-4", 4, 128, 1, 1, 64, 256, 65536),

@@ -42,12 +42,12 @@ from evoke_proxy.server_build import ensure_server
 
 ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours")
 _RESTARTED = ("cold", "peer", "ours")
-# What each of the longest takes is a matter of minutes.
-_LONG, _LONG_ARMS = 8192, ("cold", "peer", "ours", "ram")
+# Without a restart the others are told apart at this length alone, and the longest take minutes.
+_LIVE, _LONG, _FEW = 5120, 8192, ("cold", "peer", "ours", "ram")
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
-    "dense": ("deep-24", (), (1024, 5120)),
+    "dense": ("dense-8", (), (1024, 5120)),
     "hybrid": ("hybrid-8", (), (1024, 5120)),
-    "windows": ("tiny-gemma", (), (1024, 5120)),
+    "windows": ("tiny-gemma", (), (5120,)),
     "windows-full": ("tiny-gemma", ("--swa-full",), (5120,)),
     "dense-long": ("long-4", (), (28672,)),
     "hybrid-long": ("long-hybrid-4", (), (28672,)),
@@ -231,15 +231,16 @@ def _rest(front: int) -> None:
 
 
 def plan(args: argparse.Namespace) -> list[Unit]:
-    """All that is to be measured, the arms of one chat behind each other."""
+    """All that is to be measured, the arms of one chat behind each other, and everything once
+    before anything twice."""
     return [
         Unit(model, tokens, arm, 1000 * repeat)
+        for repeat in range(args.repeats)
         for model in args.models
         for tokens in MODELS[model][2]
-        if tokens in (args.sizes or [tokens])
-        for repeat in range(args.repeats)
+        if tokens in (args.sizes or [tokens]) and (tokens < _LONG or 2 * repeat < args.repeats - 1)
         for arm in args.arms
-        if tokens <= _LONG or arm in _LONG_ARMS
+        if tokens == _LIVE or arm in _FEW
     ]
 
 
@@ -306,7 +307,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="+", help="tokens (each model's own)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--threads", default="1", help="of the server, while it decodes (1)")
-    parser.add_argument("--repeats", type=int, default=3, help="chats of each length (3)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="chats of a length, of the longest half as many (3)"
+    )
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer (128)")
     parser.add_argument("--minutes", type=float, default=600, help="begin nothing after so long")
     parser.add_argument("--journal", type=Path, default=Path("out/bench/restart.jsonl"))

@@ -47,12 +47,23 @@ _ALL_RECORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What outlives a restart of one budgeted session; `used` in seconds since the epoch."""
+    """What outlives a restart of one budgeted session; `used` in seconds since the epoch. One whose
+    id is that of a session, `#` and more is a part of its record, and goes with it."""
 
     id: str
     tenant: str
     used: float
     packed: bytes
+
+    @property
+    def session(self) -> str:
+        """Whose it is."""
+        return self.id.partition("#")[0]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is but a part."""
+        return self.id != self.session
 
 
 class Store:
@@ -138,8 +149,7 @@ class Store:
         self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
     def remove_record(self, id: str) -> None:
-        """Forget it and its parts, whose ids are its own, `#` and more; nothing when it is not
-        there."""
+        """Forget it and its parts; nothing when it is not there."""
         self._change("DELETE FROM records WHERE id = ?1 OR id GLOB ?1 || '#*'", (id,))
 
     def records(self, only: str | None = None) -> Iterator[Record]:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _act(vault: Vault, arguments: argparse.Namespace) -> int:
 
 
 def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
-    sessions: dict[str, list[Snapshot]] = {record.id: [] for record in vault.records()}
+    sessions: dict[str, list[Snapshot]] = {record.session: [] for record in vault.records()}
     sessions |= by_branch(vault.snapshots)
     fitting = [id for id in sessions if given and id.startswith(given)]
     if given in sessions:
@@ -94,17 +95,24 @@ def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
 def _rows(vault: Vault) -> list[dict[str, Any]]:
     """What has snapshots, and what was written down of budgeted sessions."""
     found = [branch_summary(id, items) for id, items in by_branch(vault.snapshots).items()]
-    return found + [_recorded(record) for record in vault.records()]
+    records = vault.records()
+    sizes: Counter[str] = Counter()
+    for record in records:
+        sizes[record.session] += len(record.packed)
+    whole = [record for record in records if not record.is_part]
+    return found + [_recorded(record, sizes[record.id]) for record in whole]
 
 
-def _recorded(record: Record) -> dict[str, Any]:
+def _recorded(record: Record, n_bytes: int) -> dict[str, Any]:
+    tokens, pinned = 0, False
     try:
-        tokens = len(read(zlib.decompress(record.packed)).session.layout.tokens)
+        seated = read(zlib.decompress(record.packed))
+        tokens, pinned = len(seated.session.layout.tokens), seated.orders.pinned
     except (ValueError, zlib.error):  # of another version: it can still be deleted
-        tokens = 0
-    kept = {"snapshots": 0, "tokens": tokens, "bytes": len(record.packed)}
+        pass
+    kept = {"snapshots": 0, "tokens": tokens, "bytes": n_bytes}
     own = {"id": record.id, "tenant": record.tenant}
-    return own | kept | {"used": record.used, "pinned": False}
+    return own | kept | {"used": record.used, "pinned": pinned}
 
 
 def _print_sessions(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:

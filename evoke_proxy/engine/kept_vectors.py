@@ -24,7 +24,6 @@ from evoke_proxy.errors import SnapshotUnusable
 _log = logging.getLogger(__name__)
 # Of one session; with 384 numbers and four sentences each that is 12 MiB. The next one begins anew.
 _MOST_BLOCKS = 2048
-_PART = "#"
 
 
 class KeptVectors:
@@ -34,16 +33,11 @@ class KeptVectors:
         self._embedding = embedding
         self._there: dict[str, int] = {}
 
-    @staticmethod
-    def is_part(record: Record) -> bool:
-        """Whether a record is none of a session, but of its vectors."""
-        return _PART in record.id
-
     def read(self, session: str, records: Sequence[Record]) -> Mapping[str, Vectors]:
         """By label, what the parts among these records have of a session."""
         found: dict[str, Vectors] = {}
         for record in records:
-            if not record.id.startswith(session + _PART):
+            if record.session != session or not record.is_part:
                 continue
             try:
                 found |= unpacked(record.packed, self._embedding.mark)
@@ -63,7 +57,7 @@ class KeptVectors:
             vault.remove_record(known.id)
             there = 0
         data = await asyncio.to_thread(packed, self._embedding.mark, new[-_MOST_BLOCKS:])
-        part = f"{known.id}{_PART}{time.time_ns()}"
+        part = f"{known.id}#{time.time_ns()}"
         try:
             vault.put_record(Record(part, known.tenant, time.time(), data))
         except SnapshotUnusable as error:

@@ -69,7 +69,7 @@ class Records:
         where there are several llama-servers at the one that it was at; whether any has a budget of
         its own."""
         records = self._vault.records() if self._vault is not None else ()
-        for record in reversed([it for it in records if not self._vectors.is_part(it)]):
+        for record in reversed([record for record in records if not record.is_part]):
             try:
                 seated = read(zlib.decompress(record.packed))
                 if self._is_mine(seated):

@@ -58,10 +58,12 @@ def test_budgeted_sessions_are_listed_and_deleted_too(
 ) -> None:
     with vault(folder) as it:
         it.put_record(Record("cccc3333", "me", time.time(), b"of another version"))
+        it.put_record(Record("cccc3333#7", "me", time.time(), b"vectors"))
     assert _run(folder, "list", "--json") == 0
     listed = json.loads(capsys.readouterr().out)["sessions"]
     (row,) = [row for row in listed if row["id"] == "cccc3333"]
-    assert (row["snapshots"], row["tenant"], row["bytes"]) == (0, "me", 18)
+    assert (row["snapshots"], row["tenant"], row["bytes"]) == (0, "me", 25)
+    assert len(listed) == 3
     assert _run(folder, "delete", "cccc") == 0
     with vault(folder) as it:
         assert it.records() == [] and len(it.snapshots) == 3
