@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
-from evoke_proxy.core.snapshots import Snapshot
+from evoke_proxy.core.snapshots import Changes, Snapshot
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2
@@ -39,9 +40,25 @@ _COLUMNS = (
     "id, tenant, fingerprint, branch, kind, n_bytes, checksum, prefill_s, created, used, hits,"
     " pinned, suspect, tokens"
 )
+_ALL = f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"
+_ONE = f"SELECT {_COLUMNS} FROM snapshots WHERE id = ?"
+_MARKS = "SELECT used, hits, pinned, suspect FROM snapshots WHERE id = ?"
 
 _ALL_RECORDS = (
     "SELECT id, tenant, used, packed FROM records WHERE id = coalesce(?, id) ORDER BY used DESC"
+)
+
+
+# What has changed, for others to read no more than that; of the oldest nobody is told.
+_CHANGES_KEPT = 4096
+_CHANGES = (
+    "CREATE TABLE IF NOT EXISTS changes (version INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT)",
+    *(
+        f"CREATE TRIGGER IF NOT EXISTS changes_{event} AFTER {event} ON snapshots BEGIN"
+        f" INSERT INTO changes (id) VALUES ({row}.id);"
+        f" DELETE FROM changes WHERE version <= last_insert_rowid() - {_CHANGES_KEPT}; END"
+        for event, row in (("insert", "new"), ("update", "new"), ("delete", "old"))
+    ),
 )
 
 
@@ -87,9 +104,14 @@ class Store:
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(_TABLE)
             self._db.execute(_RECORDS)
+            for statement in _CHANGES:
+                self._db.execute(statement)
             self._check_version()
             for statement in (f"SELECT {_COLUMNS} FROM snapshots", _ALL_RECORDS):
                 deque(self._db.execute(statement, (None,) * statement.count("?")), maxlen=0)
+            # For reading in other threads, one at a time.
+            self._aside = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._reading = threading.Lock()
         except OSError as error:
             raise ConfigError(f"snapshots.directory: {path} cannot be used: {error}") from error
         except sqlite3.DatabaseError as error:
@@ -101,6 +123,8 @@ class Store:
 
     def close(self) -> None:
         """No call after this."""
+        with self._reading:
+            self._aside.close()
         self._db.close()
 
     def share(self) -> None:
@@ -126,11 +150,41 @@ class Store:
 
     def all(self) -> Iterator[Snapshot]:
         """Every snapshot, the latest used first, but for rows that are not what was written."""
-        for row in self._db.execute(f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"):
+        return self._read(self._db, _ALL)
+
+    def _read(self, db: sqlite3.Connection, which: str, *values: str) -> Iterator[Snapshot]:
+        for row in db.execute(which, values):
             try:
                 yield self._snapshot(row)
             except (ValueError, TypeError, zlib.error):
                 continue
+
+    def changes(self, since: int, known: Collection[str]) -> Changes:
+        """What has changed since a version (-1: nothing is known), for who knows these ids; in any
+        thread. Of a known one only its marks are read. Rows that are not what was written count
+        as gone."""
+        with self._reading:
+            self._aside.execute("BEGIN")
+            try:
+                return self._changes(self._aside, since, known)
+            finally:
+                self._aside.execute("COMMIT")
+
+    def _changes(self, db: sqlite3.Connection, since: int, known: Collection[str]) -> Changes:
+        first, version = db.execute("SELECT min(version), max(version) FROM changes").fetchone()
+        version = version or 0
+        if since < 0 or version < since or (since < version and since + 1 < first):
+            return Changes(version, list(self._read(db, _ALL)), whole=True)
+        changed = db.execute("SELECT DISTINCT id FROM changes WHERE version > ?", (since,))
+        ids = [id for (id,) in changed.fetchall()]
+        added, marks = list[Snapshot](), dict[str, tuple[float, float, bool, bool]]()
+        for id in ids:
+            if id not in known:
+                added += self._read(db, _ONE, id)
+            elif found := db.execute(_MARKS, (id,)).fetchone():
+                marks[id] = (*found[:2], bool(found[2]), bool(found[3]))
+        there = {item.id for item in added} | marks.keys()
+        return Changes(version, added, marks, [id for id in ids if id not in there])
 
     def drop_bad(self) -> int:
         """Forget all rows that are not what was written; how many there were."""

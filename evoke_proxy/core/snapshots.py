@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from evoke_proxy.config import SnapshotsConfig
@@ -45,6 +45,30 @@ class Snapshot:
     def n_tokens(self) -> int:
         """How many tokens it saves from being decoded."""
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changes:
+    """What is otherwise in an index than it was at an earlier version: `added` ones, other `marks`
+    of known ones (`used`, `hits`, `pinned`, `suspect`), and the ids of those that are `gone`. A
+    `whole` one does not say what was before: `added` are all there are."""
+
+    version: int
+    added: Sequence[Snapshot] = ()
+    marks: Mapping[str, tuple[float, float, bool, bool]] = field(default_factory=dict)
+    gone: Collection[str] = ()
+    whole: bool = False
+
+
+def as_changed(known: Mapping[str, Snapshot], changes: Changes) -> dict[str, Snapshot]:
+    """The snapshots with changes that are later than what is known, the latest used first."""
+    items = {} if changes.whole else dict(known)
+    items |= {item.id: item for item in changes.added}
+    for id in changes.gone:
+        items.pop(id, None)
+    for id, (used, hits, pinned, suspect) in changes.marks.items():
+        items[id] = replace(items[id], used=used, hits=hits, pinned=pinned, suspect=suspect)
+    return {item.id: item for item in sorted(items.values(), key=lambda item: -item.used)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ class Records:
         not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
         if self._keeper is None or self._vault is None or not self._server.whole:
             return False
+        await self._vault.refresh()
         n_past = view.n_past(len(tokens))
         match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)
         if match is None:

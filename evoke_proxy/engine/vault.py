@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
 from evoke_proxy.engine.at_rest import at_rest
+from evoke_proxy.engine.known import Known
 from evoke_proxy.engine.sweeper import Sweeper
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
@@ -45,8 +46,7 @@ class Vault:
         self._form, self._shared = at_rest(config.key_file), config.shared
         self.files = SnapshotFiles(Path(config.directory), self._form)
         self._store: Store | None = None
-        self._known: dict[str, Snapshot] = {}
-        self._generation = -1
+        self._read: Known | None = None
         self._sweeper = Sweeper()
 
     def open(self, claim: bool = True) -> None:
@@ -57,7 +57,7 @@ class Vault:
             self._store = self._opened(alone)
             if alone:
                 self._metrics.snapshots_bad.labels(reason="row").inc(self._store.drop_bad())
-            self._reload()
+            self._read = Known(self._store)
             if alone:
                 self._reconcile()
             if self._shared:
@@ -98,6 +98,11 @@ class Vault:
         return self._store
 
     @property
+    def _known(self) -> Known:
+        assert self._read is not None, "it is not open"
+        return self._read
+
+    @property
     def busy(self) -> bool:
         """Whether files are on their way out."""
         return self._sweeper.busy
@@ -105,9 +110,11 @@ class Vault:
     @property
     def snapshots(self) -> Collection[Snapshot]:
         """All of them, the latest used first as of the last look at the index."""
-        if self._index.generation() != self._generation:
-            self._reload()
-        return self._known.values()
+        return self._known.items.values()
+
+    async def refresh(self) -> None:
+        """Before the snapshots are looked through: read what others have done to them."""
+        await self._known.refresh()
 
     def of(self, tenant: str, fingerprint: str) -> list[Snapshot]:
         """Those that may be restored for a tenant on a server of this fingerprint."""
@@ -146,7 +153,7 @@ class Vault:
             self._sweeper.sweep(self.files.discard, _name(new))
             await self.swept()
             raise
-        self._known[new.id] = new
+        self._known.put(new)
         for old in superseded(self.snapshots, new):
             self.delete(old, "superseded")
         self.trim()
@@ -188,7 +195,7 @@ class Vault:
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
         """llama-server has lived through it."""
-        current, now = self._current(snapshot), time.time()
+        current, now = self._known.items.get(snapshot.id), time.time()
         if current is None:  # deleted meanwhile
             return
         hits = hits_at(current, now, self._bounds.half_life_s) + useful
@@ -223,8 +230,9 @@ class Vault:
         for snapshot, reason in surplus(self.snapshots, self._bounds, free, time.time()):
             self.delete(snapshot, reason)
         self._sweeper.sweep_again(self.files.discard)
-        self._metrics.snapshots.set(len(self._known))
-        self._metrics.snapshot_bytes.set(sum(item.n_bytes for item in self._known.values()))
+        latest = self._known.latest
+        self._metrics.snapshots.set(len(latest))
+        self._metrics.snapshot_bytes.set(sum(item.n_bytes for item in latest))
 
     def summary(self) -> Mapping[str, Any]:
         """What readiness shows of it."""
@@ -251,7 +259,7 @@ class Vault:
     def _reconcile(self) -> None:
         """Rows without their file go, files without a row too, and whatever was being restored."""
         sizes = dict(self.files.sizes())
-        for item in list(self._known.values()):
+        for item in list(self._known.latest):
             size = sizes.pop(_name(item), None)
             if size is None:
                 self.set_aside(item, "missing")
@@ -264,14 +272,6 @@ class Vault:
         self.trim()
         self._sweeper.wait()
 
-    def _current(self, snapshot: Snapshot) -> Snapshot | None:
-        """As the index has it now: whoever looks after it may have pinned or deleted it."""
-        return next((item for item in self.snapshots if item.id == snapshot.id), None)
-
-    def _reload(self) -> None:
-        self._generation = self._index.generation()
-        self._known = {item.id: item for item in self._index.all()}
-
     def _mark(self, snapshot: Snapshot, **values: float) -> None:
         """Change these fields of it and nothing that somebody else may have changed."""
         try:
@@ -280,9 +280,7 @@ class Vault:
             if values.get("suspect", True):
                 raise
             _log.warning("%s", error)  # the next process will not trust it; we may
-        current = self._current(snapshot)
-        if current is not None:
-            self._known[snapshot.id] = replace(current, **values)  # type: ignore[arg-type]
+        self._known.mark(snapshot.id, **values)
 
     async def swept(self) -> None:
         """Wait until all files that go are gone."""
@@ -293,7 +291,7 @@ class Vault:
             self._index.remove(snapshot.id)
         except SnapshotUnusable as error:  # its file goes all the same: a row without one is found
             _log.warning("%s", error)
-        self._known.pop(snapshot.id, None)
+        self._known.remove(snapshot.id)
 
 
 def _name(snapshot: Snapshot) -> str:

@@ -10,19 +10,23 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from damage import DAMAGES, damage, in_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.model_file import ModelFiles
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.store import Record, Store
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.snapshots import STEP, USER, Snapshot
 from evoke_proxy.engine.stock.states import _into
@@ -219,6 +223,64 @@ def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
             second.open()
     with vault(tmp_path):
         pass
+
+
+def test_only_what_the_other_proxy_changed_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    whole = Store._snapshot
+
+    def counted(self: Store, row: tuple[Any, ...]) -> Snapshot:
+        read.append(row[0])
+        return whole(self, row)
+
+    with vault(tmp_path, shared=True) as first:
+        old = [kept(first, TOKENS + i, branch=f"b{i}") for i in range(4)]
+        with vault(tmp_path, shared=True) as second:
+            assert {item.id for item in second.snapshots} == {item.id for item in old}
+            monkeypatch.setattr(Store, "_snapshot", counted)
+            new = kept(first, TOKENS + 9, branch="new")
+            first.pin(old[1], True)
+            first.delete(old[2], "test")
+            passing = kept(first, TOKENS + 11, branch="passing")
+            first.delete(passing, "test")
+            asyncio.run(second.refresh())
+            assert read == [new.id]
+            found = {item.id: item for item in second.snapshots}
+            assert read == [new.id], "nothing is left to read"
+            assert found.keys() == {new.id, old[0].id, old[1].id, old[3].id}
+            assert found[old[1].id].pinned and found[new.id] == new
+            assert found[new.id].tokens.tolist() == new.tokens.tolist()
+            asyncio.run(first.refresh())
+            second.pin(new, True)
+            second.delete(old[0], "test")
+            assert {item.id: item.pinned for item in first.snapshots} == {
+                **dict.fromkeys((new.id, old[1].id), True),
+                old[3].id: False,
+            }
+            assert read == [new.id], "of those that are known only marks are read"
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.booleans()), max_size=14))
+def test_what_is_known_by_changes_is_what_is_there(steps: list[tuple[int, int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with vault(Path(folder), shared=True) as one, vault(Path(folder), shared=True) as two:
+            proxies = one, two
+            for what, which, second in steps:
+                proxy, there = proxies[second], list(proxies[second].snapshots)
+                if what < 2 or not there:
+                    kept(proxy, TOKENS + which, branch=f"{which}")
+                elif what == 2:
+                    proxy.pin(there[which % len(there)], bool(which % 3))
+                elif what == 3:
+                    proxy.delete(there[which % len(there)], "test")
+                else:
+                    asyncio.run(proxy.refresh())
+                wanted = {item.id: item for item in proxy._index.all()}
+                assert {item.id: item for item in proxies[not second].snapshots} == wanted
+                assert {item.id: item for item in proxy.snapshots} == wanted
 
 
 def test_proxies_that_share_a_directory_see_each_others_and_leave_them_alone(

@@ -215,6 +215,7 @@ class Keeper:
         body is as it was then.
         """
         self.stop()
+        await self.vault.refresh()
         reason = "id_slot" if way.id_slot is not None else unkept(request)
         if reason:
             way.decision = f"guest:{reason}"
