@@ -80,6 +80,10 @@ class ServerPool:
         """Whether its server answers."""
         return self.members[at].breaker == CLOSED
 
+    def is_known(self, at: int) -> bool:
+        """Whether its first check is over."""
+        return self.members[at].breaker != HALF_OPEN or self.members[at].openings > 0
+
     def takes(self, at: int) -> bool:
         """Whether a server takes requests of clients."""
         member = self.members[at]
@@ -163,8 +167,8 @@ class ServerPool:
 
     def _compare(self) -> None:
         """What all are to serve; not before each has been checked for the first time."""
-        unchecked = any(m.breaker == HALF_OPEN and not m.openings for m in self.members)
-        if unchecked or any(m.model == self._model for m in self.members if m.model):
+        unknown = not all(self.is_known(at) for at in range(len(self.members)))
+        if unknown or any(m.model == self._model for m in self.members if m.model):
             return
         models = (m.model for m in self.members if m.breaker == CLOSED and m.model)
         self._model = next(models, "")

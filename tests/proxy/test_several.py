@@ -335,7 +335,7 @@ def _dies_of_no_request(pair: Pair, running: RunningProxy) -> None:
     messages: list[dict[str, Any]] = []
     said: list[Answer] = []
     asking = threading.Thread(
-        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 5 + "So?", "long"))
+        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 8 + "So?", "long"))
     )
     asking.start()
     _await(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))

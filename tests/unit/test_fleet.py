@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_recorded import seated
 
 from evoke_proxy.__main__ import main
@@ -17,6 +20,10 @@ from evoke_proxy.errors import ConfigError, NoServer, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
 NAMED = {"X-Evoke-Session": "mine"}
+WORDS = (
+    *("role", "content", "text", "type", "tool_calls", "function", "name", "arguments", "id"),
+    *("input", "output", "user", "assistant", "tool_use", "tool_result", "reasoning_content"),
+)
 BODY = b'{"messages":[{"role":"user","content":"Hi"}]}'
 
 
@@ -91,6 +98,21 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
 def test_a_broken_request_goes_anywhere() -> None:
     assert _asked("chat", b"not JSON", {}) == _asked("chat", b'{"evoke_budget":-1}', {})
     assert _asked("chat", BODY, NAMED).name == "mine"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+BODIES = st.dictionaries(st.sampled_from(("messages", "input", "system", "prompt", "user")), JSON)
+
+
+@given(st.sampled_from(("chat", "responses", "messages", "completions")), BODIES)
+def test_no_body_is_too_odd_to_be_sent_on(dialect: str, body: dict[str, object]) -> None:
+    _asked(dialect, json.dumps(body).encode(), {})
 
 
 @pytest.mark.parametrize(

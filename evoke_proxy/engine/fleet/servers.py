@@ -225,7 +225,7 @@ class Servers:
         """Say of each server how it is, when that is not as it was said."""
         for at, told in enumerate(self._told):
             state, name = self._state(at), self.name(at)
-            if state != told:
+            if state != told and self.pool.is_known(at):
                 self._told[at] = state
                 level = logging.INFO if state in (_WELL, _DRAINS) else logging.WARNING
                 _log.log(level, "server %s %s%s", name, state, why if state == _AWAY else "")
