@@ -22,6 +22,7 @@ from aiohttp.http import RawResponseMessage
 from multidict import CIMultiDict
 from yarl import URL
 
+from evoke_proxy.adapters.vanishing import noticing
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.core.server_info import ServerInfo
@@ -106,7 +107,9 @@ class Upstream:
         self._client: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Upstream:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=noticing
+        )
         # There is no public place for it; a test on a 204 tells when this one moves.
         factory: Any = partial(_ResponseHandler, asyncio.get_running_loop())
         connector._factory = factory

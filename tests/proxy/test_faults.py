@@ -39,6 +39,25 @@ def test_refused_connection_is_503_and_says_what_to_do() -> None:
         assert running.metric("evoke_requests_total", **counted) == 1
 
 
+def test_a_host_that_vanishes_is_noticed_by_the_system() -> None:
+    """That it is, 30 s later, was tried on a link that was cut; here it is seen to be asked for."""
+    seen: list[tuple[int, ...]] = []
+
+    async def behave(exchange: Exchange) -> None:
+        connector = running.engine.upstream._client.connector  # type: ignore[union-attr]
+        for protocol in connector._acquired:  # type: ignore[union-attr]
+            ours = protocol.transport.get_extra_info("socket")
+            asked = [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+            seen.append((ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *asked))
+        await exchange.say(whole(b"ok"))
+
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    options += (socket.TCP_USER_TIMEOUT,)
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        assert ask(running.port, "GET", "/x").status == 200
+    assert seen == [(1, 10, 5, 4, 30_000)]
+
+
 def test_anthropic_path_gets_anthropic_errors() -> None:
     with proxy(free_port()) as running:
         answer = ask(running.port, "POST", "/v1/messages", CHAT, JSON)
