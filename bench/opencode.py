@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,16 +27,16 @@ from typing import Any
 from bench import record
 from bench.agent import KINDS, Repository, Step, script
 from bench.chat_turns import proxied
+from bench.npm import installed
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
 from bench.scripted import Relay, relayed
 from bench.watched import Watch
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
-from evoke_proxy.server_build.cache import cache_dir
 
 VERSION = "1.18.33"
-INSTALL_S, TURN_S = 200, 60
+TURN_S = 60
 ARMS = ("evoke", "truncate", "no_eviction")
 BUDGET, STEPS, SEED = 5000, 36, 1
 # Answers of a model with random weights are noise; a little of it is enough.
@@ -51,38 +50,9 @@ _WATCHED = ("calls", "rows_back", "rows_unseen", "rows_differ", "files_again", "
 Call = tuple[str, Mapping[str, Any]]
 
 
-class NotInstalled(Exception):
-    """The program is not there and cannot be had; the message says why."""
-
-
 def program() -> Path:
     """The program, installed once into the cache folder; NotInstalled when it cannot be."""
-    home = cache_dir() / "clients" / f"opencode-{VERSION}"
-    found = home / "node_modules/.bin/opencode"
-    if not found.exists():
-        _install(home)
-    return found
-
-
-def _install(home: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise NotInstalled("there is no npm")
-    home.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home.parent) as part:
-        install = [npm, "install", "--no-audit", "--no-fund"]
-        install += ["--prefix", part, f"opencode-ai@{VERSION}"]
-        try:
-            subprocess.run(install, check=True, capture_output=True, timeout=INSTALL_S)
-        except subprocess.TimeoutExpired as error:
-            raise NotInstalled(f"npm took more than {INSTALL_S} s") from error
-        except subprocess.CalledProcessError as error:
-            said = error.stderr.decode().splitlines() or ["nothing"]
-            raise NotInstalled(f"npm says {said[0]}") from error
-        # Another run may have been faster.
-        if not home.exists():
-            Path(part).rename(home)
-            Path(part).mkdir()
+    return installed("opencode-ai", VERSION, "opencode")
 
 
 def configure(folder: Path, port: int) -> None:

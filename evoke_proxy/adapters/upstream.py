@@ -6,6 +6,7 @@ The only place where errors of aiohttp become errors of ours.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -22,7 +23,6 @@ from aiohttp.http import RawResponseMessage
 from multidict import CIMultiDict
 from yarl import URL
 
-from evoke_proxy.adapters.vanishing import noticing
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.rendered import Rendered
 from evoke_proxy.core.server_info import ServerInfo
@@ -38,6 +38,8 @@ from evoke_proxy.errors import (
 _NEVER_ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 # Below llama-server's own 5 s, so that a request is not written into a connection being closed.
 _KEEPALIVE_S = 2.0
+# Where the other end's host has vanished its kernel answers no more: noticed after 10 + 4 * 5 s.
+_NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 _LINE_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
 LATEST = "latest"
@@ -98,6 +100,16 @@ class _ResponseHandler(ResponseHandler):
         super().feed_data(data, size)
 
 
+def _noticing(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that fails when nobody is there any more: how long an answer takes never tells."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _NOTICED.items():
+        if hasattr(socket, name):  # Linux has all of them
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
+
+
 class Upstream:
     """One llama-server; use as an async context manager."""
 
@@ -108,7 +120,7 @@ class Upstream:
 
     async def __aenter__(self) -> Upstream:
         connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=noticing
+            limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_noticing
         )
         # There is no public place for it; a test on a 204 tells when this one moves.
         factory: Any = partial(_ResponseHandler, asyncio.get_running_loop())

@@ -13,7 +13,8 @@ from comparing import erasable_server
 from running import RunningProxy, proxy
 
 from bench import opencode
-from bench.opencode import BUDGET, INSTALL_S, KINDS, TURN_S
+from bench.npm import INSTALL_S, NotInstalled
+from bench.opencode import BUDGET, KINDS, TURN_S
 from bench.random_models import SHAPES, ensure
 
 
@@ -22,7 +23,7 @@ def program() -> Path:
     """opencode itself; skips when it cannot be installed."""
     try:
         return opencode.program()
-    except opencode.NotInstalled as error:
+    except NotInstalled as error:
         pytest.skip(f"opencode is not installed: {error}")
 
 

@@ -1,0 +1,58 @@
+"""Coding agents that are programs of others: each as it is, for two turns, on a budget it does not
+know, in a network of its own where nobody but the proxy and its llama-server can be reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.npm import INSTALL_S, NotInstalled, installed
+
+BUDGET, TURN_S = 6000, 60
+KINDS = ("decoded", "recovered", "resident_before", "omitted")
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "claude": ("@anthropic-ai/claude-code", "2.1.330"),
+    "codex": ("@openai/codex", "0.169.0"),
+}
+# A network namespace: root's own, or one of whoever may make a user namespace.
+ALONE = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
+
+
+@pytest.fixture(params=PACKAGES)
+def agent(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """Its name and its program; skips when it cannot be installed, or not be kept to itself."""
+    if subprocess.run([*ALONE, "true"], capture_output=True).returncode:
+        pytest.skip("nobody here may have a network of their own")
+    name: str = request.param
+    try:
+        return name, installed(*PACKAGES[name], name)
+    except NotInstalled as error:
+        pytest.skip(f"{name} is not installed: {error}")
+
+
+@pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
+def test_two_turns_of_an_agent_that_reaches_nobody_else(agent: tuple[str, Path]) -> None:
+    name, program = agent
+    script = [sys.executable, str(ROOT / "tests/clients/alone.py"), name, str(program)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*ALONE, *script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert [turn["code"] for turn in seen["said"]] == [0, 0], seen["said"]
+    assert seen["statuses"] == ["200"]
+    for books in seen["books"]:
+        assert sum(books[kind] for kind in KINDS) == books["prompt"] > BUDGET
+        assert books["peak"] <= BUDGET
+    first, *_, last = seen["books"]
+    assert first["decoded"] == first["prompt"]
+    # The second turn did not decode its history again, and some of that is not in the cache.
+    assert last["decoded"] < last["prompt"] / 10 and last["omitted"] > 500
+    (session,) = seen["sessions"]
+    assert session["turns"] == len(seen["books"]) and session["drift"] is None
+    assert len(session["name"]) == 36, "it says which of its conversations this is"
