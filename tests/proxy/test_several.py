@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from running import Answer, RunningProxy, ask, llama_server, pool, process_on, server_binary
 from talking import FILLER, Talk
 
+from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.processes import free_port
 
 JSON = {"Content-Type": "application/json"}
@@ -324,6 +325,30 @@ def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
         _dies_of_no_request(pair, running)
 
 
+def test_a_hybrid_session_goes_on_from_its_snapshot_holes_and_all(tmp_path: Path) -> None:
+    def start(port: int) -> Any:
+        options = ["-np", "1", "--evoke-ram", "64", "--slot-save-path", str(tmp_path)]
+        model = ensure(SHAPES["tiny-jamba"])
+        return llama_server(server_binary(patched=True), *options, port=port, model=model)
+
+    settings = {"snapshots__directory": str(tmp_path), "policy__budget": 384, **EAGER}
+    with _two(start) as pair, pool(pair.ports, **settings) as running:
+        talk = Talk(running.port, "held")
+        for number in range(5):
+            said = talk.say(f"Turn {number}. {FILLER}")
+        assert said.books["omitted"] > 0
+        running.quiet()
+        _await(lambda: not any(engine._chores.busy for engine in running.engines))
+        settled(running)
+        home = said.headers["x-evoke-server"]
+        pair.kill(home)
+        said = talk.say("And now?")
+        assert said.headers["x-evoke-server"] == pair.other(home)
+        assert said.books["decoded"] < 30 and said.books["omitted"] > 0
+        _balanced(said.books)
+        assert _restored(running) == 1
+
+
 def _balanced(books: Any) -> None:
     kinds = ("decoded", "recovered", "resident_before", "omitted")
     assert sum(books[kind] for kind in kinds) == books["n_prompt"]
@@ -335,7 +360,7 @@ def _dies_of_no_request(pair: Pair, running: RunningProxy) -> None:
     messages: list[dict[str, Any]] = []
     said: list[Answer] = []
     asking = threading.Thread(
-        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 8 + "So?", "long"))
+        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 6 + "So?", "long"))
     )
     asking.start()
     _await(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))
