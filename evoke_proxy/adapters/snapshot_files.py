@@ -19,9 +19,9 @@ from typing import BinaryIO, TextIO
 
 import numpy as np
 
+from evoke_proxy.core import state_file
 from evoke_proxy.core.at_rest import Plain
 from evoke_proxy.core.rendered import Tokens
-from evoke_proxy.core.state_file import Cache, Insertion, caches, in_window, missing
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # What llama-server is told to write, until it is known to be whole, and what it becomes.
@@ -134,14 +134,19 @@ class SnapshotFiles:
         core/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing helps."""
         with (self.directory / part).open("r+b") as file:
             found = _caches(file)
-            if in_window(found):
+            if state_file.in_window(found):
                 raise SnapshotUnusable("window", f"{part} is of text that is all within windows")
-            return _insert(file, missing(found, lambda at, n_bytes: _read(file, at, n_bytes)))
+            return _insert(file, state_file.missing(found, _read_by(file)[0]))
 
-    def caches(self, part: str) -> Sequence[Cache]:
+    def caches(self, part: str) -> Sequence[state_file.Cache]:
         """What llama-server has written of which caches; none where that cannot be told."""
         with (self.directory / part).open("rb") as file:
             return _caches(file)
+
+    def first_cache(self, part: str) -> state_file.Cache | None:
+        """The first of them; None where that cannot be told."""
+        with (self.directory / part).open("rb") as file:
+            return state_file.first_cache(*_read_by(file))
 
     def tokens(self, part: str, n_tokens: int, beginning: Tokens) -> Tokens:
         """Of which tokens a file is that llama-server has written, so many that begin like that;
@@ -259,16 +264,17 @@ def _check_tokens(path: Path, tokens: Tokens) -> None:
         raise SnapshotUnusable("tokens", f"{path.name} holds another prompt")
 
 
-def _read(file: BinaryIO, at: int, n_bytes: int) -> bytes:
-    return os.pread(file.fileno(), n_bytes, at)
+def _read_by(file: BinaryIO) -> tuple[state_file.Read, int]:
+    """How it is read, and its size."""
+    handle = file.fileno()
+    return lambda at, n_bytes: os.pread(handle, n_bytes, at), os.fstat(handle).st_size
 
 
-def _caches(file: BinaryIO) -> Sequence[Cache]:
-    size = os.fstat(file.fileno()).st_size
-    return caches(lambda at, n_bytes: _read(file, at, n_bytes), size)
+def _caches(file: BinaryIO) -> Sequence[state_file.Cache]:
+    return state_file.caches(*_read_by(file))
 
 
-def _insert(file: BinaryIO, more: Sequence[Insertion]) -> int:
+def _insert(file: BinaryIO, more: Sequence[state_file.Insertion]) -> int:
     """Make room, from the end on, and fill it; the size of the file then."""
     handle, end = file.fileno(), os.fstat(file.fileno()).st_size
     shift = sum(len(item.put) for item in more if not item.over)

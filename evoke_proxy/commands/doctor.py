@@ -21,7 +21,7 @@ from evoke_proxy.core.ahead import Stability
 from evoke_proxy.core.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.rendered import Tokens
 from evoke_proxy.core.server_info import saves_itself
-from evoke_proxy.core.state_file import has_windows
+from evoke_proxy.core.state_file import Cache, has_windows
 from evoke_proxy.engine.stock.calls import Copied, StockCalls
 from evoke_proxy.engine.stock.facts import probed
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
@@ -78,6 +78,7 @@ class _Examination:
     upstream: Upstream
     directory: str
     n_tokens: int
+    cache: Cache | None = None
 
     async def findings(self) -> Findings:
         calls = StockCalls(self.upstream)
@@ -111,6 +112,8 @@ class _Examination:
             tools=await probed(calls, True, None) or plain,
             reuse=reuse,
             speeds=speeds,
+            kv_types=self.cache.type_names if self.cache is not None else None,
+            flash_attention=not self.cache.transposed if self.cache is not None else None,
         )
 
     async def _free_slot(self, calls: StockCalls) -> int:
@@ -139,6 +142,7 @@ class _Examination:
             return Reuse(n, shared, extends, changed), speeds, no_saves, no_files
         files = None if no_files else SnapshotFiles(Path(self.directory))
         windows = files is not None and has_windows(files.caches(_NAME))
+        self.cache = files.first_cache(_NAME) if files is not None else None
         as_saved = 0
         if files is not None and windows:
             await calls.restore(slot, _NAME, None)
@@ -209,6 +213,7 @@ def _report(found: Findings, advised: list[str]) -> list[str]:
         f"memory     {reuse.memory}: of {reuse.n_tokens} tokens {reuse.extends} are reused when a"
         f" prompt goes on, of {reuse.n_shared} shared {reuse.edited} when it is edited",
         f"template   {_kept(found.plain)}; with tools {_kept(found.tools)}",
+        f"cache      {_types(found)}; flash attention: {_said(found.flash_attention)}",
         f"RAM cache  {_said(found.ram_cache)}; idle slots are emptied: {_said(found.clears_idle)}",
         f"slots      {found.no_saves or 'can be saved'}; {found.no_files or 'files are seen here'}",
         f"prefill    {speeds.prefill_s * 1000:.0f} ms for {speeds.n_tokens} tokens",
@@ -226,6 +231,12 @@ def _report(found: Findings, advised: list[str]) -> list[str]:
 def _kept(found: Stability) -> str:
     boundary = "keeps" if found.boundary else "rewrites"
     return f"{boundary} what users said, {'can' if found.ahead else 'cannot'} be decoded ahead"
+
+
+def _types(found: Findings) -> str:
+    if found.kv_types is None:
+        return "not known of which types"
+    return f"keys {found.kv_types[0]}, values {found.kv_types[1]}"
 
 
 def _said(value: bool | None) -> str:

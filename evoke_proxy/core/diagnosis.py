@@ -56,7 +56,8 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything `doctor` has asked; `no_saves` and `no_files` say why not, where it is so."""
+    """Everything `doctor` has asked; `no_saves` and `no_files` say why not, where it is so.
+    `kv_types` of keys and values and `flash_attention` are read in a file; None without one."""
 
     build: str
     model: str
@@ -72,6 +73,8 @@ class Findings:
     tools: Stability
     reuse: Reuse
     speeds: Speeds
+    kv_types: tuple[str, str] | None = None
+    flash_attention: bool | None = None
 
 
 def advice(found: Findings) -> list[str]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,19 @@ import numpy as np
 Read = Callable[[int, int], bytes]
 _HEAD = struct.Struct("<III")
 _MAGIC = 0x67677371
-_CELL = np.dtype([("position", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
+# Of enum ggml_type what a cache may be of.
+_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0"}
+_TYPES |= {20: "iq4_nl", 30: "bf16"}
+_BEGIN, _END = [("position", "<i4"), ("n_seq", "<u4")], [("seq", "<i4")]
+_CELLS = (np.dtype(_BEGIN + _END), np.dtype([*_BEGIN, ("ext", "V12"), *_END]))
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`count` runs of rows of `size` bytes, `stride` bytes apart; each run has one of each cell."""
+    """`count` runs of rows of `size` bytes, `stride` bytes apart; each run has one of each cell.
+    `type` is ggml's number of it."""
 
+    type: int
     at: int
     size: int
     count: int = 1
@@ -43,12 +50,24 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Cache:
     """The rows of one sequence in one of the caches of a slot: `at` is where their number is
-    written, `lowest` the first of their positions, None when there are none."""
+    written, `lowest` the first of their positions, None when there are none. `types` are those of
+    keys and values, as ggml numbers them; `transposed` are values without flash attention."""
 
     at: int
     n_cells: int = 0
     lowest: int | None = None
     rows: tuple[Rows, ...] = ()
+    types: tuple[int, int] | None = None
+    transposed: bool = False
+    cell_bytes: int = 0
+
+    @property
+    def type_names(self) -> tuple[str, str] | None:
+        """What `-ctk` and `-ctv` call them; None when there are no rows."""
+        if self.types is None:
+            return None
+        keys, values = (_TYPES.get(number, f"type {number}") for number in self.types)
+        return keys, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +81,27 @@ class Insertion:
 
 def caches(read: Read, size: int) -> tuple[Cache, ...]:
     """The caches in a file of `size` bytes, in their order; none when anything else is in it."""
-    cursor = _Cursor(read, size)
+    found = list(_caches(_Cursor(read, size)))
+    return tuple(cache for cache in found if cache is not None) if None not in found else ()
+
+
+def first_cache(read: Read, size: int) -> Cache | None:
+    """The first cache with rows that a file begins with, whatever follows; None without."""
+    found = _caches(_Cursor(read, size))
+    return next((cache for cache in found if cache is None or cache.types), None)
+
+
+def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
+    """One after the other; None, and the end, for what is no cache."""
     try:
         magic, _, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
-        if magic != _MAGIC:
-            return ()
         cursor.skip(4 * n_tokens)
-        found = []
-        while cursor.at < size:
-            found.append(_cache(cursor))
-        return tuple(found)
+        if magic != _MAGIC:
+            raise ValueError("another file")
+        while not cursor.over:
+            yield _cache(cursor)
     except ValueError:
-        return ()
+        yield None
 
 
 def has_windows(found: Sequence[Cache]) -> bool:
@@ -92,11 +120,10 @@ def missing(found: Sequence[Cache], read: Read) -> list[Insertion]:
     if not last.lowest:
         return []
     cells = last.at + 4
-    first = np.frombuffer(read(cells, _CELL.itemsize), _CELL).copy()
-    first["position"] = last.lowest - 1
+    first = read(cells, last.cell_bytes)
     more = [
         Insertion(last.at, struct.pack("<I", last.n_cells + 1), over=True),
-        Insertion(cells, first.tobytes()),
+        Insertion(cells, struct.pack("<i", last.lowest - 1) + first[4:]),
     ]
     for rows in last.rows:
         more += [Insertion(start, read(start, rows.size)) for start in rows.starts]
@@ -107,6 +134,11 @@ class _Cursor:
     def __init__(self, read: Read, size: int) -> None:
         self._read, self._size = read, size
         self.at = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether it is at the end."""
+        return self.at >= self._size
 
     def take(self, n_bytes: int) -> bytes:
         data = self._read(self.at, n_bytes)
@@ -138,27 +170,37 @@ def _stream(cursor: _Cursor) -> Cache:
     at, n_cells = cursor.at, cursor.number()
     if not n_cells:
         return Cache(at)
-    cells = np.frombuffer(cursor.take(_CELL.itemsize * n_cells), _CELL)
-    if (cells["n_seq"] != 1).any() or (cells["position"] < 0).any():
-        raise ValueError("no caches of rows")
+    cells = _cells(cursor, n_cells)
     transposed, n_layers = cursor.number(), cursor.number()
-    rows = [_rows(cursor, n_cells) for _ in range(n_layers)]
+    keys = [_rows(cursor, n_cells) for _ in range(n_layers)]
     turned = _columns if transposed else _rows
-    rows += [turned(cursor, n_cells) for _ in range(n_layers)]
-    return Cache(at, n_cells, int(cells["position"].min()), tuple(rows))
+    values = [turned(cursor, n_cells) for _ in range(n_layers)]
+    types = (keys[0].type, values[0].type) if keys else None
+    lowest = int(cells["position"].min())
+    made = Cache(at, n_cells, lowest, (*keys, *values), types, bool(transposed))
+    return replace(made, cell_bytes=cells.itemsize)
+
+
+def _cells(cursor: _Cursor, n_cells: int) -> np.ndarray[Any, Any]:
+    """Positions and sequences of cells, which on M-RoPE have places in an image, too."""
+    at = cursor.at
+    for kind in _CELLS:
+        cursor.at = at
+        cells = np.frombuffer(cursor.take(kind.itemsize * n_cells), kind)
+        if (cells["n_seq"] == 1).all() and (cells["position"] >= 0).all():
+            return cells
+    raise ValueError("no caches of rows")
 
 
 def _rows(cursor: _Cursor, n_cells: int) -> Rows:
-    cursor.number()  # of which type
-    size = cursor.number("<Q")
-    rows = Rows(cursor.at, size)
+    type, size = cursor.number(), cursor.number("<Q")
+    rows = Rows(type, cursor.at, size)
     cursor.skip(size * n_cells)
     return rows
 
 
 def _columns(cursor: _Cursor, n_cells: int) -> Rows:
-    cursor.number()
-    size, count = cursor.number(), cursor.number()
-    rows = Rows(cursor.at, size, count, size * n_cells)
+    type, size, count = cursor.number(), cursor.number(), cursor.number()
+    rows = Rows(type, cursor.at, size, count, size * n_cells)
     cursor.skip(size * n_cells * count)
     return rows

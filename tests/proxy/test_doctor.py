@@ -23,7 +23,12 @@ def _asked(capsys: pytest.CaptureFixture[str], port: int, *more: str) -> tuple[i
 @pytest.mark.parametrize(
     ("shape", "options", "memory", "advised"),
     [
-        ("tiny-dense", ("-np", "2", "-kvu"), "dense", ["--no-cache-idle-slots"]),
+        (
+            "tiny-dense",
+            ("-np", "2", "-kvu", "-ctk", "q8_0", "-fa", "off"),
+            "dense",
+            ["--no-cache-idle-slots"],
+        ),
         ("tiny-qwen35", tuple(template("Qwen3.5-4B")), "extend-only", []),
         ("tiny-gemma", (), "windowed", []),
         ("tiny-gemma", ("--swa-full",), "windowed", ["start it without --swa-full"]),
@@ -44,6 +49,8 @@ def test_a_server_is_known_by_what_it_does(
     assert found["memory"] == memory
     assert found["ram_cache"] is (memory != "never-restored") and found["no_files"] == ""
     assert found["speeds"]["n_bytes"] > 0
+    assert found["kv_types"] == ["q8_0" if "q8_0" in options else "f16", "f16"]
+    assert found["flash_attention"] is ("off" not in options)
     for text, flag in zip(found["advice"], advised, strict=True):
         assert flag in text
     assert code == bool(advised)

@@ -340,6 +340,15 @@ def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
         assert decoded(running.port) - before <= 24 + SLACK
         assert usage["cache_read_input_tokens"] > 1000  # type: ignore[index]
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        files = house.files()
+
+        async def miscounted(*_: object) -> int:
+            return 7
+
+        running.engine.keeper._calls.count = miscounted  # type: ignore[method-assign,assignment]
+        assert _message(running.port, [{"role": "user", "content": "two " * 300}])["content"]
+        assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
+        assert house.files() == files
 
 
 def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
-from evoke_proxy.core.state_file import caches, has_windows, in_window, missing
+from evoke_proxy.core.state_file import caches, first_cache, has_windows, in_window, missing
 from evoke_proxy.errors import SnapshotUnusable
 
 N_TOKENS = 40
@@ -28,7 +28,7 @@ def cache(positions: range, transposed: bool, sizes: tuple[int, ...], streams: i
         out += struct.pack("<iIi", position, 1, 0)
     out += struct.pack("<II", transposed, len(sizes))
     for size in sizes:
-        out += struct.pack("<iQ", 1, size)
+        out += struct.pack("<iQ", 8, size)
         out += b"".join(bytes([position]) * size for position in positions)
     for size in sizes:
         if transposed:
@@ -73,6 +73,7 @@ def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
     after = completed(folder, before)
     _, window = caches(lambda at, n_bytes: after[at : at + n_bytes], len(after))
     assert (window.lowest, window.n_cells) == (lowest - 1, N_TOKENS - lowest + 1)
+    assert (window.type_names, window.transposed) == (("q8_0", "f16"), transposed)
     # what it would be had the position been there, but that its rows are those of the next
     wanted = file(base, cache(range(lowest - 1, N_TOKENS), *shape))
     assert len(after) == len(wanted)
@@ -96,6 +97,15 @@ def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
 )
 def test_any_other_file_is_left_as_it_is(data: bytes, tmp_path: Path) -> None:
     assert completed(tmp_path, data) == data
+
+
+def test_what_a_file_begins_with_is_known_whatever_follows() -> None:
+    data = file(cache(range(N_TOKENS), True, (4,)), b"of a recurrent state")
+    found = first_cache(lambda at, n_bytes: data[at : at + n_bytes], len(data))
+    assert found is not None and found.transposed and found.n_cells == N_TOKENS
+    assert (
+        seen(data) == () and first_cache(lambda at, n_bytes: b"other"[at : at + n_bytes], 5) is None
+    )
 
 
 def test_what_is_within_its_windows_is_of_no_use() -> None:
