@@ -53,6 +53,8 @@ def test_two_turns_of_an_agent_that_reaches_nobody_else(agent: tuple[str, Path])
     assert first["decoded"] == first["prompt"]
     # The second turn did not decode its history again, and some of that is not in the cache.
     assert last["decoded"] < last["prompt"] / 10 and last["omitted"] > 500
-    (session,) = seen["sessions"]
-    assert session["turns"] == len(seen["books"]) and session["drift"] is None
-    assert len(session["name"]) == 36, "it says which of its conversations this is"
+    # Who is answered nothing asks anew, and otherwise.
+    latest, *_ = seen["sessions"]
+    assert latest["turns"] >= 2 and latest["drift"] is None
+    (name,) = {session["name"] for session in seen["sessions"]}
+    assert len(name) == 36, "it says which of its conversations this is"
