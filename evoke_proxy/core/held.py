@@ -74,8 +74,9 @@ class Memory:
     whether what was decoded ahead was what came. The server's own copies in RAM are counted on once
     one was found there (`ram_hits`), or a slot was seen `emptied` and none was missed. They are
     kept first in, first out: one missed says that all left before it are gone (`ram_since`).
-    `windows`: some layers keep less than all, for all we know. What was restored of those cannot go
-    back, and texts of `too_short` tokens or less are of no use to restore.
+    `dense`: every layer keeps every token; `windows`: some keep less, for all we know. What was
+    restored of those cannot go back, and texts of `too_short` tokens or less are of no use to
+    restore.
     """
 
     restore: Proof = field(default_factory=Proof)
@@ -86,13 +87,14 @@ class Memory:
     ram_hits: int = 0
     ram_misses: int = 0
     ram_since: float = float("-inf")
+    dense: bool = True
     windows: bool = False
     too_short: int = 0
 
     @property
     def partly(self) -> bool:
         """Whether to restore what a prompt goes on from only in part."""
-        return self.partial.trusted and not self.windows
+        return self.partial.trusted and self.dense
 
     def came(self, held: Held, tokens: Tokens) -> None:
         """The prompt that was looked ahead to is there: was it the one?"""

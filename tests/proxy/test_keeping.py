@@ -83,6 +83,33 @@ def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahe
     assert costs[True] <= costs[False] / 5
 
 
+def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: Path) -> None:
+    """A branch keeps two: its newest step, and the history up to what its user said last, because
+    the template rewrites the steps when the user speaks again."""
+    house, chat = House(tmp_path, HYBRID, QWEN), long_chat(400)
+    chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
+    with house.both(look_ahead=False) as running:
+        chat.ask(running.port, "Look twice.")
+        settled(running)
+        for id in ("c0", "c1"):
+            call = {"id": id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            step = {"role": "assistant", "content": "", "reasoning_content": f"so {id}"}
+            chat.messages.append(step | {"tool_calls": [call]})
+            seen = {"role": "tool", "tool_call_id": id, "content": "a b c d " * 20}
+            chat.messages.append(seen)
+            chat.ask(running.port)
+            settled(running)
+        assert len(house.files()) == 2
+    for goes_on, most in ((True, SLACK), (False, 500)):
+        if not goes_on:
+            chat.messages.append({"role": "assistant", "content": "Done."})
+        with house.both(look_ahead=False) as running:
+            before = decoded(running.port)
+            cached, _ = chat.ask(running.port, None if goes_on else NEW)
+            assert cached > 1000 and decoded(running.port) - before <= most
+            assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+
+
 def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -> None:
     """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
     house = House(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
@@ -181,6 +208,19 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
             time.sleep(0.01)
         other.ask(running.port)
         assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
+
+
+def test_nothing_is_decoded_ahead_while_somebody_waits(tmp_path: Path) -> None:
+    with House(tmp_path).both() as running:
+        chats = [long_chat(300, start) for start in (0, 7)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda chat: chat.ask(running.port, "Begin."), chats))
+        settled(running)
+        results = {
+            result: running.metric("evoke_look_aheads_total", result=result)
+            for result in ("done", "skipped", "cancelled")
+        }
+        assert results["done"] == 1 == results["skipped"] + results["cancelled"]
 
 
 def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_restored(

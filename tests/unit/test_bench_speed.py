@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 
 import pytest
 
-from bench import decode, limit
+from bench import decode, limit, restart
+from bench.quality.journal import Journal
 
 
 def speeds(**over: list[float]) -> dict[str, list[decode.Speed]]:
@@ -42,6 +44,22 @@ def test_the_search_finds_the_most_that_get_on(most: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(limit, "together", together)
     assert limit.most(None, 10) == (most, 10.0 * most)  # type: ignore[arg-type]
+
+
+def test_a_bench_of_restarts_goes_on_where_it_was_and_tells_what_it_has(tmp_path: Path) -> None:
+    given = argparse.Namespace(models=["dense"], sizes=[1024], arms=["cold", "ours"], repeats=3)
+    units = restart.plan(given)
+    keys = [unit.key for unit in units]
+    assert keys[:3] == ["dense 1024 cold 0", "dense 1024 ours 0", "dense 1024 cold 1000"]
+    journal = Journal(tmp_path / "journal", "config")
+    for unit, ttft in zip(units[:5], (100.0, 10.0, 300.0, 30.0, 200.0), strict=True):
+        journal.append(unit.key, {"ttft_ms": ttft, "decoded": 7, "load": 1.0})
+    cold, ours = restart.rows(units, Journal(tmp_path / "journal", "config").records())
+    assert (cold["runs"], cold["ttft_ms"], cold["ttft_min"], cold["ttft_max"]) == (3, 200, 100, 300)
+    assert (ours["runs"], ours["ttft_ms"], ours["vs_cold"]) == (2, 20, 10)
+    args = argparse.Namespace(minutes=0.0, server=Path("no-such"), **vars(given))
+    assert not restart.measure(units, journal, args) and restart.measure(units[:5], journal, args)
+    assert not restart.rows(units, Journal(tmp_path / "journal", "another").records())
 
 
 def test_processor_time_grows_with_work_not_with_waiting() -> None:

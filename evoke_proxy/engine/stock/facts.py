@@ -55,7 +55,7 @@ class Facts:
         fingerprint = await self._calls.fingerprint(client)
         self._plain = await probed(self._calls, False, client) or _UNKNOWN
         self._tools = await probed(self._calls, True, client) or self._plain
-        memory = Memory(windows=True)  # as long as no file has shown that there are none
+        memory = Memory(dense=False, windows=True)  # as long as no file has shown what it is
         self.reduced = await self._reduced(memory, client)
         self.clears = await self._clears(client)
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
@@ -113,7 +113,7 @@ class Facts:
             copied = await self._calls.save(smallest, part, client)
             await asyncio.to_thread(self._vault.files.receive, part, copied.n_bytes)
             found = await asyncio.to_thread(self._vault.files.caches, part)
-            memory.windows = has_windows(found)
+            memory.dense, memory.windows = len(found) == 1, has_windows(found)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"
