@@ -41,8 +41,9 @@ class Forwarding:
     what was waited for, `own_s` the rest of the time until
     forwarding, `after_s` what was left to do when the answer had ended. `helped` says that
     it goes to an unpatched server whose slots are kept, `seat` where it sits there. `server` is
-    what its llama-server is called, where there are several. `kept` is the body
-    for the next to be compared with, `known` what llama-server has made of the one before.
+    what its llama-server is called, where there are several; `answered`: its answer has begun.
+    `kept` is the body for the next to be compared with, `known` what llama-server has made of the
+    one before.
     """
 
     body: bytes
@@ -72,6 +73,7 @@ class Forwarding:
     helped: bool = False
     seat: Seat | None = None
     server: str = ""
+    answered: bool = False
     kept: Kept | None = None
     known: Rendered | None = None
 

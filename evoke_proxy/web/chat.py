@@ -30,6 +30,7 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
         ways.append(way)
         target = relay.raw_target(request)
         async with upstream.open("POST", target, headers, way.body) as reply:
+            way.answered = True
             if stream.response is not None:
                 await check(reply)
             asked = way.outcome if way.shows and way.marked else None

@@ -322,7 +322,22 @@ def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
 
         pair.up(home)
         _await(lambda: _server(running, home)["takes"])
-        _dies_of_no_request(pair, running)
+        _answered_by_the_other(pair, running, pair.kill)
+
+
+def test_what_waits_at_a_server_that_hangs_is_answered_by_the_other() -> None:
+    def start(port: int) -> Any:
+        return llama_server(server_binary(patched=False), "-np", "1", "--slots", port=port)
+
+    def hang(name: str) -> None:
+        os.kill(process_on(pair.ports[name]), signal.SIGSTOP)
+
+    with _two(start) as pair, pool(pair.ports, **EAGER, pool__health_timeout_s=0.5) as running:
+        try:
+            _answered_by_the_other(pair, running, hang)
+        finally:
+            for port in pair.ports.values():
+                os.kill(process_on(port), signal.SIGCONT)
 
 
 def test_a_hybrid_session_goes_on_from_its_snapshot_holes_and_all(tmp_path: Path) -> None:
@@ -355,18 +370,18 @@ def _balanced(books: Any) -> None:
     assert books["n_resident_peak"] <= 384
 
 
-def _dies_of_no_request(pair: Pair, running: RunningProxy) -> None:
-    """Killed while it decodes a prompt: the answer is the other's, whole and right."""
+def _answered_by_the_other(pair: Pair, running: RunningProxy, fail: Callable[[str], None]) -> None:
+    """One fails while it decodes a prompt: the answer is the other's, whole and right."""
     messages: list[dict[str, Any]] = []
     said: list[Answer] = []
     asking = threading.Thread(
-        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 6 + "So?", "long"))
+        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 4 + "So?", "long"))
     )
     asking.start()
     _await(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))
     (home,) = [name for name in pair.ports if _server(running, name)["in_flight"]]
     _await(lambda: json.loads(ask(pair.ports[home], "GET", "/slots").body)[0]["is_processing"])
-    pair.kill(home)
+    fail(home)
     asking.join()
     assert _at(said[0]) == pair.other(home)
     asked = {"messages": messages[:-1], "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from evoke_proxy.adapters.upstream import Upstream
@@ -96,9 +97,12 @@ class Fleet:
         while True:
             known = await self._seated(known, at)
             try:
+                ways: list[Forwarding] = []
+                sent = self._noting(send, known, ways)
+                engine, begun = self._servers[at], partial(_begun, ways)
                 with self._servers.one(at), self._heard(known, asked):
-                    sent = self._noting(send, known)
-                    return await self._servers[at].answer(dialect, body, client, sent, patience)
+                    async with self._servers.while_there(at, begun):
+                        return await engine.answer(dialect, body, client, sent, patience)
             except UpstreamError as error:
                 if error.reached and (broke or not isinstance(error, UpstreamUnavailable)):
                     raise
@@ -185,10 +189,11 @@ class Fleet:
     def _heard(self, known: Bound, asked: _Asked) -> Any:
         return self._affinity.heard(known, asked.tenant, asked.name, asked.trail)
 
-    def _noting(self, send: Send[T], known: Bound) -> Send[T]:
+    def _noting(self, send: Send[T], known: Bound, ways: list[Forwarding]) -> Send[T]:
         """As `send`; what is known then of where the request is, is kept."""
 
         async def noting(way: Forwarding, upstream: Upstream) -> T:
+            ways.append(way)
             session = way.conversation
             if session is not None and not session.passing:
                 known.session = session.id
@@ -199,6 +204,11 @@ class Fleet:
             return answer
 
         return noting
+
+
+def _begun(ways: Sequence[Forwarding]) -> bool:
+    """Whether anything of the answer is there."""
+    return any(way.answered for way in ways)
 
 
 def _at(config: Config, url: str) -> Config:

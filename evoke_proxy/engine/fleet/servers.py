@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeAlias
 
 from prometheus_client import Gauge
 
@@ -18,12 +18,20 @@ from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.feed import Feed
 from evoke_proxy.engine.orchestrator import Engine
 from evoke_proxy.engine.stock.calls import StockCalls
-from evoke_proxy.errors import RequestError, UpstreamError, UpstreamRejected
+from evoke_proxy.errors import (
+    RequestError,
+    UpstreamError,
+    UpstreamRejected,
+    UpstreamUnavailable,
+)
 
 _log = logging.getLogger(__name__)
 _CHECKING = "checking a server"
 # How one is, for a person.
 _WELL, _DRAINS, _AWAY, _FOREIGN = "is well", "drains", "is away", "serves another model"
+
+# What ends a request's waiting, and whether its answer has begun.
+_Waiting: TypeAlias = tuple[asyncio.Timeout, Callable[[], bool]]
 
 
 class Servers:
@@ -40,6 +48,7 @@ class Servers:
         self._metrics, self._feed = metrics, feed
         self._fingerprints = [""] * len(engines)
         self._told = [""] * len(engines)
+        self._waiting: list[list[_Waiting]] = [[] for _ in engines]
         self._unsure: set[int] = set()  # those that may be another than they were
         self._chores = Chores()
         self._watching: asyncio.Task[None] | None = None
@@ -88,6 +97,24 @@ class Servers:
             yield
         finally:
             self.pool.ended(at)
+
+    @asynccontextmanager
+    async def while_there(self, at: int, begun: Callable[[], bool]) -> AsyncIterator[None]:
+        """Around a request to a server: raises UpstreamUnavailable when its breaker is opened
+        before the answer has `begun`. One that hangs would be waited for without end."""
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._waiting[at].append((scope, begun))
+                try:
+                    yield
+                finally:
+                    self._waiting[at].remove((scope, begun))
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            url = self._each[at].upstream.url
+            raise UpstreamUnavailable(f"llama-server at {url} hangs", url) from error
 
     def passed_on(self, at: int, error: UpstreamError) -> None:
         """A request goes to another one because of this."""
@@ -219,6 +246,9 @@ class Servers:
 
     def _opened(self, at: int, why: str) -> None:
         self._metrics.openings.labels(server=self.name(at)).inc()
+        for scope, begun in self._waiting[at]:
+            if not begun():
+                scope.reschedule(_now())
         self._tell(f": {why or 'it does not answer'}")
 
     def _tell(self, why: str = "") -> None:
