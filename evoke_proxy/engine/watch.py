@@ -80,7 +80,7 @@ class ServerWatch:
             )
         budget = self.config.policy.budget
         length = f" of up to {self.server.n_ctx}" if self.server.n_ctx else ""
-        none = "no budget, nothing is evicted"
+        none = "no budget: nothing is evicted but where a request or an operator sets one"
         kept = f"sessions keep {budget} tokens{length}" if budget else none
         back = "" if self.server.adopts else "; a session that loses its slot is decoded again"
         return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}{back}"

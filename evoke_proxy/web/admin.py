@@ -8,6 +8,7 @@ from aiohttp import web
 
 from evoke_proxy.engine import Front
 from evoke_proxy.engine.exposition import exposition
+from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files
 from evoke_proxy.web.admin_api import json_answer, same_site
 from evoke_proxy.web.guard import admit
@@ -27,6 +28,10 @@ def routes(engine: Front) -> list[web.RouteDef]:
         return web.Response(body=body, headers={"Content-Type": _EXPOSITION})
 
     async def unknown(request: web.Request) -> web.StreamResponse:
+        allowed = _methods_of(request)
+        if allowed:
+            message = f"{request.method} is not for {request.path}, {' and '.join(allowed)} are"
+            raise RequestError(message, "method_not_allowed", 405)
         raise web.HTTPNotFound(text=f"{request.path} is not a path of evoke-proxy")
 
     return [
@@ -38,6 +43,18 @@ def routes(engine: Front) -> list[web.RouteDef]:
         # [\s\S], because a dot does not match an encoded newline.
         web.route("*", r"/evoke/{path:[\s\S]*}", unknown),
     ]
+
+
+def _methods_of(request: web.Request) -> list[str]:
+    """What a path of ours may be asked with."""
+    found = set()
+    for route in request.app.router.routes():
+        about = route.resource.get_info() if route.resource is not None else {}
+        pattern = about.get("pattern")
+        here = about.get("path") == request.path or (pattern and pattern.fullmatch(request.path))
+        if here and route.method != "*":
+            found.add(route.method)
+    return sorted(found)
 
 
 def _guarded(engine: Front, handler: admin_api.Handler) -> Handler:

@@ -134,7 +134,7 @@ async def _body(request: web.Request, known: set[str]) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not JSON: {error}", "invalid_json") from error
     if not isinstance(asked, dict) or not asked or not asked.keys() <= known:
-        raise RequestError(f"the request body must be an object of {', '.join(sorted(known))}")
+        raise RequestError(f"the request body must be an object with {' or '.join(sorted(known))}")
     return asked
 
 

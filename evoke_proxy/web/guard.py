@@ -46,7 +46,10 @@ class Door:
         """Raises Forbidden at another address or for another site's page, Unauthenticated without
         the token."""
         if self._addresses is not None and not self._at(request):
-            raise Forbidden("this is served at security.admin_listen")
+            raise Forbidden(
+                "this is served where the proxy is operated (security.admin_listen), which it says"
+                " when it starts"
+            )
         if not self._token:
             _refuse_names(request)
             return

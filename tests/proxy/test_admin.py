@@ -202,7 +202,7 @@ def test_sessions_of_a_stock_server_and_of_its_directory(tmp_path: Path) -> None
             with tarfile.open(fileobj=io.BytesIO(export)) as tar:
                 files = {item.name: item.size for item in tar.getmembers()}
             assert all(files[path.name] == path.stat().st_size for path in house.files())
-            operate(running, "PUT", f"sessions/{on_disk['id']}", status=404)
+            operate(running, "PUT", f"sessions/{on_disk['id']}", status=405)
             left = operate(running, "DELETE", "tenants/-")["left"]
             assert any("RAM" in line for line in left)
             assert house.files() == [] and operate(running, "GET", "sessions")["sessions"] == []
@@ -265,6 +265,9 @@ def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
         ("POST", "sessions/nobody/blocks", {"action": "burn", "p0": 1, "p1": 3}, 400),
         ("DELETE", "tenants/nobody", None, 200),
         ("GET", "nothing", None, 404),
+        ("PUT", "sessions/nobody", {"pinned": True}, 405),
+        ("DELETE", "sessions", None, 405),
+        ("POST", "health", None, 405),
     ],
 )
 def test_what_is_wrong_is_said(
