@@ -30,8 +30,9 @@ class Grown:
 
     @classmethod
     def of(cls, rows: Rows) -> Grown:
-        """A copy of these rows, with room behind it."""
-        return cls._copied(rows, rows[:0])
+        """These rows, which nobody may write to any more."""
+        rows.flags.writeable = False
+        return cls(rows, _Buffer(rows, len(rows)))
 
     def followed(self, n: int, more: Rows) -> Grown:
         """The first `n` of these rows, and then others: in the same memory where nobody has gone on
@@ -41,21 +42,23 @@ class Grown:
         same = n >= buffer.used or np.array_equal(buffer.rows[n:there], more[: there - n])
         if not same or n > buffer.used or end > len(buffer.rows):
             return self._copied(self.rows[:n], more)
-        buffer.rows[there:end] = more[there - n :]
-        buffer.used = max(buffer.used, end)
-        return Grown(_read_only(buffer.rows[:end]), buffer)
+        if end > there:
+            buffer.rows[there:end] = more[there - n :]
+            buffer.used = end
+        return self._view(buffer, end)
 
     @classmethod
     def _copied(cls, rows: Rows, more: Rows) -> Grown:
         end = len(rows) + len(more)
         memory = np.empty(2 * end + _LEAST_ROOM, rows.dtype)
         memory[: len(rows)], memory[len(rows) : end] = rows, more
-        return cls(_read_only(memory[:end]), _Buffer(memory, end))
+        return cls._view(_Buffer(memory, end), end)
 
-
-def _read_only(rows: Rows) -> Rows:
-    rows.flags.writeable = False
-    return rows
+    @classmethod
+    def _view(cls, buffer: _Buffer, end: int) -> Grown:
+        rows = buffer.rows[:end]
+        rows.flags.writeable = False
+        return cls(rows, buffer)
 
 
 def same_memory(one: Rows, other: Rows) -> bool:

@@ -207,7 +207,10 @@ class Layout:
     def _left_behind(self, kept: BlockTable) -> frozenset[str]:
         """The copies of no use when only these blocks stay, and no range."""
         useless = self.stale.union(item.label for item in self.ranges)
-        left = self.blocks[shared_labels(kept, self.blocks) :]
+        shared = shared_labels(kept, self.blocks)
+        if shared == len(self.blocks):
+            return useless
+        left = self.blocks[shared:]
         labels = compress(left.labels, left.copied.tolist())
         return useless.union(label for label in labels if not kept.has(label))
 

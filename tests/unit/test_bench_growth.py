@@ -26,7 +26,7 @@ def test_a_turn_is_planned_and_measured(way: str) -> None:
     row = asyncio.run(growth.measure(way, 200, 2))
     assert row["sessions"] == (1 if way == "one" else 2)
     assert row["saved"] >= 140
-    assert 0 < row["reading_ms"] < row["own_ms"]
+    assert 0 < row["reading_ms"] < row["own_ms"] and row["bytes_ms"] > 0
     assert row["index_mib"] > 0
 
 

@@ -31,7 +31,7 @@ def test_each_is_what_it_was_made_as(
 
 
 def test_what_only_goes_on_stays_where_it_is() -> None:
-    one = Grown.of(np.arange(10))
+    one = Grown.of(np.arange(9)).followed(9, np.array([9]))
     two = one.followed(10, np.arange(5))
     assert same_memory(one.rows, two.rows)
     assert same_memory(two.rows, two.followed(10, np.arange(8)).rows)
