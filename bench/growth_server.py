@@ -10,12 +10,14 @@ import base64
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+
+from evoke_proxy.core.grown import Grown
 
 Tokens = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.bool_]
@@ -33,7 +35,7 @@ class Talk:
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self.messages: list[dict[str, str]] = []
-        self.tokens: Tokens = np.zeros(0, np.int32)
+        self._said = Grown.of(np.zeros(0, np.int32))
         self.ends: list[int] = []
         self.stops: list[int] = []
 
@@ -51,7 +53,12 @@ class Talk:
             if role == "assistant":  # as it was asked for
                 new[at : at + len(_BEGINS)] = _BEGINS
             at += count
-        self.tokens = np.concatenate([self.tokens, new])
+        self._said = self._said.followed(len(self.tokens), new)
+
+    @property
+    def tokens(self) -> Tokens:
+        """All of it."""
+        return self._said.rows
 
     def body(self) -> bytes:
         """The request that a client would send now."""
@@ -122,13 +129,15 @@ class SilentServer:
         common = int(differs.argmax()) if differs.any() else n
         stops = np.zeros(len(prompt), np.bool_)
         stops[talk.stops] = True
-        since = max([end for end, said in known if _hash(prompt, end) == said], default=0)
+        last = talk.ends[-_EDGES:]
+        hashes = _hashes(prompt, {*last, *(end for end, _ in known)})
+        since = max([end for end, said in known if hashes.get(end) == said], default=0)
         first, count = bisect_right(talk.ends, since) if since else 0, len(talk.ends)
         bits = np.packbits(stops[since:], bitorder="little")
         return orjson.dumps(
             {
                 "from": since,
-                "edges": [[end, _hash(prompt, end)] for end in talk.ends[-_EDGES:]],
+                "edges": [[end, hashes[end]] for end in last],
                 "tokens_b64": base64.b64encode(prompt[since:].tobytes()).decode(),
                 "stops_b64": base64.b64encode(bits).decode(),
                 "generation": len(talk.tokens),
@@ -188,8 +197,13 @@ class SilentServer:
         return evicted
 
 
-def _hash(tokens: Tokens, end: int) -> str:
-    return hashlib.blake2b(tokens[:end].tobytes(), digest_size=8).hexdigest()
+def _hashes(tokens: Tokens, ends: Iterable[int]) -> dict[int, str]:
+    """Of the tokens up to each of these ends."""
+    hashed, at, found = hashlib.blake2b(digest_size=8), 0, {}
+    for end in sorted(ends):
+        hashed.update(tokens[at:end].tobytes())
+        at, found[end] = end, hashed.copy().hexdigest()
+    return found
 
 
 def _span(label: str) -> tuple[int, int]:
