@@ -94,13 +94,21 @@ def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
 
 def _rows(vault: Vault) -> list[dict[str, Any]]:
     """What has snapshots, and what was written down of budgeted sessions."""
-    found = [branch_summary(id, items) for id, items in by_branch(vault.snapshots).items()]
+    branches = by_branch(vault.snapshots)
+    found = {id: branch_summary(id, items) for id, items in branches.items()}
     records = vault.records()
     sizes: Counter[str] = Counter()
     for record in records:
         sizes[record.session] += len(record.packed)
-    whole = [record for record in records if not record.is_part]
-    return found + [_recorded(record, sizes[record.id]) for record in whole]
+    for record in (record for record in records if not record.is_part):
+        row = _recorded(record, sizes[record.id])
+        if record.id in found:  # its slot is saved whole, too
+            row = found[record.id] | {
+                "bytes": found[record.id]["bytes"] + row["bytes"],
+                "pinned": found[record.id]["pinned"] or row["pinned"],
+            }
+        found[record.id] = row
+    return list(found.values())
 
 
 def _recorded(record: Record, n_bytes: int) -> dict[str, Any]:
