@@ -1,9 +1,15 @@
-"""Every answer says which request it is of."""
+"""Every answer says which request it is of, and the log has a line of each."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
+import time
+from typing import Any
 
+import pytest
+from fake_upstream import Exchange, fake_upstream, whole
 from running import ask, proxy
 
 from evoke_proxy.demo.processes import free_port
@@ -21,3 +27,44 @@ def test_a_request_keeps_its_id_where_that_is_sane() -> None:
         for strange in (None, "", "two words", "x" * 129, 'quote"', "-dash"):
             assert re.fullmatch("[0-9a-f]{16}", id_of(strange)), strange
         assert id_of(None) != id_of(None)
+
+
+def test_each_request_has_one_line_whatever_becomes_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "evoke_proxy.request")
+    chat = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+    wrong = chat.replace(b"}]}", b'}], "evoke_budget": "much"}')
+
+    async def behave(exchange: Exchange) -> None:
+        if b"never" not in exchange.head:
+            await exchange.say(whole(b"{}", b"application/json"))
+
+    asked = {
+        "fine": ("POST", "/v1/chat/completions", chat, 200),
+        "wrong": ("POST", "/v1/messages", wrong, 400),
+        "relayed": ("GET", "/some/path", None, 200),
+        "unsaid": ("GET", "/%01", None, 400),
+        "nothing": ("PUT", "/evoke/nothing", None, 404),
+    }
+    with fake_upstream(behave) as fake, proxy(fake.port) as running:
+        for id, (method, target, body, status) in asked.items():
+            answer = ask(running.port, method, target, body, {"X-Request-Id": id})
+            assert answer.status == status, answer.body
+        gone = http.client.HTTPConnection("127.0.0.1", running.port)
+        gone.request("POST", "/v1/chat/completions", chat, {"X-Request-Id": "never"})
+        while len(fake.requests) < 3:
+            time.sleep(0.01)
+        gone.close()
+        deadline = time.monotonic() + 10
+        while len(lines := _lines(caplog)) <= len(asked) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [facts["status"] for facts, _ in lines] == [*(it[3] for it in asked.values()), 499]
+    for facts, said in lines:
+        assert facts["ms"] >= 0
+        begins = f"{facts['method']} {facts['path']} {facts['status']} decision={facts['decision']}"
+        assert said.startswith(begins)
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[tuple[dict[str, Any], str]]:
+    """What is told of each request: the facts, and how they are written."""
+    records = [record for record in caplog.records if record.name == "evoke_proxy.request"]
+    return [(record.__dict__["facts"], record.getMessage()) for record in records]
