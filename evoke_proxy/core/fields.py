@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,7 +67,10 @@ def freed(body: bytes, parsed: Mapping[str, Any]) -> bytes:
 
 def tags_of(body: Mapping[str, Any], marked: bool, bench: bool) -> Tags:
     """The fields of a body; `marked` says that messages carry some too, `bench` that a bench may
-    say where an answer is. RequestError when one is wrong."""
+    say where an answer is. RequestError when one is wrong, or is none that there is."""
+    for key in body:
+        if key.startswith("evoke_") and key not in OURS:
+            _refuse_name(key)
     policies = POLICIES if bench else [name for name in POLICIES if name not in BENCH_POLICIES]
     return Tags(
         enabled=_flag(body, "evoke", True),
@@ -164,6 +168,12 @@ def check_marks(marked: Iterable[Mapping[str, Any]]) -> None:
             _refuse("evoke_keep", "pin or prefer", keep)
         if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             _refuse("evoke_name", "1 to 100 characters without control characters", name)
+
+
+def _refuse_name(field: str) -> NoReturn:
+    near = difflib.get_close_matches(field, TOP_LEVEL_FIELDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TOP_LEVEL_FIELDS)}"
+    raise RequestError(f"{field[:100]!r} is no field of evoke-proxy; {hint}", "evoke_field_unknown")
 
 
 def _refuse(field: str, wanted: str, value: object) -> NoReturn:

@@ -111,6 +111,21 @@ def test_a_wrong_value_is_400_and_named(path: str, field: str, value: object) ->
     assert error.get("code") in (f"{field}_invalid", None if "messages" in path else "")
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_field_that_there_is_not_is_400_and_the_nearest_is_named(path: str) -> None:
+    with fake_upstream(_ok) as fake, proxy(fake.port) as running:
+        for field, named in (
+            ("evoke_bugdet", "mean evoke_budget?"),
+            ("evoke_zzzzzzzz", "known: evoke"),
+        ):
+            answer = _post(running.port, path, BODIES[path][0] | {field: 512})
+            error = json.loads(answer.body)["error"]
+            assert (answer.status, fake.requests) == (400, [])
+            assert repr(field) in error["message"] and named in error["message"]
+            known = "evoke_field_unknown"
+            assert error.get("code") in (known, None if "messages" in path else known)
+
+
 @pytest.mark.parametrize("path", COUNTS)
 def test_a_count_is_that_of_the_plain_request(
     patched_port: int, patched_proxy: RunningProxy, path: str
