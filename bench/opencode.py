@@ -122,7 +122,10 @@ def _call(folder: Path, step: Step) -> Call:
     if step.kind == "edit":
         return "edit", file | {"oldString": step.call["old"], "newString": step.call["new"]}
     if step.kind == "search":
-        return "grep", {"pattern": step.call["pattern"], "path": str(folder)}
+        word = step.call["pattern"]
+        # Its own grep wants a program that it downloads.
+        command = {"command": f"grep -rn {word} src | sort", "description": f"Look for {word}"}
+        return "bash", command
     return "read", file
 
 
