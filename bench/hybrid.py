@@ -27,9 +27,9 @@ from evoke_proxy.server_build import ensure_server
 
 RATIOS = (3.6, 8.0)
 CELLS = (
-    Cell("needle", "needle", 2000, 12, core=4, controls=RATIOS),
-    Cell("facts5", "facts5", 1500, 10, core=3, controls=RATIOS),
-    Cell("facts12", "facts12", 2500, 4, core=1, controls=RATIOS),
+    Cell("needle", "needle", 2000, 8, core=2, controls=RATIOS),
+    Cell("facts5", "facts5", 1500, 8, core=2, controls=RATIOS),
+    Cell("facts12", "facts12", 2500, 3, core=1, controls=RATIOS),
 )
 _COLUMNS = (
     "cell",
