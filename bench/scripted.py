@@ -18,6 +18,8 @@ from typing import Any
 from evoke_proxy.demo.client import events
 
 Json = dict[str, Any]
+# A stream of one call: from its id, its name and its arguments.
+Calling = Callable[[str, str, Mapping[str, Any]], bytes]
 _PATIENCE_S = 300.0
 _OWN = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
 
@@ -27,8 +29,12 @@ class Relay:
     when there are none the model's own answer is passed on. `seen` gets each request that has
     tools, and the `timings` of its answer, before the agent gets one."""
 
-    def __init__(self, front: int, seen: Callable[[Json, Json], None]) -> None:
+    def __init__(
+        self, front: int, seen: Callable[[Json, Json], None], calling: Calling | None = None
+    ) -> None:
+        """`calling` writes a call in the agent's dialect: chat completions, if not said."""
         self.front = front
+        self.calling = calling or _calling
         self.seen = seen
         self.calls: deque[tuple[str, Mapping[str, Any]]] = deque()
         self.made = 0
@@ -51,7 +57,7 @@ class Relay:
             return status, found
         name, arguments = self.calls.popleft()
         self.made += 1
-        return status, _calling(f"call_{self.made}", name, arguments)
+        return status, self.calling(f"call_{self.made}", name, arguments)
 
 
 def _timings(answer: bytes) -> Json:
@@ -74,6 +80,28 @@ def _calling(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
     )
 
 
+def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
+    """A stream of one call, as Anthropic's Messages have it."""
+    usage = {"input_tokens": 1, "output_tokens": 1}
+    message = {"id": id, "type": "message", "role": "assistant", "model": "random", "content": []}
+    message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
+    given = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
+    ends = {"stop_reason": "tool_use", "stop_sequence": None}
+    told: list[Json] = [
+        {"type": "message_start", "message": message},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "tool_use", "id": id, "name": name, "input": {}},
+        },
+        {"type": "content_block_delta", "index": 0, "delta": given},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": ends, "usage": {"output_tokens": 1}},
+        {"type": "message_stop"},
+    ]
+    return b"".join(f"event: {it['type']}\ndata: {json.dumps(it)}\n\n".encode() for it in told)
+
+
 @contextmanager
 def relayed(relay: Relay) -> Iterator[int]:
     """The port where a relay listens until the block is left."""
@@ -87,7 +115,7 @@ def relayed(relay: Relay) -> Iterator[int]:
             except Exception as error:
                 relay.faults.append(repr(error))
                 status, answer = 502, b"{}"
-            streamed = answer.startswith((b"data:", b":"))
+            streamed = answer.startswith((b"data:", b"event:", b":"))
             self.send_response(status)
             self.send_header(
                 "Content-Type", "text/event-stream" if streamed else "application/json"

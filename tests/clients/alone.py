@@ -1,7 +1,7 @@
 """Two turns of a coding agent through a proxy, where there is no network but the loopback.
 
 Run in a network namespace of its own: what the agent asks of anybody else goes nowhere. Prints a
-JSON object: what it said, the books, statuses and sessions the proxy has of it.
+JSON object: what it said, the books, statuses and sessions the proxy has of it, what it has sent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from gguf import GGUFReader
 
 from bench.chat_turns import proxied
 from bench.random_models import SHAPES, ensure
+from bench.scripted import Relay, calling_in_messages, relayed
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
@@ -83,12 +85,23 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
     home, work, server = folder / "home", folder / "work", free_port()
     home.mkdir()
     work.mkdir()
+    settings_of_proxy = {"policy": {"budget": BUDGET}, "page": {"names": True}}
+    (folder / "evoke.yaml").write_text(json.dumps(settings_of_proxy))
+    sent: list[Any] = []
     (work / "notes.txt").write_text("The boat leaves at nine.\n")
     with (
         serving(_server(server), server, folder / "log"),
-        proxied(server, "--budget", str(BUDGET), "--admin-listen", ADMIN) as proxy,
+        proxied(server, "--config", str(folder / "evoke.yaml"), "--admin-listen", ADMIN) as proxy,
+        ExitStack() as stack,
     ):
-        turns, settings = agent(program, home, proxy.port)
+        relay = Relay(
+            proxy.port, lambda body, _: sent.append(body["messages"]), calling_in_messages
+        )
+        port = proxy.port
+        if name == "claude":  # its first turn reads a file
+            relay.calls.append(("Read", {"file_path": str(work / "notes.txt")}))
+            port = stack.enter_context(relayed(relay))
+        turns, settings = agent(program, home, port)
         env = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
@@ -97,11 +110,22 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
             **settings,
         }
         said = [_turn(turn, work, env) for turn in turns]
-        with urllib.request.urlopen(f"http://{ADMIN}/evoke/sessions", timeout=10) as answer:
-            sessions = json.load(answer)["sessions"]
+        sessions = _asked("sessions")["sessions"]
+        blocks = _asked(f"sessions/{sessions[0]['id']}")["blocks"]
         log = proxy.log.read_text(encoding="utf-8", errors="replace")
     statuses = sorted(set(re.findall(r" (?:GET|POST|HEAD) \S+ (\d{3}) ", log)))
-    return {"said": said, "books": _booked(log, path), "statuses": statuses, "sessions": sessions}
+    seen = {"blocks": [block.get("name") for block in blocks], "sent": sent, "faults": relay.faults}
+    return seen | {
+        "said": said,
+        "books": _booked(log, path),
+        "statuses": statuses,
+        "sessions": sessions,
+    }
+
+
+def _asked(path: str) -> Any:
+    with urllib.request.urlopen(f"http://{ADMIN}/evoke/{path}", timeout=10) as answer:
+        return json.load(answer)
 
 
 def _booked(log: str, path: str) -> list[dict[str, int]]:

@@ -45,7 +45,8 @@ def test_two_turns_of_an_agent_that_reaches_nobody_else(agent: tuple[str, Path])
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout)
     assert [turn["code"] for turn in seen["said"]] == [0, 0], seen["said"]
-    assert seen["statuses"] == ["200"]
+    # Codex may hang up at the event that says the answer is complete, before the end of the stream.
+    assert set(seen["statuses"]) <= {"200", "499" if name == "codex" else "200"}, seen["statuses"]
     for books in seen["books"]:
         assert sum(books[kind] for kind in KINDS) == books["prompt"] > BUDGET
         assert books["peak"] <= BUDGET
@@ -53,6 +54,9 @@ def test_two_turns_of_an_agent_that_reaches_nobody_else(agent: tuple[str, Path])
     assert first["decoded"] == first["prompt"]
     # The second turn did not decode its history again, and some of that is not in the cache.
     assert last["decoded"] < last["prompt"] / 10 and last["omitted"] > 500
+    if name == "claude":
+        assert seen["faults"] == [] and "The boat leaves at nine." in json.dumps(seen["sent"][-1])
+        assert "file:notes.txt#0" in seen["blocks"], "what its tool has read is a block of a file"
     # Who is answered nothing asks anew, and otherwise.
     latest, *_ = seen["sessions"]
     assert latest["turns"] >= 2 and latest["drift"] is None
