@@ -95,7 +95,7 @@ FULL = (
     Cell("updates", "updates", 4000, 13),
     Cell("files", "files", 4000, 7, times=2),
     Cell("rereads", "rereads-apart", 2500, 27, times=2),
-    Cell("paraphrase", "paraphrase", 4000, 9, times=4, asked=6, ablated=9),
+    Cell("paraphrase", "paraphrase", 4000, 9, times=4, asked=6, ablated=6),
     Cell("unknown", "unknown-said", 4000, 5, times=4),
     Cell("long", "facts12", 7000, 5, core=2),
 )
