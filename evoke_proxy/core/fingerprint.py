@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evoke_proxy.core.state_file import Cache
+
 # Of `GET /v1/models`: what does not change from one start to the next.
 _META = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype")
 
@@ -42,8 +44,8 @@ def fingerprint(
     From `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where it is
     readable. KV types, flash attention and the layout of the cache count where they are told: by
     the options that a router lists for its models, by a patched server's `evoke`, by properties a
-    later server may have. A llama-server of one model tells none of them; it refuses a file that
-    differs in one of them itself.
+    later server may have. A llama-server of one model tells none of them: `laid_out` adds what one
+    of its files shows.
     """
     first = _first(models)
     settings = props.get("default_generation_settings")
@@ -61,6 +63,14 @@ def fingerprint(
     if told := _layout(props, first):
         identity["layout"] = told
     return _digest(identity)
+
+
+def laid_out(told: str, cache: Cache | None) -> str:
+    """A fingerprint with the types of keys and values and whether they are laid out for flash
+    attention; as it was where no file with rows of attention has shown them."""
+    if cache is None or cache.types is None:
+        return told
+    return _digest({"told": told, "types": cache.types, "transposed": cache.transposed})
 
 
 def same_model(props: Mapping[str, Any], models: Mapping[str, Any]) -> str:

@@ -238,6 +238,7 @@ def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_res
 def test_a_fault_of_ours_costs_the_snapshot_not_the_answer(tmp_path: Path) -> None:
     house, chat = House(tmp_path), long_chat(300)
     with house.both() as running:
+        settled(running)  # it decodes something to learn what llama-server is
         calls = running.engine.keeper._calls
 
         async def broken(*_: object) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.ahead import Stability, probes, stability
 from evoke_proxy.core.costs import Costs
-from evoke_proxy.core.held import Memory
-from evoke_proxy.core.state_file import has_windows
+from evoke_proxy.core.fingerprint import laid_out
+from evoke_proxy.core.held import Memory, SlotLook
+from evoke_proxy.core.state_file import Cache, has_windows
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.vault import Vault
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
@@ -31,6 +32,8 @@ class Facts:
         self._config = config
         self._plain = self._tools = _UNKNOWN
         self._one = asyncio.Lock()
+        self._told = ""  # the part of the fingerprint that llama-server tells
+        self._layout: Cache | None = None
         self.fingerprint = ""
         self.reduced = ""
         self.clears = True
@@ -52,21 +55,23 @@ class Facts:
                 await self._learn(client)
 
     async def _learn(self, client: Client) -> None:
-        fingerprint = await self._calls.fingerprint(client)
+        told = await self._calls.fingerprint(client)
         self._plain = await probed(self._calls, False, client) or _UNKNOWN
         self._tools = await probed(self._calls, True, client) or self._plain
         memory = Memory(dense=False, windows=True)  # as long as no file has shown what it is
-        self.reduced = await self._reduced(memory, client)
         self.clears = await self._clears(client)
+        self.reduced = await self._reduced(memory, client)
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
         self.memory = memory
-        self.fingerprint = fingerprint
+        self._told, self.fingerprint = told, laid_out(told, self._layout)
         _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
 
     async def fresh(self, client: Client) -> bool:
         """Whether it is still the server it was; called before a state is saved or restored."""
-        known = self.fingerprint  # what was found is of this one, whatever is learnt meanwhile
-        if known and await self._calls.fingerprint(client) == known == self.fingerprint:
+        # What was found is of this one, whatever is learnt meanwhile.
+        known, told = self.fingerprint, self._told
+        same = known and await self._calls.fingerprint(client) == told
+        if same and known == self.fingerprint:
             return True
         _log.warning("llama-server is not what it was: its snapshots are others from now on")
         self.forget()
@@ -92,28 +97,43 @@ class Facts:
         empty = [look.id for look in looks or () if not look.busy and not look.n_tokens]
         if looks is None or len(looks) == 1 or len(empty) < 2:
             return looks is None or len(looks) > 1
-        words = await self._calls.tokens("one two", True, client)
         for slot in empty[:2]:
-            await self._calls.prefill(words, slot, client)
+            await self._two_words(slot, client)
         looks = await self._calls.looks(client) or ()
         return not any(look.n_tokens for look in looks if look.id == empty[0])
 
+    async def _two_words(self, slot: int, client: Client) -> None:
+        words = await self._calls.tokens("one two", True, client)
+        await self._calls.prefill(words, slot, client)
+
+    async def _filled(self, idle: Sequence[SlotLook], client: Client) -> int:
+        """The idle slot with fewest tokens, but some: without, a file shows no types."""
+        least = min(idle, key=lambda look: look.n_tokens)
+        filled = [look for look in idle if look.n_tokens]
+        if filled and self.clears:
+            least = min(filled, key=lambda look: look.n_tokens)
+        if not least.n_tokens:
+            await self._two_words(least.id, client)
+        return least.id
+
     async def _reduced(self, memory: Memory, client: Client) -> str:
         """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here.
-        One that does shows what memory it is of."""
+        One that does shows what memory it is of, and how that is laid out."""
+        self._layout = None
         if await self._calls.saves_itself(client):
             return "llama-server has a disk cache of its own, which is left to it"
         looks = await self._calls.looks(client)
         idle = [look for look in looks or () if not look.busy]
         if not idle:
             return ""
-        smallest = min(idle, key=lambda look: look.n_tokens).id
-        part = self._vault.part()
+        part, files = self._vault.part(), self._vault.files
         try:
-            copied = await self._calls.save(smallest, part, client)
-            await asyncio.to_thread(self._vault.files.receive, part, copied.n_bytes)
-            found = await asyncio.to_thread(self._vault.files.caches, part)
+            slot = await self._filled(idle, client)
+            copied = await self._calls.save(slot, part, client)
+            await asyncio.to_thread(files.receive, part, copied.n_bytes)
+            found = await asyncio.to_thread(files.caches, part)
             memory.dense, memory.windows = len(found) == 1, has_windows(found)
+            self._layout = await asyncio.to_thread(files.first_cache, part)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"
