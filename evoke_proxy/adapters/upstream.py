@@ -38,8 +38,9 @@ from evoke_proxy.errors import (
 _NEVER_ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 # Below llama-server's own 5 s, so that a request is not written into a connection being closed.
 _KEEPALIVE_S = 2.0
-# Where the other end's host has vanished its kernel answers no more: noticed after 10 + 4 * 5 s.
-_NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+# Where the other end's host has vanished its kernel answers no more: noticed after 10 + 4 * 5 s. No
+# TCP_USER_TIMEOUT: it ends connections to a program that is there and does not read, too.
+_NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LINE_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
 LATEST = "latest"

@@ -40,7 +40,8 @@ def test_refused_connection_is_503_and_says_what_to_do() -> None:
 
 
 def test_a_host_that_vanishes_is_noticed_by_the_system() -> None:
-    """That it is, 30 s later, was tried on a link that was cut; here it is seen to be asked for."""
+    """That it is, 30 s later, was tried on a link that was cut; here it is seen to be asked for.
+    One that is there and does not read a long body for longer is not taken for vanished."""
     seen: list[tuple[int, ...]] = []
 
     async def behave(exchange: Exchange) -> None:
@@ -55,7 +56,7 @@ def test_a_host_that_vanishes_is_noticed_by_the_system() -> None:
     options += (socket.TCP_USER_TIMEOUT,)
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         assert ask(running.port, "GET", "/x").status == 200
-    assert seen == [(1, 10, 5, 4, 30_000)]
+    assert seen == [(1, 10, 5, 4, 0)]
 
 
 def test_anthropic_path_gets_anthropic_errors() -> None:
