@@ -171,9 +171,10 @@ def check_marks(marked: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _refuse_name(field: str) -> NoReturn:
-    near = difflib.get_close_matches(field, TOP_LEVEL_FIELDS, n=1)
+    shown = field[:100]  # of what may be as long as a body
+    near = difflib.get_close_matches(shown, TOP_LEVEL_FIELDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TOP_LEVEL_FIELDS)}"
-    raise RequestError(f"{field[:100]!r} is no field of evoke-proxy; {hint}", "evoke_field_unknown")
+    raise RequestError(f"{shown!r} is no field of evoke-proxy; {hint}", "evoke_field_unknown")
 
 
 def _refuse(field: str, wanted: str, value: object) -> NoReturn:

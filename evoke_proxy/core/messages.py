@@ -175,7 +175,7 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments", "")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = arguments if isinstance(arguments, str) else _written(arguments)
     return ToolCall(_string(call.get("id")), _string(function.get("name")), text)
 
 
@@ -218,8 +218,16 @@ def _tool_result(part: Mapping[str, Any]) -> Message:
 
 
 def _tool_use(part: Mapping[str, Any]) -> ToolCall:
-    arguments = json.dumps(part.get("input"), ensure_ascii=False)
+    arguments = _written(part.get("input"))
     return ToolCall(_string(part.get("id")), _string(part.get("name")), arguments)
+
+
+def _written(value: object) -> str:
+    """As JSON; empty when it is too deep for that, and llama-server's to refuse."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return ""
 
 
 def _marked(message: Message, item: Mapping[str, Any]) -> Message:

@@ -141,9 +141,9 @@ class _Cursor:
         return self.at >= self._size
 
     def take(self, n_bytes: int) -> bytes:
-        data = self._read(self.at, n_bytes)
-        self.skip(n_bytes)
-        return data
+        at = self.at
+        self.skip(n_bytes)  # before anybody makes room for more than there is
+        return self._read(at, n_bytes)
 
     def skip(self, n_bytes: int) -> None:
         self.at += n_bytes

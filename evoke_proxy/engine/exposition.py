@@ -30,7 +30,8 @@ async def _of(upstream: Upstream, metrics: Metrics) -> bytes:
         async with asyncio.timeout(_SCRAPE_S):
             body = await _asked(upstream, metrics)
     except (EvokeError, TimeoutError) as error:
-        return f"# llama-server has no metrics now: {str(error) or 'it is too slow'}\n".encode()
+        why = " ".join(str(error).split()) or "it is too slow"  # it may quote lines
+        return f"# llama-server has no metrics now: {why}\n".encode()
     return body if not body or body.endswith(b"\n") else body + b"\n"
 
 

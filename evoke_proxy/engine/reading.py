@@ -36,4 +36,5 @@ def tenant_of(client: Mapping[str, str]) -> str:
     if TENANT in client:
         return client[TENANT]
     key = client.get("Authorization") or client.get("X-Api-Key") or ""
-    return hashlib.sha256(key.encode()).hexdigest()[:16] if key else ""
+    # Whatever bytes were sent: the text of a header has those that are no UTF-8, too.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""

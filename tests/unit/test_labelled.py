@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.labelled import labelled
+from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.engine.exposition import exposition
+from evoke_proxy.errors import UpstreamRejected
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
 # TYPE llamacpp:prompt_tokens_total counter
@@ -43,3 +51,13 @@ def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
 
 def test_what_is_no_exposition_is_left_out() -> None:
     assert labelled({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"}) == b'fine{server="b"} 1\n'
+
+
+def test_an_error_of_several_lines_is_one_comment() -> None:
+    class Gateway(Upstream):
+        async def info(self, client: object = None) -> ServerInfo:
+            raise UpstreamRejected(502, b"<html>\r\n<h1>Bad gateway</h1>\r\n</html>")
+
+    servers = {"": Gateway(UpstreamConfig())}
+    text = asyncio.run(exposition(servers, Metrics())).decode()
+    assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1

@@ -187,3 +187,18 @@ def test_media_is_found_wherever_a_dialect_puts_it(body: dict[str, object]) -> N
 def test_text_is_no_media() -> None:
     assert not has_media({"messages": [{"content": "image"}, {"content": [{"type": "text"}]}]}, {})
     assert not has_media({"input": "image"}, {})
+
+
+@pytest.mark.parametrize("depth", [10, 5000])
+def test_arguments_of_a_call_may_be_of_any_depth(depth: int) -> None:
+    """What is too deep to be written again is llama-server's to refuse."""
+    given: list[object] = []
+    for _ in range(depth):
+        given = [given]
+    call = {"id": "c1", "function": {"name": "read", "arguments": given}}
+    use = {"type": "tool_use", "id": "c1", "name": "read", "input": given}
+    (one,) = from_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    (other,) = from_anthropic({"messages": [{"role": "assistant", "content": [use]}]})
+    for message in (one, other):
+        (read,) = message.tool_calls
+        assert read.name == "read" and read.arguments == ("[" * 11 + "]" * 11) * (depth == 10)

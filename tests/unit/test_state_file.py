@@ -44,7 +44,11 @@ def file(*parts: bytes) -> bytes:
 
 
 def seen(data: bytes) -> object:
-    return caches(lambda at, n_bytes: data[at : at + n_bytes], len(data))
+    def read(at: int, n_bytes: int) -> bytes:
+        assert at + n_bytes <= len(data), "room is made for what is not there"
+        return data[at : at + n_bytes]
+
+    return caches(read, len(data))
 
 
 def completed(folder: Path, data: bytes) -> bytes:
