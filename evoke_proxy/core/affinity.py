@@ -107,7 +107,7 @@ class Affinity:
         if name is not None:
             keys.append((tenant, name))
         for key in known.keys.difference(keys):
-            if isinstance(key[1], bytes):
+            if isinstance(key[1], bytes) or name is not None:  # it is called otherwise now
                 self._drop(key, known)
         for key in keys:
             self._known[key] = known

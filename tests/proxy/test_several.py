@@ -225,6 +225,44 @@ def test_one_that_serves_something_else_gets_no_requests(mixed: RunningProxy) ->
     assert [server["name"] for server in status["servers"]] == ["stock", "patched", "foreign"]
 
 
+def test_one_that_still_loads_takes_no_requests() -> None:
+    """It answers, and says 503: nobody is to be told that while another is there."""
+    loading: set[str] = set()
+    busy = whole(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
+
+    def server(name: str) -> Any:
+        async def behave(exchange: Exchange) -> None:
+            told = {"/v1/models": b'{"data":[{"id":"x","meta":{"n_params":7}}]}'}
+            said = told.get(exchange.head.split()[1].decode(), b"{}")
+            await exchange.say(busy if name in loading else whole(said, b"application/json"))
+
+        return fake_upstream(behave)
+
+    with server("a") as a, server("b") as b:
+        b.props = b'{"total_slots":1,"is_sleeping":true}'
+        with pool({"a": a.port, "b": b.port}, **EAGER) as running:
+            body = b'{"messages":[{"role":"user","content":"Hi"}]}'
+            named = JSON | {"X-Evoke-Session": "mine"}
+
+            def at(target: str) -> str:
+                answer = ask(running.port, "POST", target, body, named)
+                assert answer.status == 200
+                return _at(answer)
+
+            assert at("/v1/chat/completions") == "a"
+            loading.add("a")
+            for target in ("/v1/chat/completions", "/v1/chat/completions/input_tokens"):
+                assert at(target) == "b"
+            own = ask(running.port, "GET", "/slots", headers={"X-Evoke-Server": "a"})
+            assert own.status == 503 and _at(own) == "a"
+            _await(lambda: _server(running, "a")["breaker"] == "open")
+            heads = [exchange.head.split()[1] for exchange in b.requests]
+            assert b"/lora-adapters" not in heads, "it sleeps"
+            loading.add("b")
+            refused = ask(running.port, "POST", "/v1/chat/completions", body, named)
+            assert refused.status == 503 and b"no_server" in refused.body
+
+
 def test_requests_at_once_are_spread(mixed: RunningProxy) -> None:
     """Nobody waits while a server is idle."""
     seen: list[str] = []

@@ -55,6 +55,17 @@ def test_a_name_wins_and_bears_any_change() -> None:
     assert affinity.find("t", None, _trail(LONG)) is None, "that is forgotten"
 
 
+def test_it_has_one_name_the_latest() -> None:
+    affinity = Affinity(1, 10)
+    known = _said(affinity, affinity.bind(0), "n0", _trail(LONG))
+    for number in range(1, 200):
+        assert affinity.find("t", f"n{number}", _trail(LONG)) is known
+        _said(affinity, known, f"n{number}", _trail(LONG))
+        _said(affinity, known, None, _trail(LONG))
+    assert affinity.find("t", "n199", []) is known and affinity.find("t", "n198", []) is None
+    assert len(known.keys) == len(affinity._known) == 2
+
+
 def test_nobody_without_a_name_speaks_twice_at_once() -> None:
     affinity = Affinity(2, 10)
     known = affinity.bind(0)

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from test_recorded import seated
 
 from evoke_proxy.__main__ import main
+from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, PoolConfig
+from evoke_proxy.core.affinity import Bound
 from evoke_proxy.core.identity import Hint
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
 from evoke_proxy.engine.fleet.moving import move
+from evoke_proxy.engine.fleet.way import SERVER_HEADER
+from evoke_proxy.engine.forwarding import Forwarding
 from evoke_proxy.errors import ConfigError, NoServer, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
@@ -42,6 +46,8 @@ def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
     asked = replace(_asked("chat", BODY, NAMED), tenant=tenant)
     place = fleet._place(asked)
     assert place is not None and (place.server, place.session) == (1, known.session.id)
+    assert fleet._place(asked) is place, "however often nobody could take it"
+    assert fleet._affinity.bound == [0, 1]
     assert fleet._place(replace(asked, name="other")) is None
     assert fleet._place(replace(asked, tenant="other")) is None
 
@@ -95,9 +101,75 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
     asyncio.run(passed())
 
 
+def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
+    """While a request waited for its slot, the next of its conversation was sent elsewhere."""
+
+    async def sent() -> None:
+        fleet = Fleet(CONFIG)
+        _well(fleet, 0, 1)
+        fleet._servers.pool.members[0].failures = 1
+        fleet._servers[0].conversations.recall(seated())
+        (here,) = fleet._servers[0].conversations
+        known, way = Bound(1, "there"), Forwarding(b"", 0.0, conversation=here)
+
+        async def send(way: Forwarding, _: Upstream) -> str:
+            return way.server
+
+        noting = fleet._noting(send, known, 0, [])
+        assert await noting(way, fleet._servers[0].upstream) == "a"
+        assert way.headers[SERVER_HEADER] == "a" and known.session == "there"
+        assert fleet._servers.pool.members[0].failures == 0
+
+    asyncio.run(sent())
+
+
+def test_one_that_hangs_is_not_waited_for_any_more() -> None:
+    """Not by a step, even if its answer has just come; however long leaving it takes."""
+
+    async def called_off() -> None:
+        fleet = Fleet(CONFIG)
+        answered, left, passed_on = asyncio.Event(), asyncio.Event(), False
+
+        async def request() -> None:
+            nonlocal passed_on
+            async with fleet._servers.while_there(1, lambda: passed_on):
+                try:
+                    await answered.wait()
+                    passed_on = True
+                finally:
+                    await left.wait()
+
+        async def ends(ended: type[BaseException]) -> None:
+            task = asyncio.get_running_loop().create_task(request())
+            await asyncio.sleep(0)
+            answered.set()
+            fleet._servers._opened(1, "")
+            if ended is asyncio.CancelledError:
+                task.cancel()
+            await asyncio.sleep(0)
+            fleet._servers._opened(1, "")
+            left.set()
+            with pytest.raises(BaseException) as error:
+                await task
+            assert error.type is ended and not passed_on and not fleet._servers._waiting[1]
+            answered.clear()
+            left.clear()
+
+        await ends(UpstreamUnavailable)
+        await ends(asyncio.CancelledError)
+        answered.set()
+        left.set()
+        await request()
+        assert passed_on
+
+    asyncio.run(called_off())
+
+
 def test_a_broken_request_goes_anywhere() -> None:
     assert _asked("chat", b"not JSON", {}) == _asked("chat", b'{"evoke_budget":-1}', {})
     assert _asked("chat", BODY, NAMED).name == "mine"
+    keys = [{"Authorization": f"Bearer {odd}"} for odd in ("\udcff", "\udcfe")]
+    assert len({_asked("chat", BODY, key).tenant for key in keys} - {""}) == 2
 
 
 JSON = st.recursive(

@@ -17,7 +17,7 @@ from evoke_proxy.core.identity import hint_of
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.operators import FleetOperators
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
+from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer, Ready
 from evoke_proxy.engine.forwarding import Forwarding, Send
 from evoke_proxy.engine.gauges import show
 from evoke_proxy.engine.operators import Operators
@@ -98,7 +98,7 @@ class Fleet:
             known = await self._seated(known, at)
             try:
                 ways: list[Forwarding] = []
-                sent = self._noting(send, known, ways)
+                sent = self._noting(send, known, at, ways)
                 engine, begun = self._servers[at], partial(_begun, ways)
                 with self._servers.one(at), self._heard(known, asked):
                     async with self._servers.while_there(at, begun):
@@ -151,7 +151,8 @@ class Fleet:
                 if (session.tenant, session.name) == (asked.tenant, asked.name):
                     known = self._affinity.bind(at)
                     known.session = session.id
-                    return known
+                    with self._heard(known, asked):  # known by it even if it is turned away now
+                        return known
         return None
 
     def _choose(self, known: Bound | None, tried: Mapping[int, int]) -> int:
@@ -189,18 +190,19 @@ class Fleet:
     def _heard(self, known: Bound, asked: _Asked) -> Any:
         return self._affinity.heard(known, asked.tenant, asked.name, asked.trail)
 
-    def _noting(self, send: Send[T], known: Bound, ways: list[Forwarding]) -> Send[T]:
-        """As `send`; what is known then of where the request is, is kept."""
+    def _noting(self, send: Send[T], known: Bound, at: int, ways: list[Forwarding]) -> Send[T]:
+        """As `send` to the server `at`; what is known then of where the request is, is kept."""
 
         async def noting(way: Forwarding, upstream: Upstream) -> T:
             ways.append(way)
             session = way.conversation
-            if session is not None and not session.passing:
+            # While this one waited, another may have gone on elsewhere.
+            if session is not None and not session.passing and known.server == at:
                 known.session = session.id
-            way.server = self._servers.name(known.server)
+            way.server = self._servers.name(at)
             way.headers[SERVER_HEADER] = way.server
-            answer = await send(way, upstream)
-            self._servers.pool.served(known.server)
+            answer = await send(way, Ready(upstream))
+            self._servers.pool.served(at)
             return answer
 
         return noting

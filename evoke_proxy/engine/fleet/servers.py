@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import Gauge
 
@@ -30,8 +31,20 @@ _CHECKING = "checking a server"
 # How one is, for a person.
 _WELL, _DRAINS, _AWAY, _FOREIGN = "is well", "drains", "is away", "serves another model"
 
-# What ends a request's waiting, and whether its answer has begun.
-_Waiting: TypeAlias = tuple[asyncio.Timeout, Callable[[], bool]]
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """The task of a request, whether its answer has `begun`, and whether it was `called_off`."""
+
+    task: asyncio.Task[Any]
+    begun: Callable[[], bool]
+    called_off: bool = False
+
+    def call_off(self) -> None:
+        """At once: nothing of an answer is passed on any more. Once; it may take a while to end."""
+        if not (self.called_off or self.begun()):
+            self.called_off = True
+            self.task.cancel()
 
 
 class Servers:
@@ -102,19 +115,21 @@ class Servers:
     async def while_there(self, at: int, begun: Callable[[], bool]) -> AsyncIterator[None]:
         """Around a request to a server: raises UpstreamUnavailable when its breaker is opened
         before the answer has `begun`. One that hangs would be waited for without end."""
-        scope = asyncio.timeout(None)
+        task = asyncio.current_task()
+        assert task is not None
+        before, waiting = task.cancelling(), _Waiting(task, begun)
+        self._waiting[at].append(waiting)
         try:
-            async with scope:
-                self._waiting[at].append((scope, begun))
-                try:
-                    yield
-                finally:
-                    self._waiting[at].remove((scope, begun))
-        except TimeoutError as error:
-            if not scope.expired():
+            yield
+        except asyncio.CancelledError as error:
+            if not waiting.called_off or task.cancelling() > before + 1:  # by somebody else, too
                 raise
             url = self._each[at].upstream.url
             raise UpstreamUnavailable(f"llama-server at {url} hangs", url) from error
+        finally:
+            self._waiting[at].remove(waiting)
+            if waiting.called_off:
+                task.uncancel()
 
     def passed_on(self, at: int, error: UpstreamError) -> None:
         """A request goes to another one because of this."""
@@ -236,7 +251,8 @@ class Servers:
             self._unsure.discard(at)
             return ""
         self._unsure.discard(at)
-        self._chores.run(self._identify(at), "learning what a server is")
+        if not engine.server.sleeping:  # it would wake
+            self._chores.run(self._identify(at), "learning what a server is")
         return same_model(props, models)
 
     async def _identify(self, at: int) -> None:
@@ -246,9 +262,8 @@ class Servers:
 
     def _opened(self, at: int, why: str) -> None:
         self._metrics.openings.labels(server=self.name(at)).inc()
-        for scope, begun in self._waiting[at]:
-            if not begun():
-                scope.reschedule(_now())
+        for waiting in self._waiting[at]:
+            waiting.call_off()
         self._tell(f": {why or 'it does not answer'}")
 
     def _tell(self, why: str = "") -> None:

@@ -8,15 +8,39 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.upstream import Reply
+from evoke_proxy.adapters.upstream import Reply, Upstream
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.errors import RequestError, UpstreamError
+from evoke_proxy.errors import RequestError, UpstreamError, UpstreamUnavailable
 
 # Names the server that a request is for, and in answers the one that it was.
 SERVER_HEADER = "X-Evoke-Server"
 # What changes one server, or tells of one, and not of what all serve.
 _OF_ONE = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
 _LOOKS = frozenset(("GET", "HEAD", "OPTIONS"))
+_LOADING = 503
+
+
+class Ready(Upstream):
+    """As an entered Upstream; one that answers 503, since its model is still loading, has not been
+    reached: another server may take the request."""
+
+    def __init__(self, server: Upstream) -> None:
+        super().__init__(server.config)
+        self._server = server
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: bytes | AsyncIterable[bytes] | None = None,
+    ) -> AsyncIterator[Reply]:
+        async with self._server.open(method, target, headers, body) as reply:
+            if reply.status == _LOADING:
+                said = f"llama-server at {self.url} takes no requests yet"
+                raise UpstreamUnavailable(said, self.url, reached=False)
+            yield reply
 
 
 class AnyServer:
@@ -48,7 +72,8 @@ class AnyServer:
         named = sent.popall(SERVER_HEADER, [])
         if named:
             at = self._servers.named(named[0])
-            async with self._opened(at, method, target, sent, body) as reply:
+            server = self._servers[at].upstream
+            async with self._opened(at, server, method, target, sent, body) as reply:
                 yield reply
             return
         if method not in _LOOKS and _OF_ONE.fullmatch(target):
@@ -68,8 +93,11 @@ class AnyServer:
     ) -> Reply:
         """The answer of the first that takes the connection; it is closed with the stack."""
         at, tried = self._choose(), dict[int, int]()
+        again = (body is None or isinstance(body, bytes)) and not _OF_ONE.fullmatch(target)
         while True:
-            opened = self._opened(at, method, target, headers, body)
+            server = self._servers[at].upstream
+            asked = Ready(server) if again else server
+            opened = self._opened(at, asked, method, target, headers, body)
             try:
                 return await stack.enter_async_context(opened)
             except UpstreamError as error:
@@ -81,13 +109,15 @@ class AnyServer:
     async def _opened(
         self,
         at: int,
+        server: Upstream,
         method: str,
         target: str,
         headers: CIMultiDict[str],
         body: bytes | AsyncIterable[bytes] | None,
     ) -> AsyncIterator[Reply]:
         with self._servers.one(at):
-            async with self._servers[at].upstream.open(method, target, headers, body) as reply:
+            async with server.open(method, target, headers, body) as reply:
                 reply.headers[SERVER_HEADER] = self._servers.name(at)
-                self._servers.pool.served(at)
+                if reply.status != _LOADING:
+                    self._servers.pool.served(at)
                 yield reply
