@@ -64,6 +64,7 @@ class Conversation:
     given, whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
     `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
     `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
+    One that is `elsewhere` goes on at another llama-server, and what was written of it is that's.
     """
 
     session: Session
@@ -96,6 +97,7 @@ class Conversation:
     history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     drift: dict[str, Any] | None = None
     kept: Kept | None = None
+    elsewhere: bool = False
 
     @property
     def id(self) -> str:

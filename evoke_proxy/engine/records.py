@@ -150,7 +150,8 @@ class Records:
         await self._vectors.write(known, self._vault)
         packed = await asyncio.to_thread(_packed, seated)
         if self._forgotten(known):
-            self.forget(known.id)
+            if not known.elsewhere:
+                self.forget(known.id)
             return
         self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
         if known.orders != orders:

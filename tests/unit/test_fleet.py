@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,10 +14,13 @@ from hypothesis import strategies as st
 from test_recorded import seated
 
 from evoke_proxy.__main__ import main
+from evoke_proxy.adapters.store import Record
 from evoke_proxy.adapters.upstream import Upstream
-from evoke_proxy.config import Config, PoolConfig
+from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
 from evoke_proxy.core.affinity import Bound
+from evoke_proxy.core.blocks import Span
 from evoke_proxy.core.identity import Hint
+from evoke_proxy.core.rendered import SlotView
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.way import SERVER_HEADER
@@ -80,6 +85,30 @@ def test_what_moves_is_the_same_session_and_has_nothing() -> None:
         assert not await move(known.id, source, target, there=False), "it is not there any more"
 
     asyncio.run(moved())
+
+
+def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> None:
+    """It is being written down when it moves; one that is deleted then does not come back."""
+
+    async def written_of(moves: bool) -> int:
+        fleet = Fleet(replace(CONFIG, snapshots=SnapshotsConfig(directory=str(tmp_path))))
+        source, target = fleet._servers[0], fleet._servers[1]
+        async with fleet.shared:
+            source.conversations.recall(seated())
+            (known,) = source.conversations
+            fleet.shared.vault.put_record(Record(known.id, known.tenant, time.time(), b"record"))
+            view = SlotView(0, 7, 12, 0, (Span(0, 12),), 0)
+            keeping = source._records.keep(known, view, {}, {})
+            task = asyncio.get_running_loop().create_task(keeping)
+            await asyncio.sleep(0)
+            if moves:
+                assert await move(known.id, source, target, there=False)
+            source.conversations.forget(known)
+            await task
+            return len(fleet.shared.vault.records(known.id))
+
+    assert asyncio.run(written_of(moves=True)) == 1
+    assert asyncio.run(written_of(moves=False)) == 0
 
 
 def test_a_request_is_passed_on_until_none_is_left() -> None:

@@ -33,6 +33,7 @@ async def move(id: str, source: Engine, target: Engine, there: bool) -> bool:
         return False
     target.conversations.take_in(known)
     conversations.forget(known)
+    known.elsewhere = True
     slots.pool.forget(id)
     if known.own_budget:
         target.operator.set_budget(id, known.session.config.budget)
