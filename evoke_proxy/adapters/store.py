@@ -251,10 +251,9 @@ def pack(tokens: Tokens) -> bytes:
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:
     """Whether what is there is of no use, and not only out of reach: one bit is enough for a table
-    to have no such column."""
-    return not isinstance(error, sqlite3.OperationalError) or (
-        error.sqlite_errorcode == sqlite3.SQLITE_ERROR
-    )
+    to have no such column, or for a text to be none, of which Python tells without a code."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    return not isinstance(error, sqlite3.OperationalError) or code == sqlite3.SQLITE_ERROR
 
 
 def _values(item: Snapshot) -> tuple[object, ...]:

@@ -319,6 +319,18 @@ def test_an_index_that_is_none_is_set_aside_and_not_overwritten(tmp_path: Path) 
     assert bad == 1
 
 
+def test_an_index_with_a_text_that_is_none_is_set_aside(tmp_path: Path) -> None:
+    """What the damage below hits too rarely: of a text one bit is enough to be no UTF-8."""
+    with vault(tmp_path) as it:
+        it.put_record(Record("a", "whose-it-is", time.time(), b"x"))
+    path = tmp_path / "index.sqlite"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"whose-it-is", b"\xf7hose-it-is"))
+    assert path.read_bytes() != data
+    with vault(tmp_path) as it:
+        assert not it.records() and (tmp_path / "quarantine/index.sqlite").exists()
+
+
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 def test_an_index_that_is_damaged_never_lies(name: str) -> None:
     """200 truncations and bit flips: what is found is what was kept, and a new one can be kept."""
