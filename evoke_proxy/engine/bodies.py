@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ class Kept:
 
     def _open(self) -> bool:
         """Where the list of messages begins."""
-        for found in _LISTS.finditer(self.body):
+        # Each costs what is before it: a body may have any number of such lists inside others.
+        for found in islice(_LISTS.finditer(self.body), _TRIES):
             opening, key = self.body[: found.end()], found[1].decode()
             head = _parsed(opening + _MARKED + b"]}")
             if head is not None and head.pop(key, None) == [_MARK]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,3 +92,20 @@ def test_nothing_is_known_of_other_tenants_short_bodies_and_those_that_were_let_
     assert bodies.read(talk(9, model="another"), "t") is None
     del kept
     assert bodies.read(talk(9), "t") is None and not bodies._latest
+
+
+def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would cost the time of all that is before it."""
+    parsed: list[int] = []
+
+    def counted(text: bytes) -> None:
+        parsed.append(len(text))
+
+    inside = [{"messages": []}] * 500
+    said = [{"role": "user", "content": "x" * 100}] * 2
+    first, later = (orjson.dumps({"x": inside, "messages": said[:n]}) for n in (1, 2))
+    bodies = Bodies(least=1)
+    kept = bodies.keep(Read(first, orjson.loads(first)), "t")
+    monkeypatch.setattr("evoke_proxy.engine.bodies._parsed", counted)
+    assert bodies.read(later, "t") is None
+    assert kept is not None and len(parsed) < 10
