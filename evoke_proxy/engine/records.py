@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -162,6 +162,12 @@ class Records:
         if self._vault is None or not self._server.spills:
             return LATEST
         return str(self._on_disk[known.id][0]) if known.id in self._on_disk else ""
+
+    def copied(self, known: Conversation, labels: Iterable[str]) -> None:
+        """These copies were made just now: what was on disk by their names is not there any more,
+        which llama-server does not tell."""
+        _, names = self._on_disk.get(known.id, (0, set[str]()))
+        names.difference_update(labels)
 
     def _noted(self, known: Conversation, answer: Mapping[str, Any]) -> set[str]:
         """Which copies of a session are on disk, as far as that was ever told."""

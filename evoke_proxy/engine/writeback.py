@@ -117,6 +117,7 @@ class Writeback:
             if known.in_use or known.session.turns != turns:
                 return False  # its blocks may have other names by now
             known.session.saved_all(Plan(saves=batch))
+            self._records.copied(known, [save.label for save in batch])
         await self._records.keep(known, view, answer, client)
         return True
 
