@@ -74,9 +74,9 @@ class Memory:
     whether what was decoded ahead was what came. The server's own copies in RAM are counted on once
     one was found there (`ram_hits`), or a slot was seen `emptied` and none was missed. They are
     kept first in, first out: one missed says that all left before it are gone (`ram_since`).
-    `dense`: every layer keeps every token; `windows`: some keep less, for all we know. What was
-    restored of those cannot go back, and texts of `too_short` tokens or less are of no use to
-    restore.
+    `dense`: every layer keeps every token; `windows`: some keep less; for all we know, until a file
+    has `shown` it. What was restored of those cannot go back, and texts of `too_short` tokens or
+    less are of no use to restore.
     """
 
     restore: Proof = field(default_factory=Proof)
@@ -89,6 +89,7 @@ class Memory:
     ram_since: float = float("-inf")
     dense: bool = True
     windows: bool = False
+    shown: bool = False
     too_short: int = 0
 
     @property

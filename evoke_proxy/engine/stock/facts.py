@@ -12,7 +12,7 @@ from evoke_proxy.core.costs import Costs
 from evoke_proxy.core.fingerprint import laid_out
 from evoke_proxy.core.held import Memory, SlotLook
 from evoke_proxy.core.state_file import Cache, has_windows
-from evoke_proxy.engine.stock.calls import Client, StockCalls
+from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
 from evoke_proxy.engine.vault import Vault
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
@@ -65,6 +65,16 @@ class Facts:
         self.memory = memory
         self._told, self.fingerprint = told, laid_out(told, self._layout)
         _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
+
+    async def shown_by(self, part: str, copied: Copied, memory: Memory | None = None) -> None:
+        """What kind of memory it is a file shows that llama-server has written, the first of all:
+        there is none before a slot is idle. SnapshotUnusable when it is not there."""
+        memory = memory or self.memory
+        if not memory.shown:
+            await asyncio.to_thread(self._vault.files.receive, part, copied.n_bytes)
+            found = await asyncio.to_thread(self._vault.files.caches, part)
+            memory.dense, memory.windows = len(found) == 1, has_windows(found)
+            memory.shown = True
 
     async def fresh(self, client: Client) -> bool:
         """Whether it is still the server it was; called before a state is saved or restored."""
@@ -126,14 +136,12 @@ class Facts:
         idle = [look for look in looks or () if not look.busy]
         if not idle:
             return ""
-        part, files = self._vault.part(), self._vault.files
+        part = self._vault.part()
         try:
             slot = await self._filled(idle, client)
             copied = await self._calls.save(slot, part, client)
-            await asyncio.to_thread(files.receive, part, copied.n_bytes)
-            found = await asyncio.to_thread(files.caches, part)
-            memory.dense, memory.windows = len(found) == 1, has_windows(found)
-            self._layout = await asyncio.to_thread(files.first_cache, part)
+            await self.shown_by(part, copied, memory)
+            self._layout = await asyncio.to_thread(self._vault.files.first_cache, part)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"

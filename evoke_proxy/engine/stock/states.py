@@ -172,6 +172,7 @@ class States:
 
     async def _seal(self, part: str, copied: Copied, tokens: Tokens, label: Label) -> None:
         try:
+            await self._facts.shown_by(part, copied)
             await self._vault.keep(part, copied.n_bytes, tokens, label)
         except SnapshotUnusable as error:
             short = error.reason == "window"

@@ -1,0 +1,65 @@
+"""What kind of memory an unpatched server has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_state_file import cache, file
+from test_vault import vault
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.held import Memory
+from evoke_proxy.core.snapshots import USER
+from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
+from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.vault import Label, Vault
+
+LABEL = Label("t", "f", "b", USER, 1.0)
+SHAPE = (False, (4,))
+
+
+class Calls(StockCalls):
+    """A server whose slots always have the same in them."""
+
+    def __init__(self, folder: Path, data: bytes) -> None:
+        self._folder, self._data = folder, data
+
+    async def save(self, slot: int, name: str, client: Client) -> Copied:
+        n_bytes = (self._folder / name).write_bytes(self._data)
+        return Copied(2, n_bytes, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("caches", "dense", "windows"),
+    [
+        ([cache(range(40), *SHAPE)], True, False),
+        ([cache(range(40), *SHAPE), cache(range(9, 40), *SHAPE)], False, True),
+        ([b"recurrent"], False, False),
+    ],
+)
+def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
+    tmp_path: Path, caches: list[bytes], dense: bool, windows: bool
+) -> None:
+    async def kept(it: Vault) -> Memory:
+        calls = Calls(tmp_path, file(*caches))
+        facts = Facts(SnapshotsConfig(), calls, it)
+        facts.memory = Memory(dense=False, windows=True)  # as before anything is known
+        async with asyncio.TaskGroup() as tasks:
+
+            def spawn(work: Coroutine[Any, Any, None], _: str) -> None:
+                tasks.create_task(work)
+
+            states = States(calls, it, facts, Metrics(), spawn)
+            assert await states.save(0, np.zeros(2, np.int32), LABEL, {})
+        return facts.memory
+
+    with vault(tmp_path) as it:
+        memory = asyncio.run(kept(it))
+    assert (memory.dense, memory.windows, memory.partly) == (dense, windows, dense)
