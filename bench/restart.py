@@ -238,7 +238,8 @@ def plan(args: argparse.Namespace) -> list[Unit]:
         for repeat in range(args.repeats)
         for model in args.models
         for tokens in MODELS[model][2]
-        if tokens in (args.sizes or [tokens]) and (tokens < _LONG or 2 * repeat < args.repeats - 1)
+        if tokens in (args.sizes or [tokens])
+        if tokens < _LONG or 2 * repeat < max(1, args.repeats - 1)
         for arm in args.arms
         if tokens == _LIVE or arm in _FEW
     ]

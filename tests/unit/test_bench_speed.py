@@ -51,6 +51,9 @@ def test_a_bench_of_restarts_goes_on_where_it_was_and_tells_what_it_has(tmp_path
     units = restart.plan(given)
     keys = [unit.key for unit in units]
     assert keys[:3] == ["dense 1024 cold 0", "dense 1024 ours 0", "dense 1024 cold 1000"]
+    for repeats, longest in ((1, 1), (3, 1), (5, 2)):
+        long = {"models": ["dense-long"], "sizes": None, "arms": ["ours"], "repeats": repeats}
+        assert len(restart.plan(argparse.Namespace(**long))) == longest
     journal = Journal(tmp_path / "journal", "config")
     for unit, ttft in zip(units[:5], (100.0, 10.0, 300.0, 30.0, 200.0), strict=True):
         journal.append(unit.key, {"ttft_ms": ttft, "decoded": 7, "load": 1.0})
