@@ -82,8 +82,9 @@ class Kept:
             return False
         del said[self.key]
         read = items[self.n > 0 : -1]
+        known = _items(self.parsed, self.key)[self.n : self.n + len(read)]
         # Both are otherwise where there are two lists of that name.
-        if said != self.head or read != _items(self.parsed, self.key)[self.n : self.n + len(read)]:
+        if not _same((said, read), (self.head, known)):
             return False
         self.n, self.edge = self.n + len(read), end
         return True
@@ -172,6 +173,13 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return one == other
+    except RecursionError:  # what can be parsed may be too deep to be compared
+        return False
 
 
 def _items(found: Mapping[str, Any] | None, key: str) -> list[Any]:

@@ -109,3 +109,13 @@ def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.Mon
     monkeypatch.setattr("evoke_proxy.engine.bodies._parsed", counted)
     assert bodies.read(later, "t") is None
     assert kept is not None and len(parsed) < 10
+
+
+@pytest.mark.parametrize("depth", [100, 1000])
+def test_what_may_be_too_deep_to_be_compared_is_read_all_the_same(depth: int) -> None:
+    deep = b"[" * depth + b"]" * depth
+    first, later = (talk(n).replace(b'"m"', deep) for n in (8, 9))
+    bodies = Bodies(least=1)
+    kept = bodies.keep(Read(first, orjson.loads(first)), "t")
+    read = bodies.read(later, "t")
+    assert kept is not None and (read is not None or depth > 100)
