@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from test_vault import vault
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.held import Memory
+from evoke_proxy.core.held import Memory, SlotLook
 from evoke_proxy.core.snapshots import USER
 from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
@@ -28,8 +28,22 @@ SHAPE = (False, (4,))
 class Calls(StockCalls):
     """A server whose slots always have the same in them."""
 
+    busy = False
+
     def __init__(self, folder: Path, data: bytes) -> None:
         self._folder, self._data = folder, data
+
+    async def fingerprint(self, client: Client) -> str:
+        return "told"
+
+    async def text(self, body: bytes, client: Client) -> str:
+        return ""
+
+    async def saves_itself(self, client: Client) -> bool:
+        return False
+
+    async def looks(self, client: Client) -> Sequence[SlotLook]:
+        return [SlotLook(0, 1, 2, self.busy)]
 
     async def save(self, slot: int, name: str, client: Client) -> Copied:
         n_bytes = (self._folder / name).write_bytes(self._data)
@@ -63,3 +77,21 @@ def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
     with vault(tmp_path) as it:
         memory = asyncio.run(kept(it))
     assert (memory.dense, memory.windows, memory.partly) == (dense, windows, dense)
+
+
+def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) -> None:
+    """Its snapshots are those of a server that was idle at once."""
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+
+    async def learnt(facts: Facts, *busy: bool) -> tuple[str, Memory]:
+        for calls.busy in busy:
+            await facts.learn({})
+        return facts.fingerprint, facts.memory
+
+    with vault(tmp_path) as it:
+        now, busy, later = (
+            asyncio.run(learnt(Facts(SnapshotsConfig(), calls, it), *states))
+            for states in ((False,), (True, True), (True, False))
+        )
+    assert now == later and now[1].dense
+    assert busy[0] == "told" != now[0] and not busy[1].dense

@@ -34,6 +34,7 @@ class Facts:
         self._one = asyncio.Lock()
         self._told = ""  # the part of the fingerprint that llama-server tells
         self._layout: Cache | None = None
+        self._all_busy = False  # no slot could be looked into
         self.fingerprint = ""
         self.reduced = ""
         self.clears = True
@@ -53,6 +54,9 @@ class Facts:
         async with self._one:
             if not self.fingerprint:
                 await self._learn(client)
+            elif self._all_busy:
+                self.reduced = await self._reduced(self.memory, client)
+                self.fingerprint = laid_out(self._told, self._layout)
 
     async def _learn(self, client: Client) -> None:
         told = await self._calls.fingerprint(client)
@@ -129,11 +133,12 @@ class Facts:
     async def _reduced(self, memory: Memory, client: Client) -> str:
         """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here.
         One that does shows what memory it is of, and how that is laid out."""
-        self._layout = None
+        self._layout, self._all_busy = None, False
         if await self._calls.saves_itself(client):
             return "llama-server has a disk cache of its own, which is left to it"
         looks = await self._calls.looks(client)
         idle = [look for look in looks or () if not look.busy]
+        self._all_busy = bool(looks and not idle)
         if not idle:
             return ""
         part = self._vault.part()
