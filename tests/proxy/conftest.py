@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_upstream import FakeUpstream, fake_upstream, says_ok
 from running import RunningProxy, llama_server, proxy, server_binary
 
 from evoke_proxy.web.dialects import ANSWER_PATHS
@@ -107,3 +108,9 @@ def noting(patched_port: int) -> Iterator[tuple[RunningProxy, list[Json]]]:
 
         upstream.open = noted  # type: ignore[method-assign]
         yield running, sent
+
+
+@pytest.fixture
+def echo() -> Iterator[FakeUpstream]:
+    with fake_upstream(says_ok) as fake:
+        yield fake

@@ -112,3 +112,8 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
         body += (await reader.readexactly(size + 2))[:-2]
     await reader.readuntil(b"\r\n")
     return body
+
+
+async def says_ok(exchange: Exchange) -> None:
+    """The same short answer to whatever is asked."""
+    await exchange.say(whole(b"ok"))

@@ -8,25 +8,15 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from fake_upstream import Exchange, FakeUpstream, fake_upstream, whole
+from fake_upstream import FakeUpstream
 from running import RunningProxy, ask, proxy
 
 from evoke_proxy.web.crowd import make_room
 
 DROPPED = "evoke_clients_dropped_total"
-
-
-async def _echo(exchange: Exchange) -> None:
-    await exchange.say(whole(b"ok"))
-
-
-@pytest.fixture
-def echo() -> Iterator[FakeUpstream]:
-    with fake_upstream(_echo) as fake:
-        yield fake
 
 
 def _open(port: int, buffer: int | None = None) -> socket.socket:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fake_upstream as fake_upstream_module
 import pytest
-from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, whole
+from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, says_ok, whole
 from running import RunningProxy, ask, proxy
 
 from evoke_proxy.adapters.secret_files import write_secret
@@ -26,16 +26,6 @@ JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
 ALICE, BOB = key_of(b"a" * 32), key_of(b"b" * 32)
 UPSTREAM_KEY = "upstream-key-of-the-proxy"
-
-
-async def _echo(exchange: Exchange) -> None:
-    await exchange.say(whole(b"ok"))
-
-
-@pytest.fixture
-def echo() -> Iterator[FakeUpstream]:
-    with fake_upstream(_echo) as fake:
-        yield fake
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +223,7 @@ def test_what_two_could_read_differently_is_read_by_nobody(
 
 @pytest.fixture(scope="module")
 def stray() -> Iterator[tuple[RunningProxy, FakeUpstream]]:
-    with fake_upstream(_echo) as fake, proxy(fake.port) as running:
+    with fake_upstream(says_ok) as fake, proxy(fake.port) as running:
         yield running, fake
 
 
