@@ -249,7 +249,7 @@ class Model:
 
 def _but_for_disk(state: Json) -> Json:
     """What a refused call leaves as it was: what it wanted may have come from disk all the same."""
-    moving = {"ram", "disk", "blocks"} if state["disk"] else set()
+    moving = {"ram", "disk", "blocks", "version"} if state["disk"] else set()
     return {key: value for key, value in state.items() if key not in moving}
 
 
