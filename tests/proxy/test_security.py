@@ -324,11 +324,11 @@ def test_a_client_is_not_blamed_for_a_server_that_does_not_read(
     read = fake_upstream_module._read
 
     async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(3.2)
         return await read(reader, writer)
 
     monkeypatch.setattr(fake_upstream_module, "_read", late)
-    with proxy(echo.port, limits__body_timeout_s=1.0) as running:
+    with proxy(echo.port, limits__body_timeout_s=3.0) as running:
         # More than all buffers on the way hold; what is left of its time is for a busy machine.
         assert ask(running.port, "POST", "/x", b"x" * (32 << 20)).status == 200
         assert running.metric("evoke_clients_dropped_total", reason="slow_body") == 0
