@@ -213,7 +213,9 @@ BODIES = st.dictionaries(st.sampled_from(("messages", "input", "system", "prompt
 
 @given(st.sampled_from(("chat", "responses", "messages", "completions")), BODIES)
 def test_no_body_is_too_odd_to_be_sent_on(dialect: str, body: dict[str, object]) -> None:
-    _asked(dialect, json.dumps(body).encode(), {})
+    asked = _asked(dialect, json.dumps(body).encode(), {})
+    assert asked == _asked(dialect, json.dumps(body).encode(), {}), "it stays where it was"
+    assert asked.tenant == _asked("chat", BODY, {}).tenant
 
 
 @pytest.mark.parametrize(

@@ -335,10 +335,12 @@ def test_an_index_with_a_text_that_is_none_is_set_aside(tmp_path: Path) -> None:
 def test_an_index_that_is_damaged_never_lies(name: str) -> None:
     """200 truncations and bit flips: what is found is what was kept, and a new one can be kept."""
     with in_memory() as memory:
-        _damaged_again_and_again(memory / "slots", name)
+        found, records = _damaged_again_and_again(memory / "slots", name)
+    assert found > 0 < records
 
 
-def _damaged_again_and_again(folder: Path, name: str) -> None:
+def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
+    """How many snapshots and records were found, each as it was kept."""
     how = random.Random(name)
     with vault(folder) as it:
         for number in range(4):
@@ -367,7 +369,7 @@ def _damaged_again_and_again(folder: Path, name: str) -> None:
                 records += 1
             if number % 10 == 0:
                 kept(it, TOKENS + 9000, "new")
-    assert found > 0 < records
+    return found, records
 
 
 def test_a_record_that_cannot_be_removed_stays_and_nobody_is_told_by_an_error(
