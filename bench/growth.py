@@ -37,7 +37,7 @@ from bench import record
 from bench.growth_server import SilentServer, Talk
 from bench.lines import chart
 from evoke_proxy.config import load
-from evoke_proxy.core.rendered import common_prefix
+from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.retrieve import Index
 from evoke_proxy.demo.script import paragraph
 from evoke_proxy.engine import Engine

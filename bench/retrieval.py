@@ -26,12 +26,12 @@ from bench.export_minilm import ensure
 from bench.record import table, write
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.block_table import BlockTable
-from evoke_proxy.core.blocks import Block, Role, Span
-from evoke_proxy.core.encoding import Vectors
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.prompt.block_table import BlockTable
+from evoke_proxy.core.prompt.blocks import Block, Role, Span
 from evoke_proxy.core.retrieve import Index, pieces
 from evoke_proxy.core.retrieve.terms import FUNCTION_WORDS
+from evoke_proxy.core.vectors.encoding import Vectors
 
 BLOCK = 64
 ARMS: Mapping[str, Sequence[str]] = {

@@ -20,9 +20,9 @@ import yaml
 from bench.quality.sessions import Script
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.config.strict import put
-from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.rendered import Rendered
-from evoke_proxy.core.segment import Draft, cut
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.prompt.segment import Draft, cut
+from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
 from evoke_proxy.demo.residency import resident_now
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from evoke_proxy.core.fingerprint import ModelFile
+from evoke_proxy.core.kept.fingerprint import ModelFile
 
 # The head has the metadata and the names of tensors, the tail some of their values.
 _SAMPLE_BYTES = 1024 * 1024

@@ -19,9 +19,9 @@ from typing import BinaryIO, TextIO
 
 import numpy as np
 
-from evoke_proxy.core import state_file
-from evoke_proxy.core.at_rest import Plain
-from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.kept import state_file
+from evoke_proxy.core.kept.at_rest import Plain
+from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # What llama-server is told to write, until it is known to be whole, and what it becomes.
@@ -131,7 +131,8 @@ class SnapshotFiles:
 
     def complete(self, part: str) -> int:
         """Add to what llama-server has written what it lacks to be of use where windows slide (see
-        core/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing helps."""
+        core/kept/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing
+        helps."""
         with (self.directory / part).open("r+b") as file:
             found = _caches(file)
             if state_file.in_window(found):

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.at_rest import Plain
-from evoke_proxy.core.rendered import Tokens
-from evoke_proxy.core.snapshots import Changes, Snapshot
+from evoke_proxy.core.kept.at_rest import Plain
+from evoke_proxy.core.kept.snapshots import Changes, Snapshot
+from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2

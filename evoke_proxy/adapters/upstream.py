@@ -24,8 +24,8 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from evoke_proxy.config import UpstreamConfig
-from evoke_proxy.core.rendered import Rendered
-from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
     PlanRefused,
     UpstreamProtocolError,

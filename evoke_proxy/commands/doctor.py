@@ -17,11 +17,11 @@ import numpy as np
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import load
-from evoke_proxy.core.ahead import Stability
-from evoke_proxy.core.diagnosis import Findings, Reuse, Speeds, advice
-from evoke_proxy.core.rendered import Tokens
-from evoke_proxy.core.server_info import saves_itself
-from evoke_proxy.core.state_file import Cache, has_windows
+from evoke_proxy.core.kept.state_file import Cache, has_windows
+from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.request.ahead import Stability
+from evoke_proxy.core.servers.diagnosis import Findings, Reuse, Speeds, advice
+from evoke_proxy.core.servers.server_info import saves_itself
 from evoke_proxy.engine.stock.calls import Copied, StockCalls
 from evoke_proxy.engine.stock.facts import probed
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected

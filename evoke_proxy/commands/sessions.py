@@ -15,10 +15,10 @@ from typing import Any
 
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import load
-from evoke_proxy.core.recorded import read
-from evoke_proxy.core.snapshots import Snapshot, branch_summary, by_branch, described
-from evoke_proxy.engine.archive import archive
-from evoke_proxy.engine.vault import Vault
+from evoke_proxy.core.conversation.recorded import read
+from evoke_proxy.core.kept.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.engine.kept.archive import archive
+from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.errors import ConfigError
 
 EXAMPLES = """examples:

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.answer import AnswerReader
-from evoke_proxy.core.attention import Capture
-from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.encoding import Vectors
-from evoke_proxy.core.held import Held
-from evoke_proxy.core.identity import Hint, find
-from evoke_proxy.core.recorded import Orders, Seated
-from evoke_proxy.core.rendered import Positions, Rendered, Tokens
-from evoke_proxy.core.session import Session
-from evoke_proxy.core.side import is_side
-from evoke_proxy.core.slots import SlotPool
-from evoke_proxy.core.turn_record import TurnRecord
-from evoke_proxy.engine.bodies import Kept
+from evoke_proxy.core.attention.attention import Capture
+from evoke_proxy.core.conversation.identity import Hint, find
+from evoke_proxy.core.conversation.recorded import Orders, Seated
+from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.core.conversation.turn_record import TurnRecord
+from evoke_proxy.core.kept.held import Held
+from evoke_proxy.core.prompt.rendered import Positions, Rendered, Tokens
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.servers.slots import SlotPool
+from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.engine.intake.bodies import Kept
 
 # Turns of a conversation that are remembered, in numbers.
 _HISTORY = 256

@@ -22,8 +22,8 @@ from typing import Protocol
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.encoding import Vectors
-from evoke_proxy.core.vector_cache import VectorCache
+from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.vectors.vector_cache import VectorCache
 from evoke_proxy.errors import EmbedderError
 
 _log = logging.getLogger(__name__)

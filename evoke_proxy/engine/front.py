@@ -10,12 +10,12 @@ from typing import Any, Protocol, Self, TypeVar
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Reply, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.bounds import check_room
-from evoke_proxy.engine.feed import Feed
-from evoke_proxy.engine.forwarding import Send
-from evoke_proxy.engine.operators import Operators
+from evoke_proxy.core.conversation.bounds import check_room
+from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.engine.waiting import Patience
+from evoke_proxy.engine.turns.forwarding import Send
+from evoke_proxy.engine.turns.waiting import Patience
 from evoke_proxy.errors import UpstreamError
 
 T = TypeVar("T")

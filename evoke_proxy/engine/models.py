@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.upstream import Upstream
-from evoke_proxy.engine.reading import parse_object
+from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.errors import EvokeError, RequestError
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import orjson
 
 from evoke_proxy.adapters.upstream import Reply, Upstream
-from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.servers.server_info import ServerInfo
 
 # As any other call, but that the router does what it was started to do.
 _LOADING = "/tokenize?"

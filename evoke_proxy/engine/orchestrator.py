@@ -13,31 +13,31 @@ from typing import Any, TypeVar
 
 from evoke_proxy.adapters.upstream import AWAITED, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.engine import history
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.concluding import Concluding
 from evoke_proxy.engine.conversations import Conversations
-from evoke_proxy.engine.degrading import Degrading
-from evoke_proxy.engine.erasing import Eraser
-from evoke_proxy.engine.forwarding import Forwarding, Send
-from evoke_proxy.engine.gauges import show
+from evoke_proxy.engine.intake.reader import Reader
+from evoke_proxy.engine.intake.reading import tenant_of
+from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.kept.writeback import Writeback
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.one_model import OneModel
-from evoke_proxy.engine.operating import Operator
-from evoke_proxy.engine.operators import Operators
-from evoke_proxy.engine.planning import Planner
-from evoke_proxy.engine.reader import Reader
-from evoke_proxy.engine.reading import tenant_of
-from evoke_proxy.engine.records import Records
-from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.operator import history
+from evoke_proxy.engine.operator.erasing import Eraser
+from evoke_proxy.engine.operator.gauges import show
+from evoke_proxy.engine.operator.operating import Operator
+from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.turns.concluding import Concluding
+from evoke_proxy.engine.turns.degrading import Degrading
+from evoke_proxy.engine.turns.forwarding import Forwarding, Send
+from evoke_proxy.engine.turns.planning import Planner
+from evoke_proxy.engine.turns.seating import Seating
+from evoke_proxy.engine.turns.waiting import Patience, SlotQueue
 from evoke_proxy.engine.vectors import BlockVectors
-from evoke_proxy.engine.waiting import Patience, SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
-from evoke_proxy.engine.writeback import Writeback
 from evoke_proxy.errors import (
     CapacityError,
     RequestError,

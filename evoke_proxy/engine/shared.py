@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.feed import Feed
-from evoke_proxy.engine.vault import Vault
+from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.operator.feed import Feed
 
 
 class Pooled(Protocol):

@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Mapping
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.bounds import effective
-from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.encoding import Vectors
+from evoke_proxy.core.conversation.bounds import effective
+from evoke_proxy.core.conversation.question import asked
 from evoke_proxy.core.policies import asks
-from evoke_proxy.core.question import asked
-from evoke_proxy.core.rendered import Rendered
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
 _AT_ONCE = 1024

@@ -9,7 +9,7 @@ from typing import Any
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.errors import EvokeError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)

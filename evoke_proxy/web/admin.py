@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.exposition import exposition
+from evoke_proxy.engine.operator.exposition import exposition
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files
 from evoke_proxy.web.admin_api import json_answer, same_site

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
 from evoke_proxy.web.access import ACCESS

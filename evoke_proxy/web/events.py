@@ -6,7 +6,7 @@ import orjson
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.feed import Event
+from evoke_proxy.engine.operator.feed import Event
 from evoke_proxy.web.patience import PATIENCE
 
 # A comment every so often, so that everything in between sees life.

@@ -11,7 +11,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.upstream import Reply
-from evoke_proxy.core.usage import StreamEdit, with_books
+from evoke_proxy.core.reply.usage import StreamEdit, with_books
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import RequestError, UpstreamError
 from evoke_proxy.web.access import ACCESS

@@ -135,6 +135,18 @@ class RunningProxy:
             assert time.monotonic() < deadline, "a request is still under way"
             time.sleep(0.01)
 
+    def settled(self) -> None:
+        """Wait until nothing goes on behind the answers either, 10 s at most."""
+        deadline = time.monotonic() + 10
+        while not asyncio.run_coroutine_threadsafe(self._at_rest(), self.loop).result(5):
+            assert time.monotonic() < deadline, "something is still under way"
+            time.sleep(0.01)
+
+    async def _at_rest(self) -> bool:
+        # In the loop: what ends a request and begins what follows is one step there.
+        in_use = any(known.in_use for engine in self.engines for known in engine.conversations)
+        return not in_use and not any(engine._chores.busy for engine in self.engines)
+
 
 @contextmanager
 def proxy(upstream_port: int, **overrides: object) -> Iterator[RunningProxy]:

@@ -16,7 +16,7 @@ from operating import ASKS, BUDGET, FACT, events, fact_block, operate, planted, 
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
-from evoke_proxy.core.block_map import STATES
+from evoke_proxy.core.prompt.block_map import STATES
 from evoke_proxy.demo.processes import free_port
 
 

@@ -62,6 +62,7 @@ def test_a_slot_that_changed_behind_our_back_is_planned_for_again(
     talk = Talk(budgeted.port, "changed")
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
+    budgeted.settled()  # the copies that follow an answer are refused without a word
     upstream = budgeted.engine.upstream
     run = upstream.run
     refused: list[int] = []

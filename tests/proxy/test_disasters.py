@@ -23,7 +23,7 @@ import pytest
 from keeping import Chat, House, decoded, settled
 from running import RunningProxy, ask, process_on, proxy, server_binary
 
-from evoke_proxy.engine import vault as vault_module
+from evoke_proxy.engine.kept import vault as vault_module
 
 SMALL = {"min_tokens": 64, "look_ahead": False}
 

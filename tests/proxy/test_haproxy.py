@@ -17,7 +17,7 @@ import pytest
 from keeping import QUICK, House, decoded
 from running import Answer, ask
 
-from evoke_proxy.core.identity import SOURCES
+from evoke_proxy.core.conversation.identity import SOURCES
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
 
 CONFIG = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"

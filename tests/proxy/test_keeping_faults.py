@@ -20,8 +20,8 @@ from running import RunningProxy, ask, process_on
 from wire import wire
 
 from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.stock.calls import StockCalls
-from evoke_proxy.engine.vault import Vault
 
 DAMAGES = 200
 SMALL = {"min_tokens": 64, "look_ahead": False, "max_count": 8}

@@ -16,7 +16,7 @@ from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.keys import Caller, key_of, line_of
 from evoke_proxy.demo.script import SYSTEM, paragraph
-from evoke_proxy.engine.vault import Vault
+from evoke_proxy.engine.kept.vault import Vault
 
 BUDGET = 256
 PEOPLE = {"alice": "20011", "bob": "48579"}

@@ -13,7 +13,7 @@ from talking import FILLER, Talk
 
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.core.rendered import Tokens, common_prefix
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
 BUDGET, TURNS, STEPS = 512, 14, 4
 KINDS = ("resident_before", "recovered", "decoded", "omitted")

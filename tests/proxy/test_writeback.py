@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -22,12 +21,8 @@ def _blocks(port: int) -> dict[str, dict[str, Any]]:
 
 def _settled(running: RunningProxy) -> float:
     """The number of blocks copied behind, once no more are."""
-    before, deadline = -1.0, time.monotonic() + 10
-    while (now := running.metric(WRITTEN)) != before:
-        assert time.monotonic() < deadline
-        before = now
-        time.sleep(0.2)
-    return before
+    running.settled()
+    return running.metric(WRITTEN)
 
 
 def _grown(talk: Talk, running: RunningProxy) -> Said:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.block_table import BlockTable, Mask
-from evoke_proxy.core.blocks import Block, Span, merged
-from evoke_proxy.core.layout import Layout
-from evoke_proxy.core.plan import Plan, Stream
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.rendered import SlotView
+from evoke_proxy.core.conversation.plan import Plan, Stream
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.prompt.block_table import BlockTable, Mask
+from evoke_proxy.core.prompt.blocks import Block, Span, merged
+from evoke_proxy.core.prompt.layout import Layout
+from evoke_proxy.core.prompt.rendered import SlotView
 
 BATCH = 128
 CHECKPOINTS = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.affinity import Affinity, Bound, trail_of
-from evoke_proxy.core.chat import parse_chat
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.servers.affinity import Affinity, Bound, trail_of
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 8
 

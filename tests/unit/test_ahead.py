@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.ahead import (
+from evoke_proxy.core.kept.snapshots import STEP, USER
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.ahead import (
     PLACEHOLDERS,
     boundary,
     continued,
@@ -19,9 +21,7 @@ from evoke_proxy.core.ahead import (
     stability,
     unkept,
 )
-from evoke_proxy.core.answer import AnswerReader
-from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.snapshots import STEP, USER
+from evoke_proxy.core.request.chat import parse_chat
 
 BODY = b'{ "messages" : [ {"role":"user","content":"h\\u0069"} ] , "n":1.0e0, "tools" :[]}'
 ANSWER = {"role": "assistant", "content": 'Ye"s \u2603'}

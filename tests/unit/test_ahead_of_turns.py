@@ -10,7 +10,7 @@ import numpy as np
 from test_recorded import seated
 
 from evoke_proxy.config import Config
-from evoke_proxy.core.rendered import SlotView
+from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.orchestrator import Engine
 from evoke_proxy.engine.stock import keeper as keeping

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.answer import AnswerReader
-from evoke_proxy.core.anthropic import as_chat
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.anthropic import as_chat
 
 
 def _said(**body: Any) -> list[Any]:

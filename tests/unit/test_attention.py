@@ -11,9 +11,9 @@ from test_policies import CONFIG, FILLER, line
 
 from evoke_proxy.config import POLICIES
 from evoke_proxy.core import policies
-from evoke_proxy.core.attention import Attended, Capture, captured_for, layers_of, shares
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.attention.attention import Attended, Capture, captured_for, layers_of, shares
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
 
 LOOKING = {"h2o", "snapkv", "tova", "scored", "arkvale"}
 LOOKED = (0.1, 0.9, 0.2, 0.8, 0.3, 0.4, 0.5, 0.6)

@@ -9,11 +9,11 @@ from test_policies import CONFIG, FILLER, line, moved
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core import policies
-from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.naming import called, unknown
-from evoke_proxy.core.plan import Plan
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.conversation.plan import Plan
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.prompt.naming import called, unknown
 from evoke_proxy.errors import ConfigError
 
 FACT = "the oslo vault code is 48213"

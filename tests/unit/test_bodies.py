@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoke_proxy.engine.bodies import Bodies, Kept, Read
+from evoke_proxy.engine.intake.bodies import Bodies, Kept, Read
 
 # What looks like the structure around it, inside and outside of strings.
 NASTY = st.text(st.sampled_from('"\\{}[],: ab\n\u00e9\U0001f642'), max_size=12)
@@ -106,7 +106,7 @@ def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.Mon
     first, later = (orjson.dumps({"x": inside, "messages": said[:n]}) for n in (1, 2))
     bodies = Bodies(least=1)
     kept = bodies.keep(Read(first, orjson.loads(first)), "t")
-    monkeypatch.setattr("evoke_proxy.engine.bodies._parsed", counted)
+    monkeypatch.setattr("evoke_proxy.engine.intake.bodies._parsed", counted)
     assert bodies.read(later, "t") is None
     assert kept is not None and len(parsed) < 10
 

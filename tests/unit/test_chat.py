@@ -5,8 +5,14 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.blocks import Role
-from evoke_proxy.core.chat import MESSAGE_FIELDS, TOP_LEVEL_FIELDS, ChatRequest, Tags, parse_chat
+from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.request.chat import (
+    MESSAGE_FIELDS,
+    TOP_LEVEL_FIELDS,
+    ChatRequest,
+    Tags,
+    parse_chat,
+)
 from evoke_proxy.errors import RequestError
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}

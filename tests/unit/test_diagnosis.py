@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from evoke_proxy.core.ahead import Stability
-from evoke_proxy.core.diagnosis import (
+from evoke_proxy.core.request.ahead import Stability
+from evoke_proxy.core.servers.diagnosis import (
     DENSE,
     NEVER,
     RECURRENT,

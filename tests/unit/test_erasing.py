@@ -12,10 +12,10 @@ from test_vault import TOKENS, whole_files, written
 
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, SnapshotsConfig, UpstreamConfig
-from evoke_proxy.core.rendered import Rendered
-from evoke_proxy.core.snapshots import STEP
+from evoke_proxy.core.kept.snapshots import STEP
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.engine.kept.vault import Label
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.vault import Label
 from evoke_proxy.errors import SnapshotUnusable
 
 EMPTY = Rendered(np.array([], np.int32), 0, ())

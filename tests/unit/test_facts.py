@@ -14,12 +14,12 @@ from test_vault import vault
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.held import Memory, SlotLook
-from evoke_proxy.core.snapshots import USER
+from evoke_proxy.core.kept.held import Memory, SlotLook
+from evoke_proxy.core.kept.snapshots import USER
+from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.vault import Label, Vault
 
 LABEL = Label("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from evoke_proxy.engine.feed import Feed, Listener
+from evoke_proxy.engine.operator.feed import Feed, Listener
 
 
 async def _heard(listener: Listener) -> list[int]:

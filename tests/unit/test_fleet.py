@@ -17,14 +17,14 @@ from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
-from evoke_proxy.core.affinity import Bound
-from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.identity import Hint
-from evoke_proxy.core.rendered import SlotView
+from evoke_proxy.core.conversation.identity import Hint
+from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.servers.affinity import Bound
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.way import SERVER_HEADER
-from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import ConfigError, NoServer, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))

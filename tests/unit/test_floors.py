@@ -37,7 +37,7 @@ FLOORS: dict[str, set[str]] = {
     "demo": {"server_build", "models", "core", "errors", "config"},
     "__main__": {"web", "demo", "server_build", "engine", "adapters", "models", "errors", "config"},
 }
-DECIDERS = ("core.session", "core.slots", "core.policies")
+DECIDERS = ("core.conversation.session", "core.servers.slots", "core.policies")
 OUTSIDE_WORLD = {
     "asyncio", "concurrent", "datetime", "http", "importlib", "io", "logging", "multiprocessing",
     "os", "pathlib", "queue", "random", "secrets", "selectors", "shutil", "signal", "socket",
@@ -124,6 +124,12 @@ def test_imports_go_down(module: str) -> None:
     assert trespasses(module, SOURCES[module]) == set()
 
 
+def test_what_decides_is_where_the_plan_says() -> None:
+    assert [
+        d for d in DECIDERS if not {f"{HOUSE}.{d}", f"{HOUSE}.{d}.__init__"} & set(SOURCES)
+    ] == []
+
+
 @pytest.mark.parametrize("module", [name for name in SOURCES if room_of(name) == "core"])
 def test_core_is_pure(module: str) -> None:
     assert impurities(module, SOURCES[module]) == set()
@@ -155,17 +161,19 @@ def test_half_of_the_functions_are_shorter_than_ten_lines() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
-        ("core.plan", "from evoke_proxy.adapters.upstream import Upstream", {"adapters"}),
-        ("core.plan", "def late():\n    import evoke_proxy.engine", {"engine"}),
+        ("core.policies.evoke", "from evoke_proxy.adapters.upstream import U", {"adapters"}),
+        ("core.conversation.plan", "def late():\n    import evoke_proxy.engine", {"engine"}),
         ("core.policies.evoke", "from ...web import app", {"web"}),
         ("core.__init__", "from .. import engine", {"engine"}),
-        ("core.plan", "from evoke_proxy import errors, __version__", set()),
+        ("core.conversation.plan", "from evoke_proxy import errors, __version__", set()),
         ("adapters.store", "from .upstream import U", {f"{HOUSE}.adapters.upstream.U"}),
-        ("adapters.store", "from evoke_proxy.core.slots import P", {f"{HOUSE}.core.slots.P"}),
-        ("adapters.store", "from evoke_proxy.core.blocks import Span", set()),
-        ("engine", "from .core.session import S\nfrom .adapters.upstream import U", set()),
-        ("web.app", "from ..core.session import S\nfrom ..adapters.upstream import U",
-         {f"{HOUSE}.core.session.S"}),
+        ("adapters.store", "from evoke_proxy.core.servers.slots import P",
+         {f"{HOUSE}.core.servers.slots.P"}),
+        ("adapters.store", "from evoke_proxy.core.prompt.blocks import Span", set()),
+        ("engine",
+         "from .core.conversation.session import S\nfrom .adapters.upstream import U", set()),
+        ("web.app", "from ..core.conversation.session import S\nfrom ..adapters.upstream import U",
+         {f"{HOUSE}.core.conversation.session.S"}),
         ("web.app", "from evoke_proxy.engine import Engine", set()),
         ("web.app", "import evoke_proxy.demo.cli", {"demo"}),
         ("errors", "from .config import Config", {"config"}),

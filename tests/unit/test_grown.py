@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.grown import Grown, same_memory
-from evoke_proxy.core.rendered import common_prefix
+from evoke_proxy.core.prompt.grown import Grown, same_memory
+from evoke_proxy.core.prompt.rendered import common_prefix
 
 MORE = st.lists(st.integers(0, 2), max_size=6)
 

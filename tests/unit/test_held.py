@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evoke_proxy.core.held import Held, Memory, SlotLook, restarted
-from evoke_proxy.core.rendered import Tokens
+from evoke_proxy.core.kept.held import Held, Memory, SlotLook, restarted
+from evoke_proxy.core.prompt.rendered import Tokens
 
 
 def tokens(*ids: int) -> Tokens:

@@ -18,13 +18,13 @@ import numpy as np
 from test_vault import vault, written
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.chat import ChatRequest, parse_chat
-from evoke_proxy.core.identity import hint_of
-from evoke_proxy.core.rendered import Rendered, Tokens
-from evoke_proxy.core.slots import Grant, SlotPool
-from evoke_proxy.core.snapshots import USER, best
+from evoke_proxy.core.conversation.identity import hint_of
+from evoke_proxy.core.kept.snapshots import USER, best
+from evoke_proxy.core.prompt.rendered import Rendered, Tokens
+from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.servers.slots import Grant, SlotPool
 from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
-from evoke_proxy.engine.vault import Label
+from evoke_proxy.engine.kept.vault import Label
 
 INTERLEAVINGS, STEPS = 10_000, 6
 TENANTS = ("", "alice")

@@ -12,9 +12,9 @@ from test_baselines import lasting
 from test_policies import CONFIG, FILLER, line
 
 from evoke_proxy.core import policies
-from evoke_proxy.core.attention import Attended, captured_for
-from evoke_proxy.core.key_bounds import KeyBounds, Queries
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.attention.attention import Attended, captured_for
+from evoke_proxy.core.attention.key_bounds import KeyBounds, Queries
+from evoke_proxy.core.conversation.question import Question
 
 Floats = npt.NDArray[np.float32]
 LAYERS, HEADS, KV_HEADS, SIZE, ROWS = 2, 4, 2, 8, 3

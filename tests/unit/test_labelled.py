@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import UpstreamConfig
-from evoke_proxy.core.labelled import labelled
-from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.engine.exposition import exposition
+from evoke_proxy.core.servers.labelled import labelled
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.operator.exposition import exposition
 from evoke_proxy.errors import UpstreamRejected
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.

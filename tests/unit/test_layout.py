@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, states_of, total
 
-from evoke_proxy.core.blocks import Block, Role, Span, common, merged
-from evoke_proxy.core.layout import Layout, SavedRange, labels
-from evoke_proxy.core.messages import Message
-from evoke_proxy.core.rendered import MessageSpan, Rendered, SlotView
+from evoke_proxy.core.prompt.blocks import Block, Role, Span, common, merged
+from evoke_proxy.core.prompt.layout import Layout, SavedRange, labels
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
+from evoke_proxy.core.request.messages import Message
 
 ROLES = [Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER, Role.ASSISTANT, Role.USER]
 MESSAGES = [Message(role, f"text of {i} " * 20) for i, role in enumerate(ROLES)]

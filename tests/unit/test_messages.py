@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from evoke_proxy.core.blocks import Role
-from evoke_proxy.core.messages import (
+from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.request.messages import (
     Message,
     ToolCall,
     from_anthropic,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.normalise import (
+from evoke_proxy.core.request.normalise import (
     Clock,
     is_dated,
     system_texts,

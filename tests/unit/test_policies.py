@@ -12,13 +12,13 @@ from slot_model import BlockState, SlotModel, seen, states_of, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core import policies
-from evoke_proxy.core.block_table import BlockTable
-from evoke_proxy.core.blocks import Block, Role, Span, common, merged
-from evoke_proxy.core.books import forecast
-from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.conversation.plan import Plan, Stream
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.policies import recovers, working_set
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.prompt.block_table import BlockTable
+from evoke_proxy.core.prompt.blocks import Block, Role, Span, common, merged
+from evoke_proxy.core.reply.books import forecast
 from evoke_proxy.core.retrieve import Index, Scores
 from evoke_proxy.errors import ConfigError
 

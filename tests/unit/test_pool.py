@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.pool import CLOSED, HALF_OPEN, OPEN, Rules, ServerPool
+from evoke_proxy.core.servers.pool import CLOSED, HALF_OPEN, OPEN, Rules, ServerPool
 
 RULES = Rules(failures=3, backoff_s=1.0, backoff_max_s=6.0, interval_s=2.0)
 

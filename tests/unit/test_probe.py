@@ -11,12 +11,20 @@ import pytest
 from test_policies import CONFIG, FILLER, line
 
 from evoke_proxy.core import policies
-from evoke_proxy.core.attention import Attended, Capture, captured_for
-from evoke_proxy.core.blocks import Span
-from evoke_proxy.core.key_bounds import KeyBounds, Queries
-from evoke_proxy.core.plan import Evict, Load, Plan
-from evoke_proxy.core.probe import Pace, Probed, declined, likeliest, outside, reachable, sought
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.attention.attention import Attended, Capture, captured_for
+from evoke_proxy.core.attention.key_bounds import KeyBounds, Queries
+from evoke_proxy.core.attention.probe import (
+    Pace,
+    Probed,
+    declined,
+    likeliest,
+    outside,
+    reachable,
+    sought,
+)
+from evoke_proxy.core.conversation.plan import Evict, Load, Plan
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.prompt.blocks import Span
 
 Floats = npt.NDArray[np.float32]
 FUSED = replace(CONFIG, recall="fused")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.question import Question, asked, clauses
+from evoke_proxy.core.conversation.question import Question, asked, clauses
+from evoke_proxy.core.request.chat import parse_chat
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,19 @@ import json
 import numpy as np
 import pytest
 
-from evoke_proxy.core.block_table import BlockTable
-from evoke_proxy.core.blocks import Block, Role, Span
-from evoke_proxy.core.identity import Hint
-from evoke_proxy.core.layout import Layout, SavedRange
-from evoke_proxy.core.recorded import Orders, Recorded, Seated, read, reordered, written
-from evoke_proxy.core.task import Task
+from evoke_proxy.core.conversation.identity import Hint
+from evoke_proxy.core.conversation.recorded import (
+    Orders,
+    Recorded,
+    Seated,
+    read,
+    reordered,
+    written,
+)
+from evoke_proxy.core.conversation.task import Task
+from evoke_proxy.core.prompt.block_table import BlockTable
+from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.prompt.layout import Layout, SavedRange
 
 ORDERS = Orders(True, True, 448, (Span(4, 9),))
 BLOCKS = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.session import Session
+from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.engine.conversations import Conversation, Conversations
-from evoke_proxy.engine.records import Records
+from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.shared import Shared
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from test_recorded import seated
 
 from evoke_proxy.config import Config
-from evoke_proxy.core.server_info import ServerInfo
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.orchestrator import Engine
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.block_table import BlockTable
-from evoke_proxy.core.blocks import Block, Role, Span
-from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.question import Question, asked
+from evoke_proxy.core.conversation.question import Question, asked
+from evoke_proxy.core.prompt.block_table import BlockTable
+from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieve import Index, Scores, pieces, terms
 from evoke_proxy.core.retrieve.meaning import VectorRows
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.blocks import Role, Span
-from evoke_proxy.core.messages import Message, ToolCall
-from evoke_proxy.core.rendered import MessageSpan
-from evoke_proxy.core.segment import Draft, cut, next_numbers
+from evoke_proxy.core.prompt.blocks import Role, Span
+from evoke_proxy.core.prompt.rendered import MessageSpan
+from evoke_proxy.core.prompt.segment import Draft, cut, next_numbers
+from evoke_proxy.core.request.messages import Message, ToolCall
 
 
 def spans_of(*lengths: int, role: Role = Role.USER) -> list[MessageSpan]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.server_info import UNKNOWN_SERVER, ServerInfo, saves_itself
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo, saves_itself
 
 FEATURES = ["blocks", "plan", "render", "reuse", "stream", "something-new"]
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from slot_model import Refused, SlotModel, seen, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core.blocks import Role, Span, common
-from evoke_proxy.core.books import Books, forecast
-from evoke_proxy.core.bounds import effective
-from evoke_proxy.core.chat import ChatRequest, parse_chat
-from evoke_proxy.core.plan import Plan, Stream
+from evoke_proxy.core.conversation.bounds import effective
+from evoke_proxy.core.conversation.plan import Plan, Stream
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.core.conversation.turn import Turn
 from evoke_proxy.core.policies import recovers
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.rendered import MessageSpan, Rendered
-from evoke_proxy.core.session import Session
-from evoke_proxy.core.turn import Turn
+from evoke_proxy.core.prompt.blocks import Role, Span, common
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
+from evoke_proxy.core.reply.books import Books, forecast
+from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
 CONFIG = PolicyConfig(

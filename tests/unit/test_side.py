@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.side import MAX_ANSWER, MAX_TOKENS, is_side
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.request.side import MAX_ANSWER, MAX_TOKENS, is_side
 
 
 def side(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.costs import Costs, Proof, Rate
-from evoke_proxy.core.fingerprint import ModelFile, fingerprint
-from evoke_proxy.core.snapshots import (
+from evoke_proxy.core.kept.costs import Costs, Proof, Rate
+from evoke_proxy.core.kept.fingerprint import ModelFile, fingerprint
+from evoke_proxy.core.kept.snapshots import (
     STEP,
     USER,
     Bounds,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core import sse
-from evoke_proxy.core.sse import Observer
+from evoke_proxy.core.reply import sse
+from evoke_proxy.core.reply.sse import Observer
 
 TIMINGS = {"cache_n": 40, "prompt_n": 2, "evoke": {"epoch": 7, "omitted": 3}}
 USAGE = {"prompt_tokens": 42, "completion_tokens": 5}

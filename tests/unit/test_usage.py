@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core import usage
-from evoke_proxy.core.usage import StreamEdit, with_books
+from evoke_proxy.core.reply import usage
+from evoke_proxy.core.reply.usage import StreamEdit, with_books
 
 BOOKS = {
     "decoded": 3,

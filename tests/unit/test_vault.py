@@ -28,10 +28,10 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.model_file import ModelFiles
 from evoke_proxy.adapters.store import Record, Store
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.snapshots import STEP, USER, Snapshot
+from evoke_proxy.core.kept.snapshots import STEP, USER, Snapshot
+from evoke_proxy.engine.kept.sweeper import Sweeper
+from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.stock.states import _into
-from evoke_proxy.engine.sweeper import Sweeper
-from evoke_proxy.engine.vault import Label, Vault
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 TOKENS = np.arange(1, 400, dtype=np.int32)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.block_table import BlockTable
-from evoke_proxy.core.blocks import Block, Role, Span
-from evoke_proxy.core.chat import ChatRequest, parse_chat
-from evoke_proxy.core.question import Question
-from evoke_proxy.core.session import Session
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.core.prompt.block_table import BlockTable
+from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.vectors import BlockVectors
 
 EAST = np.array([1.0, 0.0], np.float32)

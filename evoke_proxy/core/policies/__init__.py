@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.naming import called
-from evoke_proxy.core.plan import Drop, Plan, Stream
+from evoke_proxy.core.conversation.plan import Drop, Plan, Stream
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.conversation.score import Scores, keep_scores
 from evoke_proxy.core.policies import attended, evoke, infllm, moves, oracle, window
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
-from evoke_proxy.core.score import Scores, keep_scores
+from evoke_proxy.core.prompt.naming import called
 from evoke_proxy.errors import ConfigError
 
 __all__ = ["PolicyView", "asks", "decide", "recovers", "recovers_text", "worth"]

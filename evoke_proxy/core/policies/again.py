@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.block_table import Mask, Positions
-from evoke_proxy.core.blocks import Role
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.policies.moves import room_for
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.prompt.block_table import Mask, Positions
+from evoke_proxy.core.prompt.blocks import Role
 
 # What is left over is for whatever else the turn needs.
 _MOST = 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
-from evoke_proxy.core.score import Scores
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.conversation.score import Scores
 
 
 def about(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:

@@ -12,9 +12,9 @@ mean of the attention, or were decoded in it.
 
 `arkvale` (Chen et al., "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value
 Eviction", NeurIPS 2024) saves what it evicts, and brings back what queries could look at most by
-the bounds of its keys (`core/key_bounds.py`), beside the window of `snapkv`. The queries are those
-of the end of the prompt before: what was asked last, not what is asked now, which is not decoded
-yet. The original asks at every step, for each head by itself.
+the bounds of its keys (`core/attention/key_bounds.py`), beside the window of `snapkv`. The queries
+are those of the end of the prompt before: what was asked last, not what is asked now, which is not
+decoded yet. The original asks at every step, for each head by itself.
 
 What stands in for the originals: whole blocks by the mean of their tokens and of the captured
 layers and heads, where those choose tokens head by head; one choice a turn, before it is decoded,
@@ -27,7 +27,8 @@ from __future__ import annotations
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.block_table import Mask
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.score import Scores
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.window import by_age, newest
 from evoke_proxy.core.policies.working_set import (
@@ -37,8 +38,7 @@ from evoke_proxy.core.policies.working_set import (
     filled,
     first_fit,
 )
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.score import Scores
+from evoke_proxy.core.prompt.block_table import Mask
 
 # So little that it only tells blocks apart which were looked at alike.
 _AGE = 1e-6

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.conversation.score import Scores, keep_scores
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.again import gone_on_with
 from evoke_proxy.core.policies.asking import about
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
-from evoke_proxy.core.score import Scores, keep_scores
 
 # Of a long turn so much of both ends is looked up to rank its own text, of which all of it would be
 # a part.

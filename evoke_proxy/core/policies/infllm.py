@@ -14,7 +14,9 @@ blocks by their text, as for `evoke`, and rows come back to their own positions.
 from __future__ import annotations
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.block_table import Mask
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.conversation.score import Scores
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.asking import about
 from evoke_proxy.core.policies.window import by_age, newest
@@ -25,9 +27,7 @@ from evoke_proxy.core.policies.working_set import (
     filled,
     first_fit,
 )
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
-from evoke_proxy.core.score import Scores
+from evoke_proxy.core.prompt.block_table import Mask
 
 _MIN_WINDOW_SHARE = 4
 # So little that it only tells blocks apart which have nothing to do with the question.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.block_table import Mask
-from evoke_proxy.core.blocks import Block, count, merged
-from evoke_proxy.core.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
+from evoke_proxy.core.conversation.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.score import Scores
 from evoke_proxy.core.policies.working_set import (
     Candidates,
     WorkingSet,
@@ -22,8 +22,8 @@ from evoke_proxy.core.policies.working_set import (
     candidates,
     that_fit,
 )
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.score import Scores
+from evoke_proxy.core.prompt.block_table import Mask
+from evoke_proxy.core.prompt.blocks import Block, count, merged
 
 # A longer answer than this share of the budget is left to the stream: rows for tokens that may
 # never come are worth less than blocks that are there.

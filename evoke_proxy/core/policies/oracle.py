@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.naming import called
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.policies import evoke, moves
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.prompt.naming import called
 
 _GOLD = 100.0
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from evoke_proxy.core.block_table import Mask
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.score import Scores
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, filled
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.score import Scores
+from evoke_proxy.core.prompt.block_table import Mask
 
 
 def choice(view: PolicyView) -> moves.Choice:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evoke_proxy.core.block_table import BlockTable, Mask, Positions
-from evoke_proxy.core.blocks import count
-from evoke_proxy.core.policy_view import PolicyView
-from evoke_proxy.core.score import Scores
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.score import Scores
+from evoke_proxy.core.prompt.block_table import BlockTable, Mask, Positions
+from evoke_proxy.core.prompt.blocks import count
 
 # So many blocks are looked at before those that have become too long are left out of the rest.
 _STRIDE = 64

@@ -9,10 +9,9 @@ from itertools import islice
 
 import numpy as np
 
-from evoke_proxy.core.block_table import BlockTable, shared_labels
-from evoke_proxy.core.blocks import Block
-from evoke_proxy.core.encoding import Vectors
-from evoke_proxy.core.question import Question
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.prompt.block_table import BlockTable, shared_labels
+from evoke_proxy.core.prompt.blocks import Block
 from evoke_proxy.core.retrieve.edges import closed, cut_off
 from evoke_proxy.core.retrieve.fusion import (
     Clause,
@@ -25,6 +24,7 @@ from evoke_proxy.core.retrieve.meaning import VectorRows, standing_out
 from evoke_proxy.core.retrieve.names import Names
 from evoke_proxy.core.retrieve.phrases import LEAST, phrases, spaced, weights
 from evoke_proxy.core.retrieve.words import Evidence, Numbers, Postings, Scores, summed
+from evoke_proxy.core.vectors.encoding import Vectors
 
 # What blocks can be ranked by.
 SIGNALS = ("words", "grams", "vectors", "names")

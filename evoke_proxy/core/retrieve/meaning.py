@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.encoding import Vectors
+from evoke_proxy.core.vectors.encoding import Vectors
 
 Scores = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.block_table import Positions
+from evoke_proxy.core.prompt.block_table import Positions
 from evoke_proxy.core.retrieve.terms import spelled
 
 # A name that so large a share of the blocks has is a tool that everybody uses.

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
-from evoke_proxy.core.affinity import Affinity, Bound, Trail, trail_of
-from evoke_proxy.core.chat import parse_chat
-from evoke_proxy.core.identity import hint_of
+from evoke_proxy.core.conversation.identity import hint_of
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.servers.affinity import Affinity, Bound, Trail, trail_of
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.operators import FleetOperators
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer, Ready
-from evoke_proxy.engine.forwarding import Forwarding, Send
-from evoke_proxy.engine.gauges import show
-from evoke_proxy.engine.operators import Operators
+from evoke_proxy.engine.intake.reading import parse_object, tenant_of
+from evoke_proxy.engine.operator.gauges import show
+from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.reading import parse_object, tenant_of
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.engine.waiting import Patience
+from evoke_proxy.engine.turns.forwarding import Forwarding, Send
+from evoke_proxy.engine.turns.waiting import Patience
 from evoke_proxy.errors import NoServer, RequestError, UpstreamError, UpstreamUnavailable
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.operating import Operator, on_disk
-from evoke_proxy.engine.operators import Operators
+from evoke_proxy.engine.operator.operating import Operator, on_disk
+from evoke_proxy.engine.operator.operators import Operators
 
 
 class FleetOperators(Operators):

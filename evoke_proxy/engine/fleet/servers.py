@@ -13,10 +13,10 @@ from prometheus_client import Gauge
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
-from evoke_proxy.core.fingerprint import same_model
-from evoke_proxy.core.pool import BREAKER, CLOSED, Member, Rules, ServerPool
+from evoke_proxy.core.kept.fingerprint import same_model
+from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, Rules, ServerPool
 from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.feed import Feed
+from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.orchestrator import Engine
 from evoke_proxy.engine.stock.calls import StockCalls
 from evoke_proxy.errors import (

@@ -12,11 +12,11 @@ import orjson
 
 from evoke_proxy.adapters.model_file import ModelFiles
 from evoke_proxy.adapters.upstream import Upstream
-from evoke_proxy.core.ahead import boundary
-from evoke_proxy.core.fingerprint import fingerprint
-from evoke_proxy.core.held import SlotLook
-from evoke_proxy.core.rendered import Tokens
-from evoke_proxy.core.server_info import saves_itself
+from evoke_proxy.core.kept.fingerprint import fingerprint
+from evoke_proxy.core.kept.held import SlotLook
+from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.request.ahead import boundary
+from evoke_proxy.core.servers.server_info import saves_itself
 from evoke_proxy.errors import UpstreamProtocolError, UpstreamRejected
 
 Client = Mapping[str, str] | None

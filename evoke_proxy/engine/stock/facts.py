@@ -7,13 +7,13 @@ import logging
 from collections.abc import Sequence
 
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.ahead import Stability, probes, stability
-from evoke_proxy.core.costs import Costs
-from evoke_proxy.core.fingerprint import laid_out
-from evoke_proxy.core.held import Memory, SlotLook
-from evoke_proxy.core.state_file import Cache, has_windows
+from evoke_proxy.core.kept.costs import Costs
+from evoke_proxy.core.kept.fingerprint import laid_out
+from evoke_proxy.core.kept.held import Memory, SlotLook
+from evoke_proxy.core.kept.state_file import Cache, has_windows
+from evoke_proxy.core.request.ahead import Stability, probes, stability
+from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
-from evoke_proxy.engine.vault import Vault
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)

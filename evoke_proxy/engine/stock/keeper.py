@@ -11,21 +11,20 @@ import orjson
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, SnapshotsConfig
-from evoke_proxy.core import anthropic, responses
-from evoke_proxy.core.ahead import unkept
-from evoke_proxy.core.books import Books
-from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.drift import Drift, drift, opening
-from evoke_proxy.core.held import SlotLook
-from evoke_proxy.core.rendered import Rendered, Tokens, common_prefix
-from evoke_proxy.core.server_info import ServerInfo
-from evoke_proxy.core.snapshots import STEP, Match, best
-from evoke_proxy.core.splice import edit_top_level
+from evoke_proxy.core.conversation.drift import Drift, drift, opening
+from evoke_proxy.core.kept.held import SlotLook
+from evoke_proxy.core.kept.snapshots import STEP, Match, best
+from evoke_proxy.core.prompt.rendered import Rendered, Tokens, common_prefix
+from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.request import anthropic, responses
+from evoke_proxy.core.request.ahead import unkept
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
-from evoke_proxy.engine.forwarding import Forwarding
-from evoke_proxy.engine.reading import parse_object
-from evoke_proxy.engine.seating import Seating
+from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.look_ahead import LookAhead
@@ -34,8 +33,9 @@ from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.stock.under_way import AT_ONCE, UnderWay
-from evoke_proxy.engine.vault import Label, Vault
-from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.turns.seating import Seating
+from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)

@@ -7,10 +7,10 @@ import logging
 import time
 from dataclasses import replace
 
-from evoke_proxy.core.ahead import next_turns
-from evoke_proxy.core.held import Held
-from evoke_proxy.core.rendered import Tokens, common_prefix
-from evoke_proxy.core.snapshots import STEP
+from evoke_proxy.core.kept.held import Held
+from evoke_proxy.core.kept.snapshots import STEP
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.request.ahead import next_turns
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.stock.calls import Client
 from evoke_proxy.engine.stock.parts import Parts

@@ -10,7 +10,7 @@ from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.stock.calls import StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.waiting import SlotQueue
+from evoke_proxy.engine.turns.waiting import SlotQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from evoke_proxy.core.ahead import kind_of
-from evoke_proxy.core.costs import cost_of
-from evoke_proxy.core.held import Held, SlotLook, restarted
-from evoke_proxy.core.rendered import Tokens, common_prefix
-from evoke_proxy.core.snapshots import STEP, Match
+from evoke_proxy.core.kept.costs import cost_of
+from evoke_proxy.core.kept.held import Held, SlotLook, restarted
+from evoke_proxy.core.kept.snapshots import STEP, Match
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.request.ahead import kind_of
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.forwarding import Forwarding
+from evoke_proxy.engine.kept.vault import Label
 from evoke_proxy.engine.stock.calls import Client, Prefilled
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.vault import Label
-from evoke_proxy.engine.waiting import until_over
+from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.turns.waiting import until_over
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)

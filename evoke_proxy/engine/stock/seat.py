@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.answer import AnswerReader
-from evoke_proxy.core.chat import ChatRequest
-from evoke_proxy.core.held import Held, SlotLook
-from evoke_proxy.core.rendered import Tokens
-from evoke_proxy.core.snapshots import Match
+from evoke_proxy.core.kept.held import Held, SlotLook
+from evoke_proxy.core.kept.snapshots import Match
+from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.chat import ChatRequest
 
 
 @dataclass(slots=True)

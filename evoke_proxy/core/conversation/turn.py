@@ -1,0 +1,30 @@
+"""One request of a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.conversation.question import Question
+from evoke_proxy.core.conversation.task import Task
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.request.chat import ChatRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One request of a session on one slot; `config` is the configured one as the request wants it.
+
+    `divergence` is the position where the client's history left the known one, None if it did not.
+    """
+
+    number: int
+    request: ChatRequest
+    rendered: Rendered
+    slot: SlotView
+    view: PolicyView
+    config: PolicyConfig
+    divergence: int | None
+    question: Question
+    task: Task

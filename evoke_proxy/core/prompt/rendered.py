@@ -1,0 +1,267 @@
+"""What llama-server says about a request and its slots: tokens, messages, residency."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pybase64
+
+from evoke_proxy.core.prompt.blocks import Role, Span, merged
+from evoke_proxy.core.prompt.grown import Grown, same_memory
+from evoke_proxy.errors import UpstreamProtocolError
+
+Tokens = npt.NDArray[np.int32]
+Positions = npt.NDArray[np.int64]
+
+_NAMED = tuple(Role)
+_ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
+
+# So many tokens are compared at once, at first and then.
+_COMPARED_FIRST, _COMPARED = 512, 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSpan:
+    """Where one message lies in the prompt; `index` counts the messages llama-server sees."""
+
+    index: int
+    role: Role
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot now: the rows of `resident` are in it, its first `n_common` tokens are the prompt's.
+
+    Counts are tokens; `n_free` is how many more rows the cache can hold. Rows of `held` are not to
+    be evicted: going back to a context checkpoint goes on from them.
+    """
+
+    id: int
+    epoch: int
+    n_tokens: int
+    n_common: int
+    resident: tuple[Span, ...]
+    n_free: int
+    busy: bool = False
+    held: tuple[Span, ...] = ()
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any]) -> SlotView:
+        """From an element of `slots`, or from `GET /slots/{id}/blocks`, where nothing is common.
+
+        Raises UpstreamProtocolError when it is of another shape.
+        """
+        try:
+            return cls(
+                id=int(answer["id"]),
+                epoch=int(answer["epoch"]),
+                n_tokens=int(answer["n_tokens"]),
+                n_common=int(answer.get("n_common", 0)),
+                resident=_ranges(answer["resident"]),
+                n_free=int(answer["n_free"]),
+                busy=bool(answer.get("is_processing", False)),
+                held=_ranges(answer.get("held", ())),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
+
+    @property
+    def whole_to(self) -> int | None:
+        """Where the first gap in what is common begins; None when there is none."""
+        edge = next((span.end for span in self.resident if span.start == 0), 0)
+        behind = any(edge < span.start < self.n_common for span in self.resident)
+        return edge if behind else None
+
+    def n_past(self, n_prompt: int) -> int:
+        """How many positions of a prompt of `n_prompt` tokens will not be decoded.
+
+        The server's rule: the last token is always decoded, and only a resident row can be the
+        one that decoding goes on from.
+        """
+        limit = min(self.n_common, n_prompt - 1)
+        ends = [min(limit, span.end) for span in self.resident if span.start < limit]
+        return max(ends, default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """A request as the tokens llama-server would decode; its answer begins at `generation`.
+    Each of `stops` is the first token of a sentence or a line behind the first of its message.
+    `edges` are where the last messages end, each with llama-server's hash of all that it said up to
+    there: what it need not say again."""
+
+    tokens: Tokens
+    generation: int
+    spans: Sequence[MessageSpan]
+    slots: tuple[SlotView, ...] = ()
+    stops: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
+    edges: tuple[tuple[int, str], ...] = ()
+    _memory: tuple[Grown, Grown] | None = None  # of tokens and stops
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any], known: Rendered | None = None) -> Rendered:
+        """From the answer of `POST /evoke/render`, compact or not; UpstreamProtocolError on another
+        shape. An answer that leaves out what it shares with `known` is completed with it."""
+        try:
+            since = int(answer.get("from", 0))
+            tokens, stops, memory = _went_on(_tokens(answer), _stops(answer) + since, since, known)
+            generation = int(answer.get("generation", len(tokens)))
+            before = known.spans if known is not None and since else None
+            spans = _message_spans(answer.get("spans") or (), generation, since, before)
+            slots = answer.get("slots") or ()
+            edges = tuple((int(end), str(hashed)) for end, hashed in answer.get("edges") or ())
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise UpstreamProtocolError(f"a rendering is not as agreed: {error!r}") from error
+        if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
+            raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
+        views = tuple(SlotView.parse(slot) for slot in slots)
+        return cls(tokens, generation, spans, views, stops, edges, memory)
+
+    @property
+    def user_ends(self) -> Positions:
+        """Where each of the user's messages ends, ascending."""
+        if isinstance(self.spans, _Columns):
+            return self.spans.ends_of(Role.USER)
+        return np.array([s.span.end for s in self.spans if s.role is Role.USER], np.int64)
+
+    def slot(self, id: int) -> SlotView | None:
+        """The slot of this number; None when the server has none."""
+        return next((slot for slot in self.slots if slot.id == id), None)
+
+
+def role_named(name: str) -> Role:
+    """The role a template's name stands for; USER for an unknown one."""
+    return _ROLES.get(name, Role.USER)
+
+
+def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+    """How many tokens two prompts share at their beginning, or bytes two texts."""
+    n, at, step = min(len(one), len(other)), 0, _COMPARED_FIRST
+    if same_memory(one, other):
+        return n
+    while at < n:  # most that differ do so early, and long ones are faster in parts
+        differs = one[at : min(n, at + step)] != other[at : min(n, at + step)]
+        first = int(differs.argmax())
+        if differs[first]:
+            return at + first
+        at, step = at + step, _COMPARED
+    return n
+
+
+def _ranges(given: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+    return merged([Span(int(a), int(b)) for a, b in given])
+
+
+def _tokens(answer: Mapping[str, Any]) -> Tokens:
+    if "tokens_b64" not in answer:
+        return np.asarray(answer["tokens"], dtype=np.int32)
+    raw = pybase64.b64decode(answer["tokens_b64"], validate=True)
+    return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
+
+
+def _stops(answer: Mapping[str, Any]) -> Positions:
+    if "stops_b64" not in answer:
+        return np.asarray(answer.get("stops", ()), dtype=np.int64)
+    bits = np.frombuffer(pybase64.b64decode(answer["stops_b64"], validate=True), np.uint8)
+    return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+
+
+def _went_on(
+    tokens: Tokens, stops: Positions, since: int, known: Rendered | None
+) -> tuple[Tokens, Positions, tuple[Grown, Grown] | None]:
+    """Tokens and stops behind the first `since` tokens of what is known."""
+    if not since:
+        return tokens, stops, None
+    if known is None or not 0 < since <= len(known.tokens):
+        raise ValueError("it goes on from what nobody knows")
+    before, stopped = known._memory or (Grown.of(known.tokens), Grown.of(known.stops))
+    first = int(known.stops.searchsorted(since, "left"))
+    memory = before.followed(since, tokens), stopped.followed(first, stops)
+    return memory[0].rows, memory[1].rows, memory
+
+
+def _message_spans(
+    answer: Any, generation: int, since: int, known: Sequence[MessageSpan] | None
+) -> Sequence[MessageSpan]:
+    if not isinstance(answer, dict):
+        return _listed(answer, generation)
+    before = known if isinstance(known, _Columns) else None
+    if since and before is None:
+        raise ValueError("there are no spans to go on from")
+    return _Columns(answer, generation, since, before)
+
+
+class _Columns(Sequence[MessageSpan]):
+    """Spans as they come in a compact answer; one becomes an object when it is asked for."""
+
+    __slots__ = ("_ends", "_index", "_role")
+
+    def __init__(
+        self, answer: Mapping[str, Any], generation: int, since: int, before: _Columns | None
+    ) -> None:
+        index, ends = _whole_numbers(answer["index"]), _whole_numbers(answer["end"])
+        names = answer["role"]
+        if not len(index) == len(names) == len(ends):
+            raise ValueError("columns of spans differ in length")
+        edges = np.concatenate([[since], ends])
+        if (edges[1:] < edges[:-1]).any() or (len(edges) > 1 and edges[-1] != generation):
+            raise ValueError("spans do not ascend to the generation prompt")
+        code = {name: _NAMED.index(role_named(str(name))) for name in set(names)}
+        roles = np.array([code[name] for name in names], np.int8)
+        if before is None:
+            self._index, self._role, self._ends = Grown.of(index), Grown.of(roles), Grown.of(ends)
+            return
+        at = int(before._ends.rows.searchsorted(since, "right"))
+        if not at or before._ends.rows[at - 1] != since:
+            raise ValueError("no span ends where the answer goes on")
+        self._index = before._index.followed(at, index)
+        self._role = before._role.followed(at, roles)
+        self._ends = before._ends.followed(at, ends)
+
+    def __len__(self) -> int:
+        return len(self._index.rows)
+
+    def ends_of(self, role: Role) -> Positions:
+        """Where the messages of a role end, without making an object of each."""
+        ends: Positions = self._ends.rows[self._role.rows == _NAMED.index(role)]
+        return ends
+
+    @overload
+    def __getitem__(self, at: int) -> MessageSpan: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[MessageSpan]: ...
+    def __getitem__(self, at: int | slice) -> MessageSpan | Sequence[MessageSpan]:
+        if isinstance(at, slice):
+            return tuple([self[i] for i in range(*at.indices(len(self)))])
+        at = range(len(self))[at]
+        start, end = int(self._ends.rows[at - 1]) if at else 0, int(self._ends.rows[at])
+        return MessageSpan(int(self._index.rows[at]), _NAMED[self._role.rows[at]], Span(start, end))
+
+
+def _whole_numbers(given: Sequence[int]) -> Positions:
+    numbers = np.asarray(given)
+    if len(numbers) and numbers.dtype.kind != "i":
+        raise ValueError("columns of spans are whole numbers")
+    return numbers.astype(np.int64)
+
+
+def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
+    spans = tuple(
+        MessageSpan(
+            int(item["index"]),
+            role_named(str(item["role"])),
+            Span(int(item["p0"]), int(item["p1"])),
+        )
+        for item in answer
+    )
+    edges = [0, *(item.span.end for item in spans)]
+    if [item.span.start for item in spans] != edges[:-1]:
+        raise ValueError("spans leave gaps or overlap")
+    if spans and edges[-1] != generation:
+        raise ValueError("spans do not end at the generation prompt")
+    return spans

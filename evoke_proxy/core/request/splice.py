@@ -1,0 +1,206 @@
+"""Textual edits of a JSON object's bytes: what is not edited keeps every byte.
+
+Re-serialising would change key order, number spelling and escapes, and with them the prompt.
+Positions come from the decoder's own scanner, so what is edited is what a parser would read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from evoke_proxy.core.request.json_places import Place, Scanner, json_text
+
+_ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
+_EMPTY = re.compile(rb"\s*\}")
+_EMPTY_LIST = re.compile(r"\[\s*\]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    start: int
+    end: int
+    text: str
+
+
+def edit_top_level(
+    body: bytes,
+    set: Mapping[str, bytes],
+    remove: Collection[str],
+    message_remove: Collection[str] = (),
+    keys: Collection[str] | None = None,
+) -> bytes:
+    """`body`, a JSON object, with members set and removed, all other bytes as they were.
+
+    `set` maps keys to JSON texts: a key that is there gets its value replaced in place (later
+    duplicates go), a new one is put right after the first brace. `message_remove` names members to
+    remove from each object in the lists `messages` and `input`. RequestError when `body` is no
+    JSON object. `keys` are all of its top level, for a caller who has parsed it: what only adds
+    members then need not read a long body.
+    """
+    if keys is not None and not message_remove and {*set, *remove}.isdisjoint(keys):
+        return _inserted(body, set)
+    text = json_text(body)
+    edits: list[_Edit] = []
+
+    def unmark(members: list[Place]) -> None:
+        unwanted = [i for i, member in enumerate(members) if member.key in message_remove]
+        edits.extend(_member_edits(members, unwanted))
+
+    members = Scanner(text, unmark if _may_hold(text, message_remove) else None).document()
+    edits += _member_edits(members, _unwanted(members, set, remove))
+    edits += _replacements(members, set)
+    edits += _insertion(text, members, set, remove)
+    return _applied(text, edits).encode() if edits else body
+
+
+def remove_elements(body: bytes, key: str, indexes: Collection[int]) -> bytes:
+    """`body` without these elements of its top-level list `key`; unchanged without such a list.
+
+    RequestError when `body` is no JSON object.
+    """
+    text = json_text(body)
+    members = Scanner(text).document()
+    found = [member for member in members if member.key == key and text[member.value] == "["]
+    if not found or not indexes:
+        return body
+    elements = Scanner(text).elements(found[-1].value)
+    return _applied(text, _member_edits(elements, indexes)).encode()
+
+
+def edit_nested(body: bytes, path: Sequence[str], set: Mapping[str, bytes]) -> bytes:
+    """`body`, a JSON object, with members set in the object at `path` inside it.
+
+    Unchanged where `path` leads to no object. RequestError when `body` is no JSON object.
+    """
+    if not path:
+        return edit_top_level(body, set, ())
+    text = json_text(body)
+    members = Scanner(text).document()
+    found = [member for member in members if member.key == path[0] and text[member.value] == "{"]
+    if not found:
+        return body
+    start, end = found[-1].value, found[-1].end
+    inner = edit_nested(text[start:end].encode(), path[1:], set)
+    return text[:start].encode() + inner + text[end:].encode()
+
+
+def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str, str]) -> bytes:
+    """`body` with a text at the beginning of the value at `path`, keys and indexes from the top.
+
+    Inside the quotes of a string, or of a list as its first element, `part`. Unchanged where there
+    is neither. RequestError when `body` is no JSON object.
+    """
+    decoded = json_text(body)
+    at = Scanner(decoded).find(path)
+    if at is None or decoded[at] not in '["':
+        return body
+    if decoded[at] == '"':
+        added = json.dumps(text)[1:-1]
+    else:
+        filled = not _EMPTY_LIST.match(decoded, at)
+        added = json.dumps(part) + ("," if filled else "")
+    return _applied(decoded, [_Edit(at + 1, at + 1, added)]).encode()
+
+
+def replaced(body: bytes, values: Mapping[tuple[str | int, ...], str]) -> bytes:
+    """`body` with these JSON texts instead of the values at their paths, keys and indexes from the
+    top; nothing for a path that leads nowhere. RequestError when `body` is no JSON object."""
+    text, edits = json_text(body), list[_Edit]()
+    for path, value in values.items():
+        at = Scanner(text).find(path)
+        if at is not None:
+            edits.append(_Edit(at, Scanner(text).end(at), value))
+    return _applied(text, edits).encode()
+
+
+def reordered(body: bytes, key: str, order: Sequence[int]) -> bytes:
+    """`body` with the elements of its top-level list `key` in this order of their indexes, each as
+    it is spelled. RequestError when `body` is no JSON object."""
+    text = json_text(body)
+    at = Scanner(text).find((key,))
+    places = Scanner(text).elements(at) if at is not None and text[at] == "[" else []
+    if len(places) != len(order):
+        return body
+    spelled = [text[place.start : place.end] for place in places]
+    moved = [
+        _Edit(place.start, place.end, spelled[index])
+        for place, index in zip(places, order, strict=True)
+    ]
+    return _applied(text, moved).encode()
+
+
+def _may_hold(text: str, keys: Collection[str]) -> bool:
+    """Whether one of these ASCII keys may be a key somewhere, spelled out or with escapes."""
+    return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None
+
+
+def _inserted(body: bytes, set: Mapping[str, bytes]) -> bytes:
+    """A JSON object that has none of these members, with them."""
+    if not set:
+        return body
+    at = body.index(b"{") + 1
+    more = b"" if _EMPTY.match(body, at) else b","
+    added = b",".join(json.dumps(key).encode() + b":" + value for key, value in set.items())
+    return b"".join((body[:at], added, more, memoryview(body)[at:]))
+
+
+def _unwanted(
+    members: list[Place], set: Mapping[str, bytes], remove: Collection[str]
+) -> Collection[int]:
+    first: dict[str, int] = {}
+    for i, member in enumerate(members):
+        first.setdefault(member.key, i)
+    return {
+        i
+        for i, member in enumerate(members)
+        if (member.key in set and first[member.key] != i)
+        or (member.key in remove and member.key not in set)
+    }
+
+
+def _member_edits(members: list[Place], unwanted: Collection[int]) -> list[_Edit]:
+    """Removals with the right comma: the one before, or the next when nothing before is kept."""
+    edits: list[_Edit] = []
+    kept_before = False
+    for i, member in enumerate(members):
+        if i not in unwanted:
+            kept_before = True
+        elif kept_before:
+            edits.append(_Edit(members[i - 1].end, member.end, ""))
+        else:
+            end = members[i + 1].start if i + 1 < len(members) else member.end
+            edits.append(_Edit(member.start, end, ""))
+    return edits
+
+
+def _replacements(members: list[Place], set: Mapping[str, bytes]) -> list[_Edit]:
+    edits: dict[str, _Edit] = {}
+    for member in members:
+        if member.key in set and member.key not in edits:
+            edits[member.key] = _Edit(member.value, member.end, set[member.key].decode())
+    return list(edits.values())
+
+
+def _insertion(
+    text: str, members: list[Place], set: Mapping[str, bytes], remove: Collection[str]
+) -> list[_Edit]:
+    present = {member.key for member in members}
+    added = [f"{json.dumps(key)}:{set[key].decode()}" for key in set if key not in present]
+    if not added:
+        return []
+    kept = any(member.key in set or member.key not in remove for member in members)
+    at = text.index("{") + 1
+    return [_Edit(at, at, ",".join(added) + ("," if kept else ""))]
+
+
+def _applied(text: str, edits: list[_Edit]) -> str:
+    parts: list[str] = []
+    at = 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        if edit.start >= at:  # else it lies inside a member that goes as a whole
+            parts += [text[at : edit.start], edit.text]
+            at = edit.end
+    return "".join([*parts, text[at:]])

@@ -1,0 +1,1 @@
+"""Vectors of texts: how they are made, kept and written down."""

@@ -1,0 +1,40 @@
+"""A request's bytes as the object they are, and who says it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.errors import RequestError
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A body as the object it is; RequestError when it is no JSON object in UTF-8."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        # Stricter than what edits bytes: whatever only that understands (a byte order mark, half an
+        # escaped surrogate pair) is to be read as it would be edited.
+        edit_top_level(body, {}, ())
+        parsed = json.loads(body)
+    if not isinstance(parsed, dict):
+        raise RequestError("the request body is not a JSON object", "invalid_json")
+    return parsed
+
+
+# Under it stands the tenant of a key of ours; no header of a request can be called so.
+TENANT = ":tenant"
+
+
+def tenant_of(client: Mapping[str, str]) -> str:
+    """Who asks: clients with different keys never share blocks. The key itself is kept nowhere."""
+    if TENANT in client:
+        return client[TENANT]
+    key = client.get("Authorization") or client.get("X-Api-Key") or ""
+    # Whatever bytes were sent: the text of a header has those that are no UTF-8, too.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""

@@ -1,0 +1,1 @@
+"""What outlives a turn: copies, records, snapshots, on disk and within bounds."""

@@ -1,0 +1,227 @@
+"""Budgeted sessions that go on after a restart, of llama-server, of the proxy, or of both.
+
+While nobody needs the server, the copies of a session's rows are written to its disk tier, and what
+they are copies of into the index of snapshots. A session that was interrupted asks llama-server
+which copies it still has; the next turn brings its working set back by adopting them. Where copies
+alone do not, because recurrent states and windows are in none, the slot is saved whole, with its
+holes, and restored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.upstream import LATEST, Upstream
+from evoke_proxy.core.conversation.recorded import Seated, read, reordered, written
+from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.prompt.layout import wire_name
+from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.ahead import next_turns
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
+from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.kept.kept_vectors import KeptVectors
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.errors import SnapshotUnusable
+
+_log = logging.getLogger(__name__)
+
+
+class Records:
+    """Does nothing without a keeper that has a directory."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        keeper: Keeper | None,
+        conversations: Conversations,
+        common: Shared,
+    ) -> None:
+        self._upstream = upstream
+        self._vectors = KeptVectors(common.embedding)
+        self._homes = common.homes
+        self._conversations = conversations
+        self._vault = keeper.vault if keeper is not None and keeper.on else None
+        self._keeper = keeper
+        self._server = UNKNOWN_SERVER
+        self._on_disk: dict[str, tuple[int, set[str]]] = {}
+
+    def started(self, server: ServerInfo) -> None:
+        """A server has appeared."""
+        self._server = server
+        self._on_disk.clear()
+
+    @property
+    def on(self) -> bool:
+        """Whether sessions are written down."""
+        return self._vault is not None
+
+    def recall(self) -> bool:
+        """Every session that was written down is known again, as far as there is room for them,
+        where there are several llama-servers at the one that it was at; whether any has a budget of
+        its own."""
+        records = self._vault.records() if self._vault is not None else ()
+        for record in reversed([record for record in records if not record.is_part]):
+            try:
+                seated = read(zlib.decompress(record.packed))
+                if self._is_mine(seated):
+                    known = self._conversations.recall(seated)
+                    known.remembered = self._vectors.read(known.id, records)
+            except (ValueError, zlib.error) as error:
+                _log.warning("session %s was not written down as agreed: %s", record.id, error)
+                self.forget(record.id)
+        return any(k.own_budget and k.session.config.budget for k in self._conversations)
+
+    def reordered(self, known: Conversation) -> None:
+        """An operator has ordered something else of a session: so says what was written of it."""
+        if self._vault is None:
+            return
+        for record in self._vault.records(known.id):
+            try:
+                written_now = reordered(zlib.decompress(record.packed), known.orders)
+                self._vault.put_record(replace(record, packed=zlib.compress(written_now, 1)))
+            except (ValueError, zlib.error, SnapshotUnusable) as error:
+                _log.warning("what was ordered of %s is not written down: %s", known.id, error)
+
+    def spoken(self, dialect: str, body: bytes) -> Spoken | None:
+        """What is to be remembered of a request until its answer is there; None when nothing is."""
+        if self._vault is None or not self._server.whole or dialect not in ("chat", "messages"):
+            return None
+        return Spoken(dialect, body, AnswerReader())
+
+    async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
+        """Whether anything was decoded ahead in this slot, which is over then."""
+        return self._keeper is not None and await self._keeper.undisturbed(slot, tenant, client)
+
+    async def ready(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
+        """Before a slot is saved whole: decode what the next turn begins with, whatever it says.
+
+        A recurrent state cannot go back, so that one with the answer as it was generated is of no
+        use where that reads differently in the history. Raises EvokeErrors.
+        """
+        spoken, known.spoken = known.spoken, None
+        if spoken is None or self._keeper is None or known.epoch is None:
+            return
+        answer = spoken.answer.message(b'"reasoning_content"' in spoken.body)
+        if answer is None:
+            return
+        bodies = next_turns(spoken.body, answer)
+        renders = [self._upstream.render(spoken.dialect, body, client) for body in bodies]
+        first, second = await asyncio.gather(*renders)
+        tokens = first.tokens[: common_prefix(first.tokens, second.tokens)]
+        if len(tokens) > len(known.session.tokens):
+            await self._keeper.go_on(slot, known, tokens, client)
+
+    async def keep(
+        self,
+        known: Conversation,
+        view: SlotView,
+        answer: Mapping[str, Any],
+        client: Mapping[str, str],
+    ) -> None:
+        """Write a session down, as `view` shows its slot; `answer` tells, `since` it was last asked
+        for, what copies llama-server had before the latest were made. Raises EvokeErrors for what
+        llama-server does."""
+        if self._vault is None:
+            return
+        edges = (known.head, known.settled, known.n_users)
+        session = known.session.recorded(view)
+        home, orders = self._upstream.url, known.orders
+        seated = Seated(session, known.hint, edges, view.id, view.epoch, home, orders)
+        if self._server.spills:
+            layout = known.session.layout
+            copies = layout.saved.union(item.label for item in layout.ranges)
+            names = sorted(copies - self._noted(known, answer))
+            if names:
+                spill = {"names": names, "tenant": known.tenant}
+                await self._upstream.run(view.id, "block-spill", spill, client)
+        if self._forgotten(known):  # what is deleted does not come back
+            return
+        if self._server.whole and self._keeper is not None:
+            await self._keeper.keep_slot(view.id, known, client)
+        await self._vectors.write(known, self._vault)
+        packed = await asyncio.to_thread(_packed, seated)
+        if self._forgotten(known):
+            if not known.elsewhere:
+                self.forget(known.id)
+            return
+        self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
+        if known.orders != orders:
+            self.reordered(known)
+
+    def since(self, known: Conversation) -> str:
+        """What `keep` is to be told of a session's copies: the changes since this version."""
+        if self._vault is None or not self._server.spills:
+            return LATEST
+        return str(self._on_disk[known.id][0]) if known.id in self._on_disk else ""
+
+    def copied(self, known: Conversation, labels: Iterable[str]) -> None:
+        """These copies were made just now: what was on disk by their names is not there any more,
+        which llama-server does not tell."""
+        _, names = self._on_disk.get(known.id, (0, set[str]()))
+        names.difference_update(labels)
+
+    def _noted(self, known: Conversation, answer: Mapping[str, Any]) -> set[str]:
+        """Which copies of a session are on disk, as far as that was ever told."""
+        version, own = int(answer.get("version") or 0), f"{wire_name(known.id)}/"
+        before, names = self._on_disk.get(known.id, (0, set[str]()))
+        if version < before:  # of another server
+            names = set()
+        blocks = [block for block in answer.get("blocks") or () if block["name"].startswith(own)]
+        names |= {block["name"] for block in blocks if block.get("on_disk")}
+        names -= {block["name"] for block in blocks if not block.get("on_disk")}
+        if version:
+            self._on_disk[known.id] = version, names
+        return names
+
+    async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
+        """After a restart: which copies of a session are still there. Raises UpstreamError."""
+        answer = await self._upstream.slot(slot, known.tenant, client)
+        blocks = answer.get("blocks") or ()
+        known.session.found({block["name"]: Span(block["p0"], block["p1"]) for block in blocks})
+        known.unsure = False
+
+    async def restored(
+        self, known: Conversation, tokens: Tokens, view: SlotView, client: Mapping[str, str]
+    ) -> bool:
+        """Whether a slot has been filled with what a conversation had in its own, where copies do
+        not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
+        if self._keeper is None or self._vault is None or not self._server.whole:
+            return False
+        await self._vault.refresh()
+        n_past = view.n_past(len(tokens))
+        match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)
+        if match is None:
+            return False
+        answer = await self._upstream.slot(view.id, known.tenant, client, LATEST)
+        self._keeper.proved(match, int(answer.get("n_tokens") or 0))
+        return True
+
+    def _is_mine(self, seated: Seated) -> bool:
+        """Those of a server that is there no more are the first one's: it will say what it has."""
+        if not self._homes:
+            return True
+        home = seated.home if seated.home in self._homes else self._homes[0]
+        return home == self._upstream.url
+
+    def _forgotten(self, known: Conversation) -> bool:
+        return self._conversations.get(known.id) is not known
+
+    def forget(self, id: str) -> None:
+        """Nobody goes on from this session any more."""
+        self._vectors.forget(id)
+        self._on_disk.pop(id, None)
+        if self._vault is not None:
+            self._vault.remove_record(id)
+
+
+def _packed(seated: Seated) -> bytes:
+    return zlib.compress(written(seated), 1)

@@ -1,0 +1,298 @@
+"""The snapshots of one directory: files and index as one, within bounds, verified."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
+from evoke_proxy.adapters.store import Record, Store, pack
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.kept.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
+from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.engine.kept.at_rest import at_rest
+from evoke_proxy.engine.kept.known import Known
+from evoke_proxy.engine.kept.sweeper import Sweeper
+from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a snapshot to be is of, and where in its conversation it stands."""
+
+    tenant: str
+    fingerprint: str
+    branch: str
+    kind: str
+    prefill_s: float
+
+
+class Vault:
+    """Use `open` before all else, `close` at the end; `claim` it to be the one that changes it."""
+
+    def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:
+        self._bounds = Bounds.of(config)
+        self._metrics = metrics or Metrics()
+        self._form, self._shared = at_rest(config.key_file), config.shared
+        self.files = SnapshotFiles(Path(config.directory), self._form)
+        self._store: Store | None = None
+        self._read: Known | None = None
+        self._sweeper = Sweeper()
+
+    def open(self, claim: bool = True) -> None:
+        """Take over what is there, files and index made to agree; ConfigError when unusable."""
+        self.files.prepare()
+        alone = claim and self.files.claim(self._shared)
+        try:
+            self._store = self._opened(alone)
+            if alone:
+                self._metrics.snapshots_bad.labels(reason="row").inc(self._store.drop_bad())
+            self._read = Known(self._store)
+            if alone:
+                self._reconcile()
+            if self._shared:
+                self._store.share()
+                self.files.share()
+        except BaseException:
+            self.close()
+            raise
+
+    def _opened(self, alone: bool) -> Store:
+        """The index; a damaged one is set aside, and with it all that it knew of."""
+        path = self.files.directory / INDEX
+        try:
+            return Store(path, self._form)
+        except IndexUnusable as error:
+            if not alone:
+                raise ConfigError(f"snapshots.directory: {error}") from error
+            _log.error("the index is set aside, nothing is kept of before: %s", error)
+        self._metrics.snapshots_bad.labels(reason="index").inc()
+        self.files.index_aside()
+        return Store(path, self._form)
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self._sweeper.close()
+        if self._store is not None:
+            self._store.close()
+        self.files.free()
+
+    def adjust(self, config: SnapshotsConfig) -> None:
+        """Other bounds, at once; the directory stays what it was."""
+        self._bounds = Bounds.of(config)
+        self.trim()
+
+    @property
+    def _index(self) -> Store:
+        assert self._store is not None, "it is not open"
+        return self._store
+
+    @property
+    def _known(self) -> Known:
+        assert self._read is not None, "it is not open"
+        return self._read
+
+    @property
+    def busy(self) -> bool:
+        """Whether files are on their way out."""
+        return self._sweeper.busy
+
+    @property
+    def snapshots(self) -> Collection[Snapshot]:
+        """All of them, the latest used first as of the last look at the index."""
+        return self._known.items.values()
+
+    async def refresh(self) -> None:
+        """Before the snapshots are looked through: read what others have done to them."""
+        await self._known.refresh()
+
+    def of(self, tenant: str, fingerprint: str) -> list[Snapshot]:
+        """Those that may be restored for a tenant on a server of this fingerprint."""
+        mine = (tenant, fingerprint)
+        return [item for item in self.snapshots if (item.tenant, item.fingerprint) == mine]
+
+    def has_room(self, tenant: str, n_bytes: float) -> bool:
+        """Whether one more of this size can be kept for a tenant at all."""
+        free = self.files.free_bytes()
+        return has_room(self.snapshots, self._bounds, tenant, int(n_bytes), free)
+
+    @staticmethod
+    def part() -> str:
+        """The name of a file that llama-server is to write next."""
+        return uuid.uuid4().hex[:20] + PART
+
+    async def keep(self, part: str, n_bytes: int, tokens: Tokens, label: Label) -> Snapshot:
+        """What llama-server has just written becomes a snapshot; others may go for it.
+
+        Raises SnapshotUnusable when it is not what it should be; nothing is left of it then.
+        """
+        id, now = part.removesuffix(PART), time.time()
+
+        def seal() -> tuple[Sealed, bytes]:
+            return self.files.seal(part, id + WHOLE, n_bytes, tokens), pack(tokens)
+
+        sealed, packed = await asyncio.to_thread(seal)
+        new = Snapshot(
+            *(id, label.tenant, label.fingerprint, label.branch, label.kind),
+            *(sealed.n_bytes, sealed.checksum, label.prefill_s, now, now),
+            tokens=tokens,
+        )
+        try:
+            self._index.add(new, packed)
+        except SnapshotUnusable:
+            self._sweeper.sweep(self.files.discard, _name(new))
+            await self.swept()
+            raise
+        self._known.put(new)
+        for old in superseded(self.snapshots, new):
+            self.delete(old, "superseded")
+        self.trim()
+        await self.swept()
+        return new
+
+    async def verify(self, snapshot: Snapshot) -> None:
+        """Raises SnapshotUnusable, and sets it aside, unless its file is what was saved."""
+        saved = snapshot.n_bytes, snapshot.checksum
+        try:
+            await asyncio.to_thread(self.files.verify, _name(snapshot), *saved)
+        except SnapshotUnusable as error:
+            self.set_aside(snapshot, error.reason)
+            await self.swept()
+            raise
+
+    @asynccontextmanager
+    async def lent(self, snapshot: Snapshot) -> AsyncIterator[str]:
+        """The file that llama-server is to restore. Raises SnapshotUnusable, and sets it aside,
+        when it cannot be decrypted."""
+        try:
+            name = await asyncio.to_thread(self.files.lend, _name(snapshot))
+        except SnapshotUnusable as error:
+            if error.reason == "disk":  # no room for what it is decrypted: it is sound
+                self.end_restore(snapshot, useful=False)
+            else:
+                self.set_aside(snapshot, error.reason)
+            raise
+        try:
+            yield name
+        finally:
+            if name != _name(snapshot):
+                self._sweeper.sweep(self.files.discard, name)
+
+    def begin_restore(self, snapshot: Snapshot) -> None:
+        """From here on it is suspect: should llama-server die of it, it is not tried again.
+        Raises SnapshotUnusable when the disk does not take that note."""
+        self._mark(snapshot, suspect=True)
+
+    def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
+        """llama-server has lived through it."""
+        current, now = self._known.items.get(snapshot.id), time.time()
+        if current is None:  # deleted meanwhile
+            return
+        hits = hits_at(current, now, self._bounds.half_life_s) + useful
+        self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
+
+    def set_aside(self, snapshot: Snapshot, reason: str) -> None:
+        """Out of the index, its file kept for whoever wants to look at it."""
+        _log.warning("snapshot %s set aside: %s", snapshot.id, reason)
+        self._metrics.snapshots_bad.labels(reason=reason).inc()
+        self._remove(snapshot)
+        self._sweeper.sweep(self.files.set_aside, _name(snapshot))
+
+    def delete(self, snapshot: Snapshot, reason: str) -> None:
+        """Delete it, row first: a file without a row is a leaving, the reverse a lie."""
+        self._metrics.snapshots_gone.labels(reason=reason).inc()
+        self._remove(snapshot)
+        self._sweeper.sweep(self.files.discard, _name(snapshot))
+
+    def pin(self, snapshot: Snapshot, pinned: bool) -> None:
+        """A pinned one is never deleted for room, age or a newer one."""
+        self._mark(snapshot, pinned=pinned)
+
+    def discard(self, part: str, overdue: bool = False) -> None:
+        """Delete what llama-server has written and is no snapshot; what is `overdue`, and may still
+        be written, again with every later one, and at the next start."""
+        self._sweeper.sweep(self.files.discard, part, again=overdue)
+        self._sweeper.sweep_again(self.files.discard)
+
+    def trim(self) -> None:
+        """Be within the bounds again."""
+        free = self.files.free_bytes()
+        for snapshot, reason in surplus(self.snapshots, self._bounds, free, time.time()):
+            self.delete(snapshot, reason)
+        self._sweeper.sweep_again(self.files.discard)
+        latest = self._known.latest
+        self._metrics.snapshots.set(len(latest))
+        self._metrics.snapshot_bytes.set(sum(item.n_bytes for item in latest))
+
+    def summary(self) -> Mapping[str, Any]:
+        """What readiness shows of it."""
+        return {"snapshots": len(self.snapshots), "bytes": sum(i.n_bytes for i in self.snapshots)}
+
+    def records(self, id: str | None = None) -> Sequence[Record]:
+        """Of budgeted sessions, or of one, the latest used first; those that are too old go."""
+        found, oldest = list(self._index.records(id)), time.time() - self._bounds.max_age_s
+        for record in (record for record in found if record.used < oldest):
+            self.remove_record(record.id)
+        return [record for record in found if record.used >= oldest]
+
+    def put_record(self, record: Record) -> None:
+        """Write a session down, instead of what was written of it before."""
+        self._index.put_record(record)
+
+    def remove_record(self, id: str) -> None:
+        """A session is not to go on; one that stays on disk all the same is still in `records`."""
+        try:
+            self._index.remove_record(id)
+        except SnapshotUnusable as error:
+            _log.warning("%s", error)
+
+    def _reconcile(self) -> None:
+        """Rows without their file go, files without a row too, and whatever was being restored."""
+        sizes = dict(self.files.sizes())
+        for item in list(self._known.latest):
+            size = sizes.pop(_name(item), None)
+            if size is None:
+                self.set_aside(item, "missing")
+            elif size != item.n_bytes:
+                self.set_aside(item, "size")
+            elif item.suspect:
+                self.set_aside(item, "suspect")
+        for name in sizes:
+            self.files.discard(name)
+        self.trim()
+        self._sweeper.wait()
+
+    def _mark(self, snapshot: Snapshot, **values: float) -> None:
+        """Change these fields of it and nothing that somebody else may have changed."""
+        try:
+            self._index.mark(snapshot.id, **values)
+        except SnapshotUnusable as error:
+            if values.get("suspect", True):
+                raise
+            _log.warning("%s", error)  # the next process will not trust it; we may
+        self._known.mark(snapshot.id, **values)
+
+    async def swept(self) -> None:
+        """Wait until all files that go are gone."""
+        await self._sweeper.swept()
+
+    def _remove(self, snapshot: Snapshot) -> None:
+        try:
+            self._index.remove(snapshot.id)
+        except SnapshotUnusable as error:  # its file goes all the same: a row without one is found
+            _log.warning("%s", error)
+        self._known.remove(snapshot.id)
+
+
+def _name(snapshot: Snapshot) -> str:
+    return snapshot.id + WHOLE

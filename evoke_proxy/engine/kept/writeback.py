@@ -1,0 +1,145 @@
+"""Write-behind: what a conversation leaves in its slot is copied while nobody needs the server.
+
+A block that has a copy leaves the cache without one being made, in a plan or by the engine itself.
+Copies are made in small calls; each is made only while no request runs, and is refused by
+llama-server when the slot is not any more as it was looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.core.conversation.plan import Plan, Save
+from evoke_proxy.core.policies import recovers
+from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.engine.chores import Chores
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.turns.waiting import SlotQueue
+from evoke_proxy.errors import PlanRefused
+
+_log = logging.getLogger(__name__)
+
+# After a reply most clients that are going to answer at once have done so.
+_PAUSE_S = 0.02
+# Tokens of one call: milliseconds for which nothing else runs.
+_BATCH_TOKENS = 256
+# Host memory that is left for copies of what is not in the cache any more.
+_SPARE = 0.25
+
+
+class Writeback:
+    """Conversations whose blocks are to be copied, and one task that does it when it can."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        metrics: Metrics,
+        slots: SlotQueue,
+        chores: Chores,
+        records: Records,
+    ) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._slots = slots
+        self._chores = chores
+        self._records = records
+        self._waiting: dict[str, tuple[Conversation, Mapping[str, str]]] = {}
+        self._running = False
+
+    def after(self, way: Forwarding, client: Mapping[str, str]) -> None:
+        """A request has given its slot back; `client` are the headers our calls are made with."""
+        known, turn = way.conversation, way.turn
+        if known is not None and turn is not None and way.books is not None:
+            if turn.config.writeback and recovers(turn.config) and not known.passing:
+                self._waiting[known.id] = (known, client)
+        if len(self._waiting) > len(self._slots.pool):  # some have lost their slots
+            slot_of, waiting = self._slots.pool.slot_of, self._waiting
+            self._waiting = {id: waiting[id] for id in waiting if slot_of(id) is not None}
+        if self._waiting and not self._running and self._slots.pool.idle():
+            self._running = True
+            self._chores.run(self._run(), "copying blocks")
+
+    async def _run(self) -> None:
+        """One conversation after the other, until a request comes or nothing is left."""
+        try:
+            await asyncio.sleep(_PAUSE_S)
+            while self._waiting and self._slots.pool.idle():
+                # Taken out first: a turn that ends meanwhile is put behind what waits.
+                known, client = self._waiting.pop(next(iter(self._waiting)))
+                result = await self._copied(known, client)
+                self._metrics.writebacks.labels(result=result).inc()
+                if result == "interrupted":
+                    self._waiting.setdefault(known.id, (known, client))
+                    return
+        finally:
+            self._running = False
+
+    async def _copied(self, known: Conversation, client: Mapping[str, str]) -> str:
+        """Copy one conversation's unsaved blocks; how it ended, a label of `writebacks`."""
+        try:
+            return "done" if await self._copy(known, client) else "interrupted"
+        except PlanRefused as refused:
+            _log.debug("session %s not copied: %s", known.id, refused)
+            return "refused"
+
+    async def _copy(self, known: Conversation, client: Mapping[str, str]) -> bool:
+        """All of its unsaved blocks; False when something else came first."""
+        slot, turns = self._slots.pool.slot_of(known.id), known.session.turns
+        if slot is None or known.epoch is None:
+            return True
+        await self._records.ready(known, slot, client)
+        if not self._slots.pool.idle() or known.in_use:
+            return False
+        since = self._records.since(known)
+        answer = await self._upstream.slot(slot, known.tenant, client, since)
+        view = SlotView.parse(answer)
+        if view.epoch != known.epoch or view.busy:
+            return True
+        expect = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
+        session = known.session
+        # To come back after a restart it needs what was generated, too.
+        everything = session.save_all(view).saves if self._records.on else ()
+        saves = everything or session.unsaved(view)
+        for batch in _batches(saves[: _room(answer, saves)]):
+            if not self._slots.pool.idle() or known.in_use:
+                return False
+            ops = Plan(saves=batch).ops()
+            call = {"epoch": view.epoch, "ops": ops, "expect": expect, "tenant": known.tenant}
+            await self._upstream.run(slot, "block-plan", call, client)
+            self._metrics.written_behind.inc(len(batch))
+            if known.in_use or known.session.turns != turns:
+                return False  # its blocks may have other names by now
+            known.session.saved_all(Plan(saves=batch))
+            self._records.copied(known, [save.label for save in batch])
+        await self._records.keep(known, view, answer, client)
+        return True
+
+
+def _room(answer: Mapping[str, Any], saves: Sequence[Save]) -> int:
+    """How many of these copies fit the host memory that is free without a copy having to go."""
+    ram, rows = answer.get("ram") or {}, answer.get("row_bytes") or 0
+    free = ram.get("budget", 0) * (1 - _SPARE) - ram.get("used", 0)
+    for n, save in enumerate(saves):
+        free -= len(save.span) * rows
+        if free < 0:
+            return n
+    return len(saves)
+
+
+def _batches(saves: Sequence[Save]) -> Iterator[tuple[Save, ...]]:
+    """The saves in their order, each batch of a block at least and of so many tokens at most."""
+    batch: list[Save] = []
+    for save in saves:
+        if batch and sum(len(item.span) for item in batch) + len(save.span) > _BATCH_TOKENS:
+            yield tuple(batch)
+            batch = []
+        batch.append(save)
+    if batch:
+        yield tuple(batch)

@@ -1,0 +1,1 @@
+"""What somebody who operates the proxy sees, is told and may change."""

@@ -1,0 +1,1 @@
+"""One turn from the request to the end of its reply: a slot, a plan, the books."""

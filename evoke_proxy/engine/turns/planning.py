@@ -1,0 +1,300 @@
+"""From a chat request to the bytes that go to llama-server: session, slot, plan, marker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.conversation.bounds import effective
+from evoke_proxy.core.conversation.plan import Plan, Stream
+from evoke_proxy.core.conversation.turn import Turn
+from evoke_proxy.core.policies import recovers_text
+from evoke_proxy.core.prompt.blocks import Block
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
+from evoke_proxy.core.request.breadcrumb import Recalled, recall
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.turns.attending import Attending
+from evoke_proxy.engine.turns.calls import run_plan, slot_in
+from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.turns.probing import Probing
+from evoke_proxy.engine.turns.seating import Seating
+from evoke_proxy.engine.vectors import BlockVectors
+from evoke_proxy.errors import PlanRefused
+
+_log = logging.getLogger(__name__)
+
+
+class Planner:
+    """Prepares one request at a time on its slot; what it changes in a Forwarding says how far."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        metrics: Metrics,
+        seating: Seating,
+        conversations: Conversations,
+        vectors: BlockVectors,
+        records: Records,
+        server: Callable[[], ServerInfo],
+    ) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._seating = seating
+        self._conversations = conversations
+        self._vectors = vectors
+        self._records = records
+        self._attending = Attending(upstream, server)
+        self.probing = Probing(upstream, metrics, self._attending, server)
+        self._server = server
+
+    async def prepare(
+        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
+    ) -> None:
+        """Find the session, wait for its slot, run its plan, put the marker into the body.
+
+        Raises RequestError when the client asks for what no budget can hold, SlotsBusy when no slot
+        gets free, PlanRefused after the second refusal, other EvokeErrors for what llama-server
+        does. The lease is in `way` as soon as there is one and stays the caller's to release.
+        """
+        began = asyncio.get_running_loop().time()
+        rendering = self._upstream.render(request.dialect, way.body, client, way.known)
+        rendered = await self._vectors.beside(rendering, way, request, tenant)
+        way.stage = "session"
+        known = way.conversation = self._conversations.of_request(
+            request, rendered, way.hint, tenant, way.kept
+        )
+        known.in_use += 1
+        left = self._seating.holds(known)
+        lease = await self._seating.acquire(
+            way, known.id, tenant, known.passing, self._seating.wanted(way)
+        )
+        moved = await self._records.undisturbed(lease.slot, tenant, client) or lease.waited
+        rendered = await self._brought_back(way, request, rendered, client)
+        request, changed = self._truncated(way, request, rendered)
+        if changed or moved:
+            way.stage = "render"
+            rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
+        if left is not None and left != lease.slot:
+            await self._seating.make_room(known, slot_in(rendered, left), client)
+        victim = self._conversations.get(lease.victim)
+        await self._seating.make_room(victim, slot_in(rendered, lease.slot), client)
+        if self._too_long(rendered, 0):
+            # llama-server says so in the words that agents look for; nothing is moved for it.
+            way.decision = "bypass:too_long"
+            self._metrics.bypass.labels(reason="too_long").inc()
+            return
+        await self._plan(way, request, rendered, client)
+        self._metrics.plan_seconds.observe(
+            asyncio.get_running_loop().time() - began - way.waits["queue"]
+        )
+
+    async def _brought_back(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> Rendered:
+        """The rendering, on a slot that has what a restart, or another session, took from it, as
+        far as copies alone do not bring that back."""
+        assert way.lease is not None and way.conversation is not None
+        known = way.conversation
+        if known.unsure:
+            await self._records.ground(known, way.lease.slot, client)
+        view = slot_in(rendered, way.lease.slot)
+        if not await self._records.restored(known, rendered.tokens, view, client):
+            return rendered
+        way.stage = "render"
+        rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
+        known.epoch = slot_in(rendered, way.lease.slot).epoch
+        return rendered
+
+    async def hold(self, way: Forwarding, request: ChatRequest, client: Mapping[str, str]) -> None:
+        """The least of plans, where none could be made: the engine holds the budget by itself.
+
+        Nothing is recovered, the oldest rows go first. Does nothing without a slot; raises what
+        fails, and then has changed nothing of `way`.
+        """
+        known = way.conversation
+        if way.lease is None or known is None:
+            return
+        rendered = await self._upstream.render(request.dialect, way.body, client)
+        view = slot_in(rendered, way.lease.slot)
+        if known.epoch != view.epoch:
+            view = await self._without_foreign_holes(view, known, client)
+        config = effective(known.session.config, request)
+        stream = _unplanned(config)
+        epoch = await self._run(Plan(stream=stream), view, known, client)
+        way.body = _marked(way.body, request.keys, view.id, epoch)
+        way.marked, way.held = True, stream.budget or None
+        known.epoch, known.budget, known.policy = epoch, config.budget, config.name
+
+    def _truncated(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered
+    ) -> tuple[ChatRequest, bool]:
+        """The request without its oldest messages, where that is the policy."""
+        assert way.conversation is not None
+        config = effective(way.conversation.session.config, request)
+        if config.name != "truncate" or config.budget is None:
+            return request, False
+        reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens
+        limit = prompt_limit(config.budget, reserve)
+        body, messages = truncate_messages(
+            way.body, request.dialect, request.messages, rendered, limit
+        )
+        if body == way.body:
+            return request, False
+        way.body = body
+        return replace(request, messages=messages), True
+
+    async def _plan(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> None:
+        try:
+            await self._attempt(way, request, rendered, client)
+        except PlanRefused as refused:
+            await self._learn(way, refused, client)
+            way.stage = "render"
+            rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
+            try:
+                await self._attempt(way, request, rendered, client)
+            except PlanRefused as again:
+                await self._learn(way, again, client)
+                raise
+
+    async def _attempt(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> None:
+        """Decide, run the plan, mark the body; nothing of `way` changes unless all of it works."""
+        assert way.lease is not None and way.conversation is not None
+        way.stage = "decide"
+        view = slot_in(rendered, way.lease.slot)
+        session = way.conversation.session
+        if way.conversation.epoch != view.epoch:
+            view = await self._without_foreign_holes(view, way.conversation, client)
+        self._vectors.collect(way.conversation)
+        turn = session.begin(rendered, view, request, way.vectors)
+        turn = await self._attending.seen(turn, way.conversation, client)
+        plan, recalled = session.plan(turn), None
+        if recovers_text(turn.config):
+            turn, plan, recalled = await self._with_text(way, turn, plan, client)
+        else:
+            way.stage = "probe"
+            turn, plan = await self.probing.looked(way, turn, plan, client)
+        way.stage = "plan"
+        tokens = turn.rendered.tokens
+        more = self._attending.ops(turn.config, way.conversation)
+        epoch = await self._run(plan, turn.slot, way.conversation, client, tokens, more)
+        session.applied(turn, plan)
+        way.stage = "splice"
+        body = way.body if recalled is None else recalled.body
+        way.conversation.spoken = self._records.spoken(request.dialect, body)
+        body = _marked(body, request.keys, view.id, epoch)
+        self._note(way, turn, plan, epoch, () if recalled is None else recalled.blocks)
+        way.body = body
+
+    async def _with_text(
+        self, way: Forwarding, turn: Turn, plan: Plan, client: Mapping[str, str]
+    ) -> tuple[Turn, Plan, Recalled | None]:
+        """The turn with the evicted text it needs in its last message, if that fits the budget and
+        leaves the answer its place in the context."""
+        assert way.conversation is not None
+        session, request = way.conversation.session, turn.request
+        recalled = recall(turn, turn.question, way.body)
+        if recalled is None:
+            return turn, plan, None
+        way.stage = "render"
+        rendered = await self._upstream.render(request.dialect, recalled.body, client)
+        way.stage = "decide"
+        view = slot_in(rendered, turn.slot.id)
+        longer = session.begin(rendered, view, recalled.request, way.vectors)
+        longer_plan = session.plan(longer)
+        too_long = self._too_long(rendered, request.max_tokens or turn.config.reserve_tokens)
+        if too_long or (longer_plan.infeasible and not plan.infeasible):
+            return session.begin(turn.rendered, turn.slot, request, way.vectors), plan, None
+        return longer, longer_plan, recalled
+
+    def _too_long(self, rendered: Rendered, answer: int) -> bool:
+        """Whether a prompt and an answer of so many tokens exceed the context of a slot."""
+        n_ctx = self._server().n_ctx
+        return n_ctx is not None and len(rendered.tokens) + max(answer, 1) > n_ctx
+
+    async def _without_foreign_holes(
+        self, view: SlotView, known: Conversation, client: Mapping[str, str]
+    ) -> SlotView:
+        """A slot that holds somebody else's rows, cut off where the first of them is missing.
+
+        What was evicted from a shared beginning is missing for us too, and we have no copy of it:
+        what is there before it stays, the rest is to be decoded again.
+        """
+        edge = view.whole_to
+        if edge is None:
+            return view
+        epoch = await self._run(Plan(reuse=edge), view, known, client)
+        return replace(view, epoch=epoch, n_common=edge)
+
+    def _note(
+        self, way: Forwarding, turn: Turn, plan: Plan, epoch: int, quoted: Sequence[Block]
+    ) -> None:
+        assert way.conversation is not None
+        way.turn, way.plan, way.marked = turn, plan, True
+        way.decision = turn.config.name + ("" if plan.moves_nothing else ":moved")
+        way.conversation.epoch = epoch
+        way.conversation.budget, way.conversation.policy = turn.config.budget, turn.config.name
+        way.conversation.capture = self._attending.wanted(turn.config)
+        way.announce(turn, plan, quoted)
+        self._metrics.evicted.inc(len(plan.evicts))
+        self._metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
+        self._metrics.as_text.inc(len(quoted))
+        if turn.divergence is not None:
+            _log.info("session %s left its history at %d", way.conversation.id, turn.divergence)
+
+    async def _run(
+        self,
+        plan: Plan,
+        view: SlotView,
+        known: Conversation,
+        client: Mapping[str, str],
+        tokens: Tokens | None = None,
+        more: Sequence[dict[str, Any]] = (),
+    ) -> int:
+        return await run_plan(self._upstream, plan, view, known.tenant, client, tokens, more)
+
+    async def _learn(
+        self, way: Forwarding, refused: PlanRefused, client: Mapping[str, str]
+    ) -> None:
+        """Count a refusal, and find out which of the session's copies are gone."""
+        assert way.lease is not None and way.conversation is not None
+        self._metrics.plan_failures.labels(reason=refused.type).inc()
+        _log.warning("session %s: plan refused: %s", way.conversation.id, refused)
+        slot = await self._upstream.slot(way.lease.slot, way.conversation.tenant, client)
+        there = {str(block.get("name")) for block in slot.get("blocks", ())}
+        gone = way.conversation.labels - there
+        if refused.name is not None:
+            gone |= {refused.name}
+        way.conversation.session.failed(gone)
+
+
+def _unplanned(config: PolicyConfig) -> Stream:
+    """How the engine holds a budget that nobody has planned for."""
+    if config.budget is None or config.name == "no_eviction":
+        return Stream(0)
+    return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
+
+
+def _marked(body: bytes, keys: Collection[str], slot: int, epoch: int) -> bytes:
+    marker = {
+        "id_slot": orjson.dumps(slot),
+        "cache_prompt": b"true",
+        "evoke": orjson.dumps({"epoch": epoch}),
+    }
+    return edit_top_level(body, marker, (), keys=keys)

@@ -1,0 +1,161 @@
+"""Asking the model what it looks for: a turn's prompt is decoded once to see, then for its answer.
+
+The request of a probe is marked as such in llama-server: the turn goes on behind it, in its books
+too, and the prompt is decoded again from where it was. See core/attention/probe.py for what is made
+of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.upstream import LATEST, Upstream
+from evoke_proxy.core.attention.key_bounds import Queries
+from evoke_proxy.core.attention.probe import (
+    MOST_BLOCKS,
+    Pace,
+    Probed,
+    declined,
+    likeliest,
+    reachable,
+    sought,
+)
+from evoke_proxy.core.attention.probe import spans as spans_of
+from evoke_proxy.core.conversation.plan import Plan
+from evoke_proxy.core.conversation.score import Scores
+from evoke_proxy.core.conversation.turn import Turn
+from evoke_proxy.core.prompt.block_table import Positions
+from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.turns.attending import Attending
+from evoke_proxy.engine.turns.calls import run_plan
+from evoke_proxy.engine.turns.forwarding import Forwarding
+
+PROBE = {"op": "probe"}
+Client = Mapping[str, str]
+
+
+class Probing:
+    """Probes turns where that pays; knows how fast its server has been."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        metrics: Metrics,
+        attending: Attending,
+        server: Callable[[], ServerInfo],
+    ) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._attending = attending
+        self._server = server
+        self.pace = Pace()
+
+    async def looked(
+        self, way: Forwarding, turn: Turn, plan: Plan, client: Client
+    ) -> tuple[Turn, Plan]:
+        """The turn with what the model looks for, and a plan by that; as they were where a probe
+        does not pay, or was tried before.
+
+        Runs a plan of its own first. Raises PlanRefused, and other EvokeErrors for what
+        llama-server does.
+        """
+        known = way.conversation
+        reason = self._declined(way, turn)
+        if reason != "off":
+            self._metrics.probes.labels(result=reason or "made").inc()
+        if reason or known is None:
+            return turn, plan
+        began = asyncio.get_running_loop().time()
+        roomy = _with_room(turn)
+        first = known.session.plan(roomy)
+        if first.infeasible:
+            return turn, plan
+        way.probe = Probed(first, 0, 0.0)  # tried: not again, should it be refused
+        more = [*self._attending.ops(turn.config, known), PROBE]
+        tokens = turn.rendered.tokens
+        epoch = await run_plan(self._upstream, first, turn.slot, known.tenant, client, tokens, more)
+        known.session.applied(roomy, first)
+        cursor = turn.view.adopt_to or turn.view.n_past
+        decoded = await self._decode(turn, epoch, known, client)
+        # Of nobody's copies: it is only asked what is resident.
+        now = SlotView.parse(await self._upstream.slot(turn.slot.id, "", client, LATEST))
+        later = known.session.begin(
+            turn.rendered, replace(now, n_common=cursor), turn.request, way.vectors
+        )
+        found = await self._sought(later, known, client)
+        later = replace(later, view=replace(later.view, sought=found))
+        seconds = asyncio.get_running_loop().time() - began
+        way.probe = Probed(first, decoded, seconds)
+        self._metrics.probe_tokens.inc(decoded)
+        self._metrics.probe_seconds.observe(seconds)
+        return later, known.session.plan(later)
+
+    def _declined(self, way: Forwarding, turn: Turn) -> str:
+        server, view, known = self._server(), turn.view, way.conversation
+        if way.probe is not None or not (server.probes and server.capturable) or known is None:
+            return "off"
+        self.pace.note(known.timings)
+        tail = view.n_tokens - (view.adopt_to or view.n_past)
+        seconds = self.pace.seconds(tail, turn.config.probe_tokens)
+        reason = declined(view, turn.config, seconds, 0.0)
+        if reason or turn.config.recall != "fused":
+            return reason
+        sure = view.index.confidence(turn.question, view.blocks, view.own)
+        return declined(view, turn.config, seconds, sure)
+
+    async def _decode(self, turn: Turn, epoch: int, known: Conversation, client: Client) -> int:
+        """The probe itself: how many tokens it decoded."""
+        body = {
+            "prompt": turn.rendered.tokens.tolist(),
+            "n_predict": turn.config.probe_tokens,
+            "temperature": 0,
+            "cache_prompt": True,
+            "id_slot": turn.slot.id,
+            "evoke": {"epoch": epoch},
+            "response_fields": ["timings"],
+        }
+        answer = await self._upstream.call(
+            "POST", "/completion", body, client, "probe", patient=True
+        )
+        timings: Mapping[str, Any] = answer.get("timings") or {}
+        self.pace.note(timings)
+        books = Books.parse(timings)
+        if books is not None:
+            evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
+            known.session.learn(evicted)
+        return sum(int(timings.get(name) or 0) for name in ("prompt_n", "predicted_n"))
+
+    async def _sought(self, turn: Turn, known: Conversation, client: Client) -> Scores | None:
+        """What the queries of the probe say of all blocks that have rows anywhere."""
+        view, at = turn.view, reachable(turn.view)
+        if len(at) > MOST_BLOCKS:
+            at = await self._likeliest(turn, known, client)
+        asked = {"ranges": [], "products": spans_of(view, at), "tenant": known.tenant}
+        answer = await self._upstream.run(turn.slot.id, "attention", asked, client)
+        return sought(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
+
+    async def _likeliest(self, turn: Turn, known: Conversation, client: Client) -> Positions:
+        view, bounds = turn.view, known.session.attention.bounds
+        bounds.keep(view.blocks)
+        lacking = [i for i in bounds.lacking(view.blocks) if view.blocks.ends[i] <= view.n_past]
+        spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
+        asked = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": known.tenant}
+        answer = await self._upstream.run(turn.slot.id, "attention", asked, client)
+        bounds.take(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
+        queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
+        return likeliest(view, bounds, queries)
+
+
+def _with_room(turn: Turn) -> Turn:
+    """The turn with room for the words of a probe."""
+    reserve = turn.view.max_tokens
+    wanted = turn.config.reserve_tokens if reserve is None else reserve
+    view = replace(turn.view, max_tokens=max(wanted, turn.config.probe_tokens))
+    return replace(turn, view=view)
