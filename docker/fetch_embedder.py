@@ -18,7 +18,7 @@ from pathlib import Path
 REPOSITORY = "BAAI/bge-small-en-v1.5"
 REVISION = "5c38ec7c405ec4b44b94cc5a9bb96e735b38267a"
 # Path in the repository -> SHA-256. Taken from other projects that pin this revision, not from
-# a download of ours: no model hub was reachable where this was written.
+# a download of ours.
 SHA256 = {
     "onnx/model.onnx": "828e1496d7fabb79cfa4dcd84fa38625c0d3d21da474a00f08db0f559940cf35",
     "tokenizer.json": "d241a60d5e8f04cc1b2b3e9ef7a4921b27bf526d9f6050ab90f9267a1f9e5c66",
