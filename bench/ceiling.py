@@ -120,12 +120,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.ceiling",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("ceiling", __doc__, _EXAMPLES)
     parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
     parser.add_argument("--seeds", type=int, default=100, help="how many sessions (100)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")

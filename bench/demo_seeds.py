@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from bench.ceiling import wilson
 from evoke_proxy.demo.judge import failures, logical_tokens
 from evoke_proxy.demo.processes import stack
@@ -102,12 +103,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.demo_seeds",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("demo_seeds", __doc__, _EXAMPLES)
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--seeds", type=int, default=20, help="how many sessions (20)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")

@@ -7,7 +7,6 @@ handing them in to the last vector. No text comes twice, so the cache never help
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import random
@@ -104,11 +103,7 @@ def summed(rows: Sequence[record.Row]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/embedding.json`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.embedding",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("embedding", __doc__)
     parser.add_argument("--directory", type=Path, help="another encoder")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)

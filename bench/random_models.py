@@ -6,7 +6,6 @@ once and kept in the cache folder, named by their shape.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from bench import record
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build.cache import cache_dir
 
@@ -186,11 +186,8 @@ def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write one shape and print its path."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.random_models",
-        description=__doc__,
-        epilog="example:\n  python -m bench.random_models deep-24",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = record.command(
+        "random_models", __doc__, "example:\n  python -m bench.random_models deep-24"
     )
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("--seed", type=int, default=0)

@@ -17,15 +17,19 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
-    """What `python -m bench.NAME` can be told: so far only `--out`, where `write` is to write."""
-    command = f"python -m bench.{name}"
-    made = argparse.ArgumentParser(
-        prog=command,
+def command(name: str, about: str | None, examples: str | None = None) -> argparse.ArgumentParser:
+    """What `python -m bench.NAME` can be told: nothing so far. `examples` end its help."""
+    return argparse.ArgumentParser(
+        prog=f"python -m bench.{name}",
         description=about,
-        epilog=f"example:\n  {command} {example}",
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
+    """The same, with `--out`, where `write` is to write."""
+    made = command(name, about, f"example:\n  python -m bench.{name} {example}")
     made.add_argument("--out", type=Path, help=f"the JSON file (out/bench/{name}.json)")
     return made
 

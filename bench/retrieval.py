@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from bench import record
 from bench import retrieval_texts as texts
 from bench.ceiling import wilson
 from bench.export_minilm import ensure
-from bench.record import table, write
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.conversation.question import Question
@@ -270,20 +270,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for seed in seeds for row in find(haystack(seed, args.blocks), encoder)]
     found = recall(rows)
     times = [row for size in args.sizes for row in speed(size, args.turns)]
-    print(table(found, ("kind", "arm", "n", *(f"@{depth}" for depth in DEPTHS), "@8 95%")))
-    print(table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
+    print(record.table(found, ("kind", "arm", "n", *(f"@{depth}" for depth in DEPTHS), "@8 95%")))
+    print(record.table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
     summary = {"blocks": args.blocks, "seeds": list(seeds), "times": times}
-    print(write("retrieval", found, summary, args.out))
+    print(record.write("retrieval", found, summary, args.out))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.retrieval",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("retrieval", __doc__, _EXAMPLES)
     parser.add_argument("--seeds", type=int, default=4, help="haystacks (4)")
     parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
     parser.add_argument("--blocks", type=int, default=512, help="blocks a haystack (512)")

@@ -201,12 +201,7 @@ def _line(task: str, length: int, rows: Sequence[Row]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.ruler",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("ruler", __doc__, _EXAMPLES)
     parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
     parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
     parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ",".join(TASKS))

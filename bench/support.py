@@ -6,7 +6,6 @@ saved, evicted and loaded again, and compares all logprobs with the same convers
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -182,11 +181,8 @@ def row(case: Case, memory: str, outcome: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases and write the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.support",
-        description=__doc__,
-        epilog="example:\n  python -m bench.support --out /tmp/SUPPORT.md",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = record.command(
+        "support", __doc__, "example:\n  python -m bench.support --out /tmp/SUPPORT.md"
     )
     parser.add_argument("--out", type=Path, default=TABLE, help="where the table is written")
     args = parser.parse_args(argv)

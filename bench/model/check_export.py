@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import random
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench import record
 from bench.model.chat import Encoder
 from bench.model.checkpoint import load
 from bench.model.evaluate import spell
@@ -104,12 +104,7 @@ def post(port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Check one exported model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.model.check_export",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("model.check_export", __doc__, _EXAMPLES)
     parser.add_argument("server", type=Path, help="a llama-server binary")
     parser.add_argument("model", type=Path, help="the .gguf file")
     parser.add_argument("--checkpoint", type=Path, help="compare with this .pt (default: the file)")

@@ -8,7 +8,6 @@ value must never come back.
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench import record
 from bench.model.chat import Builder, Encoder, Question, Span
 from bench.model.checkpoint import load
 from bench.model.network import Model
@@ -121,12 +121,7 @@ def _half(blocks: Sequence[Span]) -> set[int]:
 
 def main() -> None:
     """Evaluate one model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.model.evaluate",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("model.evaluate", __doc__, _EXAMPLES)
     parser.add_argument("model", type=Path, help="a .pt or .gguf file")
     parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ",".join(TASKS))
     parser.add_argument("--lengths", default="1000,4000", help="tokens (1000,4000)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench import record
 from bench.model.checkpoint import architecture, halves, load
 from bench.model.network import Model, Shape
 from bench.model.rows import TOKENIZER
@@ -28,12 +28,7 @@ _EXAMPLES = """examples:
 
 def main() -> None:
     """Export one checkpoint."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.model.export",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("model.export", __doc__, _EXAMPLES)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--context", type=int, default=8192, help="declared context (8192)")

@@ -8,7 +8,6 @@ damaged at first, and `bench.model.train --init` brings it back.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bench import record
 from bench.model.checkpoint import load, save
 from bench.model.network import Layer, Model, NormedBlock
 from bench.model.rows import encoder, row
@@ -65,12 +65,7 @@ def _sizes(model: Model, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def main() -> None:
     """Grow one model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.model.grow",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("model.grow", __doc__, _EXAMPLES)
     parser.add_argument("model", type=Path, help="a .pt or .gguf file")
     parser.add_argument("out", type=Path, help="the .pt file to write")
     parser.add_argument(

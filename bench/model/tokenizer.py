@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench import record
 from bench.model import vocab
 from bench.model.tasks import TASKS, session
 
@@ -82,12 +82,7 @@ def train(out: Path, size: int, chats: int) -> int:
 
 def main() -> None:
     """Train one tokenizer."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.model.tokenizer",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("model.tokenizer", __doc__, _EXAMPLES)
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=int, default=2048)
     parser.add_argument("--chats", type=int, default=150, help="chats a task (150)")

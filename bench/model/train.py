@@ -23,6 +23,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import record
 from bench.model.checkpoint import load, save
 from bench.model.muon import Muon
 from bench.model.network import Model, Shape, is_matrix
@@ -243,12 +244,7 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.model.train",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("model.train", __doc__, _EXAMPLES)
     parser.add_argument("--out", type=Path, default=Path("out/model/run"))
     parser.add_argument("--init", type=Path, help="a .pt or .gguf file to go on from")
     parser.add_argument("--tokens", type=float, default=60e6, help="of all ranks together (60e6)")

@@ -131,12 +131,7 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.quality",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = record.command("quality", __doc__, _EXAMPLES)
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
     parser.add_argument("--quick", action="store_true", help="three short sessions at 8x")
