@@ -14,12 +14,11 @@ latest reading in the prompt was in the cache for the answer.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 from bench import record
 from bench.agent_rows import Witness, rows
 from bench.chat_turns import proxied
+from bench.llama import Llama
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.client import chat
@@ -176,7 +176,7 @@ class Session:
     @classmethod
     def begin(cls, upstream: int, front: int, arm: str, budget: int, folder: Path) -> Session:
         """With nothing said but the system prompt; the slot is emptied."""
-        post(upstream, "/slots/0?action=erase", {})
+        Llama(upstream).erase()
         system = [{"role": "system", "content": _SYSTEM}]
         return cls(upstream, front, arm, budget, folder, system, Witness(), {})
 
@@ -217,40 +217,36 @@ class Session:
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
         if self.arm == "evoke":
             kept = turn["n_prompt"] - turn["decoded"]
-            now = self._rows()
+            now = saved_rows(self.upstream, self.folder)
             back = self.witness.look(now, kept, turn["n_prompt"])
             if known:
-                wanted = [at for span in self._spans(known) for at in range(*span)]
-                turn["file_rows"] = len(wanted)
-                turn["file_there"] = sum(at in now for at in wanted)
-                turn["file_back"] = sum(at in back for at in wanted)
+                given = self._body().items()
+                plain = {key: value for key, value in given if not key.startswith("evoke")}
+                turn |= shown(positions(self.upstream, plain, known), now, back)
         return turn
-
-    def _rows(self) -> dict[int, bytes]:
-        post(self.upstream, "/slots/0?action=save", {"filename": "rows"})
-        return rows(self.folder / "rows")
-
-    def _spans(self, indexes: Sequence[int]) -> list[tuple[int, int]]:
-        body = {key: value for key, value in self._body().items() if not key.startswith("evoke")}
-        answer = post(self.upstream, "/evoke/render", {"dialect": "chat", "body": body})
-        return [(item["p0"], item["p1"]) for item in answer["spans"] if item["index"] in indexes]
 
 
 def _counted(header: str) -> int:
     return int(header.partition(";")[0].removeprefix("blocks=") or 0)
 
 
-def post(port: int, path: str, body: Json) -> Json:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer: Json = json.loads(response.read())
-        if response.status != 200:
-            raise RuntimeError(f"{path}: {response.status} {answer}")
-        return answer
-    finally:
-        connection.close()
+def saved_rows(upstream: int, folder: Path) -> dict[int, bytes]:
+    """The rows of the slot, by position, as the server writes them into its folder."""
+    Llama(upstream).call("POST", "/slots/0?action=save", {"filename": "rows"})
+    return rows(folder / "rows")
+
+
+def positions(upstream: int, body: Json, indexes: Sequence[int]) -> set[int]:
+    """Where these messages of a chat request are in its prompt."""
+    answer = Llama(upstream).call("POST", "/evoke/render", {"dialect": "chat", "body": body})
+    spans = [(item["p0"], item["p1"]) for item in answer["spans"] if item["index"] in indexes]
+    return {at for start, end in spans for at in range(start, end)}
+
+
+def shown(wanted: Set[int], now: Mapping[int, bytes], back: Set[int]) -> Json:
+    """Of the rows that show a file how many there are, are there, and have come back."""
+    there = {"file_there": len(wanted & now.keys()), "file_back": len(wanted & back)}
+    return {"file_rows": len(wanted), **there}
 
 
 def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:

@@ -13,11 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench import record
+from bench.metrics import samples
 from bench.quality.arms import OURS, Arm, recalling
 from bench.quality.drive import answered, run
 from bench.quality.sessions import TUNING, Script, scripts
@@ -66,7 +64,7 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
     before = _counted(running)
     found = run(running, script, read(running.upstream, script), arm)
     after = _counted(running)
-    new = {name: after[name] - before.get(name, 0.0) for name in after}
+    new = {name: after[name] - before[name] for name in after}
     row = {
         "task": script.task,
         "session": script.name,
@@ -76,7 +74,7 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
         "turns": len(found["turns"]),
         "faults": len(found["faults"]),
         "wall_s": found["wall_s"],
-        **{name: int(new.get(name, 0)) for name in _REASONS},
+        **{name: int(new[name]) for name in _REASONS},
         "tokens": int(new["tokens"]),
         "seconds": new["seconds"],
     }
@@ -88,14 +86,10 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
 
 def _counted(running: Stack) -> dict[str, float]:
     """The proxy's counters of what it has asked the model."""
-    with urlopen(f"http://127.0.0.1:{running.front}/metrics", timeout=60) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        samples = [sample for family in families for sample in family.samples]
-    found = {
-        s.labels["result"]: s.value for s in samples if s.name == "evoke_probes_total"
-    }  # by why not, or "made"
-    named = {"evoke_probe_tokens_total": "tokens", "evoke_probe_seconds_sum": "seconds"}
-    return found | {named[s.name]: s.value for s in samples if s.name in named}
+    told = samples(running.front)
+    found = {name: told.get(f'evoke_probes_total{{result="{name}"}}', 0.0) for name in _REASONS}
+    sums = {"tokens": "evoke_probe_tokens_total", "seconds": "evoke_probe_seconds_sum"}
+    return found | {name: told[sample] for name, sample in sums.items()}
 
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,19 +9,18 @@ stay alive: the rows right before them may not go.
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.llama import Llama
 from bench.quality.arms import CEILING
 from bench.quality.drive import answered, run
 from bench.quality.plan import Batch, Cell, batches
 from bench.quality.sessions import REPORTING, TUNING
-from bench.quality.stack import Reading, Stack, read, stack
+from bench.quality.stack import Reading, read, stack
 from bench.quality.summary import summarise
 from evoke_proxy.server_build import ensure_server
 
@@ -53,7 +52,7 @@ def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     records = []
     server = args.server or ensure_server()
     with stack(server, args.model, todo.settings, Path("out/bench/hybrid-logs")) as running:
-        memory = str(_get(running, "/props")["evoke"]["memory"])
+        memory = str(Llama(running.upstream).call("GET", "/props")["evoke"]["memory"])
         readings: dict[str, Reading] = {}
         for unit in todo.units:
             script = unit.script
@@ -68,16 +67,6 @@ def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
 
 def _is_plain(batch: Batch) -> bool:
     return set(batch.settings) == {"policy.bench_fields"}
-
-
-def _get(running: Stack, path: str) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", running.upstream, timeout=60)
-    try:
-        connection.request("GET", path)
-        answer: dict[str, Any] = json.load(connection.getresponse())
-        return answer
-    finally:
-        connection.close()
 
 
 def reached(summary: Mapping[str, Any]) -> bool:

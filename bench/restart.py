@@ -33,10 +33,12 @@ from typing import Any
 
 from bench import record
 from bench.chat_turns import proxied
+from bench.metrics import samples
 from bench.overhead import qwen_template
 from bench.quality.journal import Journal, fingerprint
 from bench.random_models import SHAPES, ensure
 from bench.save_after_reply import peer
+from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
@@ -59,6 +61,7 @@ _COLUMNS = (
 # Of the chat that takes a slot in between.
 _OTHER = 512
 _REST_S = 60.0
+_DECODED = "llamacpp:prompt_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +109,8 @@ class Chat:
             if not first and b"data: {" in text:
                 first = time.perf_counter() - began
         link.close()
-        self._heard("".join(_deltas(text)))
+        self._heard("".join(map(content, events(iter(text.splitlines())))))
         return first
-
-
-def _deltas(stream: bytes) -> Iterator[str]:
-    for line in stream.split(b"\n"):
-        if line.startswith(b"data: {"):
-            choices = json.loads(line[6:]).get("choices") or [{}]
-            yield choices[0].get("delta", {}).get("content") or ""
-
-
-def _get(port: int, path: str) -> str:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    link.request("GET", path)
-    return link.getresponse().read().decode()
-
-
-def _sample(text: str, name: str) -> float:
-    found = [line.split()[1] for line in text.splitlines() if line.startswith(name + " ")]
-    return float(found[0]) if found else 0.0
 
 
 class Bench:
@@ -180,15 +165,14 @@ class Bench:
             return row | (self._restored(front, bytes_per_s) if arm == "ours" else {})
 
     def _second(self, chat: Chat, port: int, front: int) -> dict[str, Any]:
-        before = _sample(_get(port, "/metrics"), "llamacpp:prompt_tokens_total")
+        before = samples(port)[_DECODED]
         ttft = chat.turn(front, self._answer)
-        after = _sample(_get(port, "/metrics"), "llamacpp:prompt_tokens_total")
-        return {"ttft_ms": ttft * 1000, "decoded": int(after - before)}
+        return {"ttft_ms": ttft * 1000, "decoded": int(samples(port)[_DECODED] - before)}
 
     def _restored(self, front: int, bytes_per_s: float) -> dict[str, Any]:
-        metrics = _get(front, "/metrics")
-        seconds = _sample(metrics, "evoke_snapshot_restore_seconds_sum")
-        n_bytes = _sample(metrics, "evoke_snapshot_restored_bytes_total")
+        told = samples(front)
+        seconds = told["evoke_snapshot_restore_seconds_sum"]
+        n_bytes = told["evoke_snapshot_restored_bytes_total"]
         disk = n_bytes / bytes_per_s
         times = {"restore_ms": seconds * 1000, "disk_ms": disk * 1000, "share": disk / seconds}
         return times | {"mib": n_bytes / 2**20}
@@ -223,8 +207,7 @@ def _rest(front: int) -> None:
     """Wait until the proxy has decoded ahead and saved what it wants to."""
     deadline = time.monotonic() + _REST_S
     while time.monotonic() < deadline:
-        metrics = _get(front, "/metrics")
-        if 'evoke_look_aheads_total{result="done"}' in metrics:
+        if 'evoke_look_aheads_total{result="done"}' in samples(front):
             time.sleep(0.5)  # the file is sealed behind it
             return
         time.sleep(0.1)

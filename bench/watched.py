@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.agent import KINDS, post
-from bench.agent_rows import Witness, rows
+from bench.agent import KINDS, positions, saved_rows, shown
+from bench.agent_rows import Witness
 
 
 @dataclass(slots=True)
@@ -31,17 +31,11 @@ class Watch:
         self.books.append(one)
         if self.saved is None:
             return
-        post(self.upstream, "/slots/0?action=save", {"filename": "rows"})
-        now = rows(self.saved / "rows")
+        now = saved_rows(self.upstream, self.saved)
         back = self.witness.look(now, one["prompt"] - one["decoded"], one["prompt"])
         known = reading_before(body["messages"])
         if known is not None:
-            asked = {"dialect": "chat", "body": body}
-            spans = post(self.upstream, "/evoke/render", asked)["spans"]
-            wanted = {at for s in spans if s["index"] == known for at in range(s["p0"], s["p1"])}
-            one["file_rows"] = len(wanted)
-            one["file_there"] = len(wanted & now.keys())
-            one["file_back"] = len(wanted & back)
+            one |= shown(positions(self.upstream, body, [known]), now, back)
 
 
 def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:

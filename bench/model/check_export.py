@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import random
 import string
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench import record
+from bench.llama import Llama
 from bench.model.chat import Encoder
 from bench.model.checkpoint import load
 from bench.model.evaluate import spell
@@ -49,12 +47,12 @@ def texts(rng: random.Random, count: int) -> Iterator[str]:
             yield " ".join(rng.choice(_AWKWARD) for _ in range(size % 60 + 1))
 
 
-def check_tokens(port: int, encode: Encoder, count: int) -> int:
+def check_tokens(server: Llama, encode: Encoder, count: int) -> int:
     """Return how many texts the server cuts differently."""
     different = 0
     for said in texts(random.Random(99), count):
         body = {"content": said, "add_special": True, "parse_special": True}
-        different += post(port, "/tokenize", body)["tokens"] != encode(said).ids
+        different += server.call("POST", "/tokenize", body)["tokens"] != encode(said).ids
     return different
 
 
@@ -68,16 +66,17 @@ class Agreement:
     entries: int = 0
     largest: float = 0.0  # difference of a logprob above -8
 
-    def compare(self, port: int, model: Model, chat: Session, encode: Encoder) -> None:
+    def compare(self, server: Llama, model: Model, chat: Session, encode: Encoder) -> None:
         """Take in one chat: its first question's tokens and 24 greedy tokens behind it."""
         spelled, probe = spell(chat, encode), chat.probes[0]
         prompt = spelled.ids[: spelled.questions[0].answer[0]]
         messages = {"messages": [*chat.messages, *exchange(probe.question)]}
-        rendered = post(port, "/apply-template", messages)["prompt"]
+        rendered = server.call("POST", "/apply-template", messages)["prompt"]
         cut = {"content": rendered, "add_special": True, "parse_special": True}
-        self.template_differs += post(port, "/tokenize", cut)["tokens"] != prompt
+        self.template_differs += server.call("POST", "/tokenize", cut)["tokens"] != prompt
         body = {"prompt": prompt, "n_predict": 24, "temperature": 0, "n_probs": 5}
-        reply = post(port, "/completion", {**body, "return_tokens": True, "cache_prompt": False})
+        body |= {"return_tokens": True, "cache_prompt": False}
+        reply = server.call("POST", "/completion", body)
         ids = prompt + reply["tokens"]
         logits, _ = model.extend(ids, list(range(len(ids))))
         logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : len(ids) - 1]
@@ -91,17 +90,6 @@ class Agreement:
                     self.largest = max(self.largest, off)
 
 
-def post(port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the server's JSON answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        answer: dict[str, Any] = json.load(connection.getresponse())
-        return answer
-    finally:
-        connection.close()
-
-
 def main() -> None:
     """Check one exported model."""
     parser = record.command("model.check_export", __doc__, _EXAMPLES)
@@ -113,15 +101,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     port, (_, encode) = free_port(), encoder()
+    llama = Llama(port)
     model, rng, agreement = load(args.checkpoint or args.model), random.Random(4242), Agreement()
     command = server_command(args.server, args.model, port, blocks=False)
     with tempfile.TemporaryDirectory() as folder:
         with serving(command, port, Path(folder) / "server.log"):
-            print(f"texts {args.texts}, cut differently: {check_tokens(port, encode, args.texts)}")
+            print(f"texts {args.texts}, cut differently: {check_tokens(llama, encode, args.texts)}")
             for length in (500, 1000, 2000):
                 for task in TASKS:
                     for _ in range(args.prompts):
-                        agreement.compare(port, model, session(rng, task, length), encode)
+                        agreement.compare(llama, model, session(rng, task, length), encode)
     print(agreement)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-import re
 import tempfile
 import time
 from bisect import bisect_right
@@ -17,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from bench.llama import Llama
+from bench.metrics import samples
 from bench.quality.sessions import Script
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.config.strict import put
@@ -28,7 +27,6 @@ from evoke_proxy.demo.residency import resident_now
 
 CONTEXT = 12288
 _SETTLE_S = 60.0
-_WAITING = re.compile(r"^evoke_embed_waiting (\S+)$", re.MULTILINE)
 _UNKNOWN = "\0"  # pieces of the template, which no fact contains
 
 Range = tuple[int, int]
@@ -48,12 +46,12 @@ class Stack:
 
     def clear(self) -> None:
         """Empty the slot: a run does not begin on rows of the one before."""
-        _post(self.upstream, "/slots/0?action=erase", {})
+        Llama(self.upstream).erase()
 
     def settle(self) -> bool:
         """Wait until no block waits for its vector, as a user's pause would; False when in vain."""
         until = time.monotonic() + _SETTLE_S
-        while self.embeds and _waiting(self.front) > 0:
+        while self.embeds and samples(self.front).get("evoke_embed_waiting", 0.0) > 0:
             if time.monotonic() > until:
                 return False
             time.sleep(0.1)
@@ -109,7 +107,7 @@ def read(upstream: int, script: Script) -> Reading:
         "dialect": "chat",
         "body": {"messages": list(script.messages[:-1])},
     }
-    rendered = _post(upstream, "/evoke/render", body)
+    rendered = Llama(upstream).call("POST", "/evoke/render", body)
     words = _pieces(upstream, [message["content"] for message in script.messages])
     pieces = [words.get(token, _UNKNOWN) for token in rendered["tokens"]]
     ends = [span["p1"] for span in sorted(rendered["spans"], key=lambda span: span["index"])]
@@ -154,30 +152,5 @@ def _places(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
 def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
     """What the tokens of these texts spell; each text begins a line, as it does in the prompt."""
     body = {"content": "\n".join(texts), "with_pieces": True}
-    answer = _post(upstream, "/tokenize", body)
+    answer = Llama(upstream).call("POST", "/tokenize", body)
     return {item["id"]: str(item["piece"]) for item in answer["tokens"]}
-
-
-def _waiting(port: int) -> float:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request("GET", "/metrics")
-        found = _WAITING.search(connection.getresponse().read().decode())
-        return float(found[1]) if found else 0.0
-    finally:
-        connection.close()
-
-
-def _post(port: int, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", path, json.dumps(body).encode(), headers)
-        response = connection.getresponse()
-        payload = response.read()
-        if response.status != 200:
-            raise RuntimeError(f"{path}: {response.status} {payload[:500]!r}")
-        answer: dict[str, Any] = json.loads(payload)
-        return answer
-    finally:
-        connection.close()
