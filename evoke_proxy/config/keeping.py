@@ -30,7 +30,10 @@ class SnapshotsConfig:
 
 @dataclass(frozen=True, slots=True)
 class NormaliseConfig:
-    """What is made the same at the front of prompts; see `core.normalise`. 0 for `dates_h`: off."""
+    """What is made the same at the front of prompts, see `core.request.normalise`.
+
+    0 for `dates_h`: off.
+    """
 
     billing: bool = False
     dates_h: float = 0.0

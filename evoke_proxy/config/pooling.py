@@ -14,7 +14,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,47}")
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """Without `upstreams` there is one llama-server, `upstream.url`. Each is a URL or NAME=URL."""
+    """Without `upstreams` there is one llama-server, `upstream.url`. Each is a URL or NAME=URL.
+
+    `failures` in a row open a breaker. It is tried after `backoff_s`, which doubles with every
+    trial that fails, up to `backoff_max_s`; a closed one is checked every `health_interval_s`.
+    """
 
     upstreams: tuple[str, ...] = ()
     health_interval_s: float = 2.0

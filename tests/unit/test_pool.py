@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.servers.pool import CLOSED, HALF_OPEN, OPEN, Rules, ServerPool
+from evoke_proxy.config import PoolConfig
+from evoke_proxy.core.servers.pool import CLOSED, HALF_OPEN, OPEN, ServerPool
 
-RULES = Rules(failures=3, backoff_s=1.0, backoff_max_s=6.0, interval_s=2.0)
+RULES = PoolConfig(failures=3, backoff_s=1.0, backoff_max_s=6.0, health_interval_s=2.0)
 
 
 def _well(n: int = 2, n_slots: int = 1) -> ServerPool:

@@ -2,7 +2,7 @@
 
 A conversation is known by what its client calls it, else by its messages: a request goes on from
 the one with which it shares the first message of a user and most of the rest. That is only where a
-request goes: which session it is of, its tokens decide there (`core.identity`).
+request goes: which session it is of, its tokens decide there (`core.conversation.identity`).
 """
 
 from __future__ import annotations

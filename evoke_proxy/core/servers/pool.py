@@ -10,21 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from evoke_proxy.config import PoolConfig
+
 CLOSED, HALF_OPEN, OPEN = "closed", "half_open", "open"
 # Best first, as a gauge shows them.
 BREAKER = (CLOSED, HALF_OPEN, OPEN)
 _NONE: Mapping[int, int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """`failures` in a row open a breaker. It is tried after `backoff_s`, which doubles with every
-    trial that fails, up to `backoff_max_s`; a closed one is checked every `interval_s`."""
-
-    failures: int = 3
-    backoff_s: float = 1.0
-    backoff_max_s: float = 30.0
-    interval_s: float = 2.0
 
 
 @dataclass(slots=True)
@@ -54,7 +45,7 @@ class Member:
 class ServerPool:
     """All of them, known by their place in the list; nothing is known of any at first."""
 
-    def __init__(self, names: Sequence[str], rules: Rules) -> None:
+    def __init__(self, names: Sequence[str], rules: PoolConfig) -> None:
         self.members = tuple(Member(name) for name in names)
         self.rules = rules
         self._model = ""
@@ -142,7 +133,7 @@ class ServerPool:
         serves is not known when `model` is empty."""
         member = self.members[at]
         closed = member.breaker == HALF_OPEN
-        member.checking, member.check_at = False, now + self.rules.interval_s
+        member.checking, member.check_at = False, now + self.rules.health_interval_s
         member.failures, member.backoff_s, member.breaker = 0, 0.0, CLOSED
         member.n_slots, member.model = n_slots, model or member.model
         self._compare()
@@ -157,7 +148,7 @@ class ServerPool:
             self._open(member, max(grown, self.rules.backoff_s), now)
             self._compare()
             return True
-        member.check_at = now + self.rules.interval_s
+        member.check_at = now + self.rules.health_interval_s
         return self.failed(at, now)
 
     def retry_after(self, now: float) -> float:

@@ -14,7 +14,7 @@ from prometheus_client import Gauge
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.kept.fingerprint import same_model
-from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, Rules, ServerPool
+from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.orchestrator import Engine
@@ -56,8 +56,7 @@ class Servers:
         self.engines = engines
         self._each = tuple(engines.values())
         self._timeout_s = config.health_timeout_s
-        rules = (config.failures, config.backoff_s, config.backoff_max_s, config.health_interval_s)
-        self.pool = ServerPool(tuple(engines), Rules(*rules))
+        self.pool = ServerPool(tuple(engines), config)
         self._metrics, self._feed = metrics, feed
         self._fingerprints = [""] * len(engines)
         self._told = [""] * len(engines)
