@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECALLS, RECOVERIES
+from evoke_proxy.core.request.messages import lists_of
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
@@ -153,9 +154,8 @@ def marked_in(body: Mapping[str, Any], known: Mapping[str, int]) -> list[Mapping
     keep, name = MESSAGE_FIELDS
     return [
         item
-        for key in ("messages", "input")
-        if isinstance(given := body.get(key), list)
-        for item in given[known.get(key, 0) :]
+        for given in lists_of(body, known)
+        for item in given
         if isinstance(item, dict) and (keep in item or name in item)
     ]
 

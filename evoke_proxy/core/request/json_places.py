@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from evoke_proxy.errors import RequestError
 
-_MESSAGE_LISTS = ("messages", "input")
+MESSAGE_LISTS = ("messages", "input")
 _SPACE = " \t\n\r"
 
 
@@ -109,7 +109,7 @@ class Scanner:
             _refuse(f"a key must be at {start}")
         key, at = self._value(start)
         at = self._space(self._expect(self._space(at), ":"))
-        if top and self._on_message and key in _MESSAGE_LISTS and self._at(at) == "[":
+        if top and self._on_message and key in MESSAGE_LISTS and self._at(at) == "[":
             return Place(key, start, at, self._elements(at, self._message)[1])
         return Place(key, start, at, self._value(at)[1])
 

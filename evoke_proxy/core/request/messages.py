@@ -7,12 +7,13 @@ message by message: which items become one message, and which message becomes se
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from evoke_proxy.core.prompt.blocks import Role
 from evoke_proxy.core.prompt.rendered import role_named
+from evoke_proxy.core.request.json_places import MESSAGE_LISTS
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 _MEDIA_PARTS = frozenset(
@@ -142,14 +143,20 @@ def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
     return found
 
 
+def lists_of(body: Mapping[str, Any], known: Mapping[str, int]) -> Iterator[list[Any]]:
+    """A body's lists of messages, of any dialect, each from behind its first `known` on."""
+    for key in MESSAGE_LISTS:
+        if isinstance(given := body.get(key), list):
+            yield given[known.get(key, 0) :]
+
+
 def has_media(body: Mapping[str, Any], known: Mapping[str, int]) -> bool:
     """Whether any message carries an image, a sound or a file, behind the first `known` of its
     list."""
     listed = [
         item
-        for key in ("messages", "input")
-        if isinstance(given := body.get(key), list)
-        for item in given[known.get(key, 0) :]
+        for given in lists_of(body, known)
+        for item in given
         if isinstance(item, dict) and (type(item.get("content")) is list or "output" in item)
     ]
     parts = (part for item in listed for part in _parts(item))
