@@ -103,17 +103,17 @@ class Layout:
             numbers=numbers,
             stops=rendered.stops,
         )
-        blocks = self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
-        blocks, taken = _with_ranges(blocks, ranges)
-        blocks, more = _with_ranges(kept + blocks, [item for item in ranges if item not in taken])
-        taken = [*taken, *more]
+        new = self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
+        # Each for itself: names for some of the new ones copy none of those that stay.
+        (before, of_kept), (new, of_new) = _with_ranges(kept, ranges), _with_ranges(new, ranges)
+        taken = (*of_kept, *of_new)
         stale = self._left_behind(kept).difference(item.label for item in taken)
         guessed = {i.label for i in taken if i.span.end > max(shared, view.n_common)}
         return Layout(
             session=self.session,
             tokens=rendered.tokens,
             generation=rendered.generation,
-            blocks=blocks,
+            blocks=before + new,
             stale=stale,
             guessed=(self.guessed - stale) | guessed,
             resident=resident,
