@@ -68,7 +68,7 @@ class Question:
         """The question without the middle of a text longer than twice `chars`."""
         if len(self.text) <= 2 * chars:
             return self
-        narrow = replace(Question.of(_ends(self.text, chars)), files=self.files)
+        narrow = Question.of(_ends(self.text, chars))
         known = dict(zip(self.parts, self.vectors, strict=False))
         return narrow.embedded([known.get(part) for part in narrow.parts] if known else ())
 

@@ -10,12 +10,17 @@ from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.conversation.score import Scores
 
 
+def by_text(config: PolicyConfig) -> bool:
+    """Whether text says which blocks a turn is about, alone or beside the model."""
+    return config.recall in ("text", "fused")
+
+
 def about(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
     """One value in [0, 1] a block, in their order, by `policy.recall`.
 
     Before the model has been asked, `fused` is what the text says, and `model` nothing.
     """
-    if config.recall in ("text", "fused"):
+    if by_text(config):
         sought = view.sought if config.recall == "fused" else None
         return view.index.relevance(question, view.blocks, view.own, sought)
     if config.recall == "model" and view.sought is not None:

@@ -15,7 +15,7 @@ from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.conversation.score import Scores, keep_scores
 from evoke_proxy.core.policies import moves
 from evoke_proxy.core.policies.again import gone_on_with
-from evoke_proxy.core.policies.asking import about
+from evoke_proxy.core.policies.asking import about, by_text
 from evoke_proxy.core.policies.working_set import Candidates, WorkingSet, choose
 
 # Of a long turn so much of both ends is looked up to rank its own text, of which all of it would be
@@ -35,25 +35,20 @@ def choice(
     def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
         return choose(given, values, capacity, margin)
 
-    values = _values(view, question, config)
-    tail = _tail_values(view, question, config, values)
-    return moves.Choice(values, tail, select, recovers)
+    kept = keep_scores(view, config)
+    again = gone_on_with(view, question, config) if by_text(config) else None
 
+    def worth(asked: Question) -> Scores:
+        relevance = about(view, asked, config)
+        if again is not None:
+            relevance[again] = 1.0
+        rounded: Scores = (kept + config.weight_relevance * relevance).round(9)
+        return rounded  # sums in another order must not make another plan
 
-def _values(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
-    relevance = about(view, question, config)
-    if config.recall in ("text", "fused"):
-        relevance[gone_on_with(view, question, config)] = 1.0
-    values = keep_scores(view, config) + config.weight_relevance * relevance
-    rounded: Scores = values.round(9)  # sums in another order must not make another plan
-    return rounded
-
-
-def _tail_values(
-    view: PolicyView, question: Question, config: PolicyConfig, values: Scores
-) -> Scores:
-    """What the turn's own blocks are worth beside each other, once decoding starts."""
+    values = worth(question)
+    # What the turn's own blocks are worth beside each other, once decoding starts.
     has_tail = len(view.blocks) and view.blocks.starts[-1] >= (view.adopt_to or view.n_past)
-    if config.budget is None or not has_tail or len(question.text) <= 2 * _FOCUS_CHARS:
-        return values
-    return _values(view, question.narrowed(_FOCUS_CHARS), config)
+    ranked = config.budget is not None and has_tail
+    narrow = question.narrowed(_FOCUS_CHARS) if ranked else question
+    tail = values if narrow is question else worth(narrow)
+    return moves.Choice(values, tail, select, recovers)
