@@ -168,6 +168,11 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._known)
 
+    @property
+    def own_budgets(self) -> bool:
+        """Whether one of them has a budget of its own."""
+        return any(k.own_budget and k.session.config.budget for k in self._known.values())
+
     def get(self, id: str | None) -> Conversation | None:
         """The conversation of this id; None when it is forgotten or there is no id."""
         return self._known.get(id) if id is not None else None

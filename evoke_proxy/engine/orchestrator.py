@@ -77,7 +77,7 @@ class Engine:
             show(self.metrics, lambda: self.served)
         self.conversations = Conversations(config.policy, config.limits.sessions)
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
-        self._vectors = BlockVectors(common.embedding, config.policy)
+        self._vectors = BlockVectors(common.embedding, config.policy, self.conversations)
         self.keeper = Keeper(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
             common.vault,
@@ -102,7 +102,7 @@ class Engine:
             *(self._records, common.embedding, self.feed, self.watch),
         )
         self._operator = Operator(
-            *(self.upstream, self._slots, self.conversations, self.keeper, self._vectors),
+            *(self.upstream, self._slots, self.conversations, self.keeper),
             *(self.feed, self.watch, eraser, self._records),
         )
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
@@ -113,7 +113,7 @@ class Engine:
         await self._entered.enter_async_context(self.upstream)
         await self._entered.enter_async_context(self.keeper)
         await self._entered.enter_async_context(self._chores)
-        self._vectors.always |= self._records.recall()
+        self._records.recall()
         await self.watch.look()
         return self
 

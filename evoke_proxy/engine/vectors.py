@@ -14,7 +14,7 @@ from evoke_proxy.core.policies import asks
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
@@ -25,14 +25,16 @@ _AT_ONCE = 1024
 class BlockVectors:
     """The embedder as planning needs it; without one nothing here does anything.
 
-    `policy` says which requests need vectors, and may change; `always`: all of them, because some
-    sessions have a budget of their own.
+    `policy` says which requests need vectors, and may change; all do while one of the
+    `conversations` has a budget of its own.
     """
 
-    def __init__(self, embedding: Embedding, policy: PolicyConfig) -> None:
+    def __init__(
+        self, embedding: Embedding, policy: PolicyConfig, conversations: Conversations
+    ) -> None:
         self._embedding = embedding
         self.policy = policy
-        self.always = False
+        self._conversations = conversations
 
     async def beside(
         self, rendering: Awaitable[Rendered], way: Forwarding, request: ChatRequest, tenant: str
@@ -85,7 +87,8 @@ class BlockVectors:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
     def _wanted(self, request: ChatRequest) -> bool:
-        return self._embedding.on and (self.always or asks(effective(self.policy, request)))
+        asking = asks(effective(self.policy, request))
+        return self._embedding.on and (asking or self._conversations.own_budgets)
 
     async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
         parts = asked(request).parts

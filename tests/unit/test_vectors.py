@@ -14,8 +14,9 @@ from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.core.prompt.block_table import BlockTable
 from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.vectors import BlockVectors
 
@@ -48,7 +49,7 @@ class FakeEmbedding:
 
 
 def vectors_of(fake: FakeEmbedding, policy: PolicyConfig = POLICY) -> BlockVectors:
-    return BlockVectors(fake, policy)  # type: ignore[arg-type]
+    return BlockVectors(fake, policy, Conversations(policy, 9))  # type: ignore[arg-type]
 
 
 def conversation(*said: str) -> Conversation:
@@ -106,6 +107,19 @@ def test_an_embedder_that_is_off_is_asked_nothing() -> None:
 def test_what_nobody_looks_up_is_not_embedded(policy: PolicyConfig) -> None:
     fake = FakeEmbedding()
     assert not asyncio.run(beside(fake, policy)).vectors and not fake.asked
+
+
+def test_while_a_session_has_a_budget_of_its_own_questions_are_embedded() -> None:
+    fake, config = FakeEmbedding(), replace(POLICY, budget=None)
+    conversations = Conversations(config, 9)
+    known = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
+    known.own_budget, known.session.config = True, POLICY
+    vectors, way = BlockVectors(fake, config, conversations), Forwarding(b"", 0.0)  # type: ignore[arg-type]
+    asyncio.run(vectors.beside(rendering(), way, request(), "me"))
+    assert len(fake.asked) == 2
+    conversations.forget(known)
+    asyncio.run(vectors.beside(rendering(), way, request(), "me"))
+    assert len(fake.asked) == 2
 
 
 def test_a_question_is_embedded_beside_the_rendering_and_only_the_rest_is_waiting() -> None:

@@ -35,8 +35,6 @@ async def move(id: str, source: Engine, target: Engine, there: bool) -> bool:
     conversations.forget(known)
     known.elsewhere = True
     slots.pool.forget(id)
-    if known.own_budget:
-        target.operator.set_budget(id, known.session.config.budget)
     if there and source.server.patched and known.labels:
         await _dropped(source, known)
     _log.info("session %s goes on at %s", id, target.upstream.url)

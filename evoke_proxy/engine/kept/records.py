@@ -64,10 +64,9 @@ class Records:
         """Whether sessions are written down."""
         return self._vault is not None
 
-    def recall(self) -> bool:
+    def recall(self) -> None:
         """Every session that was written down is known again, as far as there is room for them,
-        where there are several llama-servers at the one that it was at; whether any has a budget of
-        its own."""
+        where there are several llama-servers at the one that it was at."""
         records = self._vault.records() if self._vault is not None else ()
         for record in reversed([record for record in records if not record.is_part]):
             try:
@@ -78,7 +77,6 @@ class Records:
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
-        return any(k.own_budget and k.session.config.budget for k in self._conversations)
 
     def reordered(self, known: Conversation) -> None:
         """An operator has ordered something else of a session: so says what was written of it."""

@@ -27,7 +27,6 @@ from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.turns.calls import run_plan
 from evoke_proxy.engine.turns.waiting import SlotQueue
-from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 
@@ -46,7 +45,6 @@ class Operator:
         slots: SlotQueue,
         conversations: Conversations,
         keeper: Keeper,
-        vectors: BlockVectors,
         feed: Feed,
         watch: ServerWatch,
         eraser: Eraser,
@@ -56,7 +54,6 @@ class Operator:
         self._slots = slots
         self._conversations = conversations
         self._keeper = keeper
-        self._vectors = vectors
         self._feed = feed
         self._watch = watch
         self._eraser = eraser
@@ -123,7 +120,6 @@ class Operator:
         check_room(config)
         known.own_budget, known.session.config = own, config
         self._records.reordered(known)
-        self._vectors.always |= own and budget is not None
         self._feed.tell("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
