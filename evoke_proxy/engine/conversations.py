@@ -16,6 +16,7 @@ from evoke_proxy.core.conversation.recorded import Orders, Seated
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.core.conversation.turn_record import TurnRecord
 from evoke_proxy.core.kept.held import Held
+from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Positions, Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
@@ -119,6 +120,11 @@ class Conversation:
         """Every name under which llama-server may hold a copy for it."""
         layout = self.session.layout
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
+
+    @property
+    def prefix(self) -> str:
+        """What the label of every copy begins with that was made for it, forgotten ones too."""
+        return f"{wire_name(self.id)}/"
 
     @property
     def orders(self) -> Orders:

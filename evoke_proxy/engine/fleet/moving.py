@@ -7,6 +7,7 @@ import logging
 
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.turns.block_calls import drop_copies
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
@@ -60,8 +61,7 @@ async def _saved(source: Engine) -> None:
 
 async def _dropped(source: Engine, known: Conversation) -> None:
     """Its copies are of no use there."""
-    names = {"names": sorted(known.labels), "tenant": known.tenant}
     try:
-        await source.upstream.run(0, "block-drop", names, {})
+        await drop_copies(source.upstream, known.labels, known.tenant, {})
     except EvokeError as error:
         _log.info("copies of session %s stay at %s: %s", known.id, source.upstream.url, error)

@@ -21,7 +21,6 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.conversation.recorded import Seated, read, reordered, written
 from evoke_proxy.core.prompt.blocks import Span
-from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.ahead import next_turns
@@ -30,6 +29,7 @@ from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.kept.kept_vectors import KeptVectors
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.turns.block_calls import copies_in
 from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
@@ -169,13 +169,13 @@ class Records:
 
     def _noted(self, known: Conversation, answer: Mapping[str, Any]) -> set[str]:
         """Which copies of a session are on disk, as far as that was ever told."""
-        version, own = int(answer.get("version") or 0), f"{wire_name(known.id)}/"
+        version, prefix = int(answer.get("version") or 0), known.prefix
         before, names = self._on_disk.get(known.id, (0, set[str]()))
         if version < before:  # of another server
             names = set()
-        blocks = [block for block in answer.get("blocks") or () if block["name"].startswith(own)]
-        names |= {block["name"] for block in blocks if block.get("on_disk")}
-        names -= {block["name"] for block in blocks if not block.get("on_disk")}
+        own = {name: copy for name, copy in copies_in(answer).items() if name.startswith(prefix)}
+        there = {name for name, copy in own.items() if copy.get("on_disk")}
+        names = (names - own.keys()) | there
         if version:
             self._on_disk[known.id] = version, names
         return names
@@ -183,8 +183,8 @@ class Records:
     async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
         """After a restart: which copies of a session are still there. Raises UpstreamError."""
         answer = await self._upstream.slot(slot, known.tenant, client)
-        blocks = answer.get("blocks") or ()
-        known.session.found({block["name"]: Span(block["p0"], block["p1"]) for block in blocks})
+        copies = copies_in(answer).items()
+        known.session.found({name: Span(copy["p0"], copy["p1"]) for name, copy in copies})
         known.unsure = False
 
     async def restored(

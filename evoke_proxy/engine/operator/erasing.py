@@ -9,14 +9,13 @@ from typing import Any
 from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.conversation.plan import Evict, Plan
 from evoke_proxy.core.kept.snapshots import Snapshot
-from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.stock.keeper import Keeper
-from evoke_proxy.engine.turns.calls import run_plan
+from evoke_proxy.engine.turns.block_calls import copies_in, drop_copies, run_plan
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
@@ -125,12 +124,10 @@ class Eraser:
     async def _drop(self, known: Conversation) -> None:
         """Its copies, those too that it has forgotten itself."""
         answer = await self._upstream.slot(0, known.tenant, {})
-        there = {str(copy.get("name")) for copy in answer.get("blocks", ())}
-        own = f"{wire_name(known.id)}/"
-        names = {name for name in there if name.startswith(own)} | known.labels
-        if names:
-            gone = {"names": sorted(names), "tenant": known.tenant}
-            await self._upstream.run(0, "block-drop", gone, {})
+        own = known.prefix
+        labels = {label for label in copies_in(answer) if label.startswith(own)} | known.labels
+        if labels:
+            await drop_copies(self._upstream, labels, known.tenant, {})
 
     async def _place(self, known: Conversation) -> int | None:
         """The slot that still has its rows, as far as is known."""

@@ -25,7 +25,7 @@ from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.operator.erasing import Eraser
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.stock.keeper import Keeper
-from evoke_proxy.engine.turns.calls import run_plan
+from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
@@ -149,8 +149,7 @@ class Operator:
                 if view is not None:
                     await run_plan(self._upstream, plan, view, known.tenant, {})
                 elif labels:
-                    gone = {"names": sorted(labels), "tenant": known.tenant}
-                    await self._upstream.run(0, "block-drop", gone, {})
+                    await drop_copies(self._upstream, labels, known.tenant, {})
             except PlanRefused as refused:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
         known.session.failed(labels)

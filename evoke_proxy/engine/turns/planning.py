@@ -27,7 +27,7 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.turns.attending import Attending
-from evoke_proxy.engine.turns.calls import run_plan, slot_in
+from evoke_proxy.engine.turns.block_calls import copies_in, run_plan, slot_in
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.probing import Probing
 from evoke_proxy.engine.turns.seating import Seating
@@ -277,8 +277,7 @@ class Planner:
         self._metrics.plan_failures.labels(reason=refused.type).inc()
         _log.warning("session %s: plan refused: %s", way.conversation.id, refused)
         slot = await self._upstream.slot(way.lease.slot, way.conversation.tenant, client)
-        there = {str(block.get("name")) for block in slot.get("blocks", ())}
-        gone = way.conversation.labels - there
+        gone = way.conversation.labels - copies_in(slot).keys()
         if refused.name is not None:
             gone |= {refused.name}
         way.conversation.session.failed(gone)

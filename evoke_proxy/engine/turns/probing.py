@@ -34,7 +34,7 @@ from evoke_proxy.core.reply.books import Books
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.turns.attending import Attending
-from evoke_proxy.engine.turns.calls import run_plan
+from evoke_proxy.engine.turns.block_calls import run_plan
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 PROBE = {"op": "probe"}

@@ -15,7 +15,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.slots import taken_by
 from evoke_proxy.engine.conversations import Conversation, Conversations
-from evoke_proxy.engine.turns.calls import run_plan
+from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.waiting import Lease, SlotQueue, until_over
 from evoke_proxy.errors import PlanRefused
@@ -128,5 +128,4 @@ class Seating:
 
     async def drop(self, gone: Conversation, client: Mapping[str, str]) -> None:
         """Nobody goes on from a conversation any more: its copies are of no use."""
-        names = {"names": sorted(gone.labels), "tenant": gone.tenant}
-        await self._upstream.run(0, "block-drop", names, client)
+        await drop_copies(self._upstream, gone.labels, gone.tenant, client)

@@ -1,8 +1,8 @@
-"""Running a plan: the calls it takes, and what llama-server's answers say."""
+"""Calls about the blocks of a patched llama-server, and what its answers say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from evoke_proxy.adapters.upstream import Upstream
@@ -35,6 +35,24 @@ async def run_plan(
         call = {"epoch": epoch, "ops": ops} | owner
         epoch = _epoch(await upstream.run(view.id, "block-plan", call, client))
     return epoch
+
+
+async def drop_copies(
+    upstream: Upstream, labels: Collection[str], tenant: str, client: Mapping[str, str]
+) -> None:
+    """Have llama-server forget these copies of a tenant, which are of no slot.
+
+    Raises PlanRefused, and other EvokeErrors for what llama-server does.
+    """
+    await upstream.run(0, "block-drop", {"names": sorted(labels), "tenant": tenant}, client)
+
+
+def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The copies that an answer about a slot tells of, by their labels."""
+    try:
+        return {str(copy["name"]): copy for copy in answer.get("blocks") or ()}
+    except (KeyError, TypeError) as error:
+        raise UpstreamProtocolError("llama-server tells of a copy without a name") from error
 
 
 def slot_in(rendered: Rendered, slot: int) -> SlotView:
