@@ -16,7 +16,6 @@ from evoke_proxy.core.conversation.recorded import Orders, Seated
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.core.conversation.turn_record import TurnRecord
 from evoke_proxy.core.kept.held import Held
-from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Positions, Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
@@ -122,11 +121,6 @@ class Conversation:
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
 
     @property
-    def prefix(self) -> str:
-        """What the label of every copy begins with that was made for it, forgotten ones too."""
-        return f"{wire_name(self.id)}/"
-
-    @property
     def orders(self) -> Orders:
         """What an operator has said of it."""
         session, own = self.session, self.own_budget
@@ -173,11 +167,6 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._known)
-
-    @property
-    def own_budgets(self) -> bool:
-        """Whether one of them has a budget of its own."""
-        return any(k.own_budget and k.session.config.budget for k in self._known.values())
 
     def get(self, id: str | None) -> Conversation | None:
         """The conversation of this id; None when it is forgotten or there is no id."""

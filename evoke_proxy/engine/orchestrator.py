@@ -82,9 +82,8 @@ class Engine:
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
             common.vault,
         )
-        self._records = Records(
-            *(self.upstream, None if model else self.keeper, self.conversations, common)
-        )
+        whole = self.keeper.whole if self.keeper.on and model is None else None
+        self._records = Records(self.upstream, whole, self.conversations, common)
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, self._records, lambda: self.server),

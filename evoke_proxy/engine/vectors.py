@@ -87,8 +87,10 @@ class BlockVectors:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
     def _wanted(self, request: ChatRequest) -> bool:
-        asking = asks(effective(self.policy, request))
-        return self._embedding.on and (asking or self._conversations.own_budgets)
+        if not self._embedding.on:
+            return False
+        own = (k.own_budget and k.session.config.budget for k in self._conversations)
+        return asks(effective(self.policy, request)) or any(own)
 
     async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
         parts = asked(request).parts

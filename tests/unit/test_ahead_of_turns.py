@@ -12,8 +12,8 @@ from test_recorded import seated
 from evoke_proxy.config import Config
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.kept import whole_slots
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.stock import keeper as keeping
 from evoke_proxy.engine.stock.calls import Prefilled
 
 TOKENS = np.arange(9, dtype=np.int32)
@@ -51,7 +51,7 @@ def with_engine(
 
 
 async def begin(engine: Engine, known: Conversation, tasks: asyncio.TaskGroup) -> None:
-    tasks.create_task(engine.keeper.go_on(0, known, TOKENS, {}))
+    tasks.create_task(engine.keeper.whole.go_on(0, known, TOKENS, {}))
     await asyncio.sleep(0.01)
 
 
@@ -59,19 +59,19 @@ def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> 
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             await begin(engine, known, tasks)
-            assert await engine.keeper.undisturbed(0, "t", {})
+            assert await engine.keeper.whole.undisturbed(0, "t", {})
             assert known.epoch is None, "its books are in before the turn looks at it"
-            assert not await engine.keeper.undisturbed(0, "t", {})
+            assert not await engine.keeper.whole.undisturbed(0, "t", {})
 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
 
 def test_what_takes_long_is_stopped_and_the_slot_waited_for(monkeypatch: Any) -> None:
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
-        monkeypatch.setattr(keeping, "_GRACE_S", 0.01)
+        monkeypatch.setattr(whole_slots, "_GRACE_S", 0.01)
         async with asyncio.TaskGroup() as tasks:
             await begin(engine, known, tasks)
-            assert await engine.keeper.undisturbed(0, "t", {})
+            assert await engine.keeper.whole.undisturbed(0, "t", {})
         assert known.epoch == 5
 
     assert with_engine(monkeypatch, use) == ["begun", "idle"]
@@ -81,7 +81,7 @@ def test_a_turn_elsewhere_stops_it_and_waits_for_nothing(monkeypatch: Any) -> No
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             await begin(engine, known, tasks)
-            assert not await engine.keeper.undisturbed(1, "t", {})
+            assert not await engine.keeper.whole.undisturbed(1, "t", {})
         assert known.epoch == 5
 
     assert with_engine(monkeypatch, use) == ["begun"]
@@ -92,7 +92,7 @@ def test_nothing_is_begun_while_a_request_runs_and_nothing_told_of_who_lost_its_
 ) -> None:
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         lease = await engine._slots.acquire("other", "t")
-        await engine.keeper.go_on(0, known, TOKENS, {})
+        await engine.keeper.whole.go_on(0, known, TOKENS, {})
         assert not happened
         engine._slots.release(lease)
         async with asyncio.TaskGroup() as tasks:

@@ -21,27 +21,27 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.conversation.recorded import Seated, read, reordered, written
 from evoke_proxy.core.prompt.blocks import Span
-from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix
+from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
-from evoke_proxy.core.request.ahead import next_turns
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.kept.kept_vectors import KeptVectors
+from evoke_proxy.engine.kept.whole_slots import WholeSlots
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.engine.stock.keeper import Keeper
-from evoke_proxy.engine.turns.block_calls import copies_in
+from evoke_proxy.engine.turns.block_calls import copies_in, copies_of
+from evoke_proxy.engine.turns.next_turn import beginning
 from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
 
 
 class Records:
-    """Does nothing without a keeper that has a directory."""
+    """Does nothing without a directory for snapshots: there is no `whole` then."""
 
     def __init__(
         self,
         upstream: Upstream,
-        keeper: Keeper | None,
+        whole: WholeSlots | None,
         conversations: Conversations,
         common: Shared,
     ) -> None:
@@ -49,8 +49,8 @@ class Records:
         self._vectors = KeptVectors(common.embedding)
         self._homes = common.homes
         self._conversations = conversations
-        self._vault = keeper.vault if keeper is not None and keeper.on else None
-        self._keeper = keeper
+        self._vault = whole.vault if whole is not None else None
+        self._whole = whole
         self._server = UNKNOWN_SERVER
         self._on_disk: dict[str, tuple[int, set[str]]] = {}
 
@@ -97,7 +97,7 @@ class Records:
 
     async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
         """Whether anything was decoded ahead in this slot, which is over then."""
-        return self._keeper is not None and await self._keeper.undisturbed(slot, tenant, client)
+        return self._whole is not None and await self._whole.undisturbed(slot, tenant, client)
 
     async def ready(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
         """Before a slot is saved whole: decode what the next turn begins with, whatever it says.
@@ -106,17 +106,15 @@ class Records:
         use where that reads differently in the history. Raises EvokeErrors.
         """
         spoken, known.spoken = known.spoken, None
-        if spoken is None or self._keeper is None or known.epoch is None:
+        if spoken is None or self._whole is None or known.epoch is None:
             return
-        answer = spoken.answer.message(b'"reasoning_content"' in spoken.body)
-        if answer is None:
-            return
-        bodies = next_turns(spoken.body, answer)
-        renders = [self._upstream.render(spoken.dialect, body, client) for body in bodies]
-        first, second = await asyncio.gather(*renders)
-        tokens = first.tokens[: common_prefix(first.tokens, second.tokens)]
-        if len(tokens) > len(known.session.tokens):
-            await self._keeper.go_on(slot, known, tokens, client)
+
+        async def render(body: bytes) -> Tokens:
+            return (await self._upstream.render(spoken.dialect, body, client)).tokens
+
+        tokens = await beginning(spoken.body, spoken.answer, render)
+        if tokens is not None and len(tokens) > len(known.session.tokens):
+            await self._whole.go_on(slot, known, tokens, client)
 
     async def keep(
         self,
@@ -143,8 +141,8 @@ class Records:
                 await self._upstream.run(view.id, "block-spill", spill, client)
         if self._forgotten(known):  # what is deleted does not come back
             return
-        if self._server.whole and self._keeper is not None:
-            await self._keeper.keep_slot(view.id, known, client)
+        if self._server.whole and self._whole is not None:
+            await self._whole.save(view.id, known, client)
         await self._vectors.write(known, self._vault)
         packed = await asyncio.to_thread(_packed, seated)
         if self._forgotten(known):
@@ -169,11 +167,10 @@ class Records:
 
     def _noted(self, known: Conversation, answer: Mapping[str, Any]) -> set[str]:
         """Which copies of a session are on disk, as far as that was ever told."""
-        version, prefix = int(answer.get("version") or 0), known.prefix
+        version, own = int(answer.get("version") or 0), copies_of(answer, known.id)
         before, names = self._on_disk.get(known.id, (0, set[str]()))
         if version < before:  # of another server
             names = set()
-        own = {name: copy for name, copy in copies_in(answer).items() if name.startswith(prefix)}
         there = {name for name, copy in own.items() if copy.get("on_disk")}
         names = (names - own.keys()) | there
         if version:
@@ -192,15 +189,15 @@ class Records:
     ) -> bool:
         """Whether a slot has been filled with what a conversation had in its own, where copies do
         not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
-        if self._keeper is None or self._vault is None or not self._server.whole:
+        if self._whole is None or not self._server.whole:
             return False
-        await self._vault.refresh()
+        await self._whole.vault.refresh()
         n_past = view.n_past(len(tokens))
-        match = await self._keeper.bring_slot_back(view.id, known, tokens, n_past, client)
+        match = await self._whole.bring_back(view.id, known, tokens, n_past, client)
         if match is None:
             return False
         answer = await self._upstream.slot(view.id, known.tenant, client, LATEST)
-        self._keeper.proved(match, int(answer.get("n_tokens") or 0))
+        self._whole.proved(match, int(answer.get("n_tokens") or 0))
         return True
 
     def _is_mine(self, seated: Seated) -> bool:

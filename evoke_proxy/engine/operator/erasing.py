@@ -15,7 +15,7 @@ from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.stock.keeper import Keeper
-from evoke_proxy.engine.turns.block_calls import copies_in, drop_copies, run_plan
+from evoke_proxy.engine.turns.block_calls import copies_of, drop_copies, run_plan
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
@@ -124,8 +124,7 @@ class Eraser:
     async def _drop(self, known: Conversation) -> None:
         """Its copies, those too that it has forgotten itself."""
         answer = await self._upstream.slot(0, known.tenant, {})
-        own = known.prefix
-        labels = {label for label in copies_in(answer) if label.startswith(own)} | known.labels
+        labels = known.labels.union(copies_of(answer, known.id))
         if labels:
             await drop_copies(self._upstream, labels, known.tenant, {})
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import orjson
 
@@ -13,9 +12,7 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.drift import Drift, drift, opening
 from evoke_proxy.core.kept.held import SlotLook
-from evoke_proxy.core.kept.snapshots import STEP, Match, best
-from evoke_proxy.core.prompt.rendered import Rendered, Tokens, common_prefix
-from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
 from evoke_proxy.core.request.ahead import unkept
 from evoke_proxy.core.request.chat import ChatRequest
@@ -24,7 +21,8 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
 from evoke_proxy.engine.intake.reading import parse_object
-from evoke_proxy.engine.kept.vault import Label, Vault
+from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.kept.whole_slots import WholeSlots
 from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.look_ahead import LookAhead
@@ -32,22 +30,21 @@ from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.stock.under_way import AT_ONCE, UnderWay
+from evoke_proxy.engine.stock.under_way import UnderWay
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
-# llama-server needs about so long to notice that it is to stop.
-_GRACE_S = 1.0
 # What other dialects are as chats, and where llama-server counts the tokens of such a request.
 _AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
 _COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
 class Keeper:
-    """Does nothing without a directory for snapshots; use as an async context manager."""
+    """Does nothing without a directory for snapshots; use as an async context manager. `whole` is
+    the part of it that patched servers have."""
 
     def __init__(
         self,
@@ -76,6 +73,7 @@ class Keeper:
         self._places = Places(parts)
         self._look_ahead = LookAhead(parts, self._places)
         self._ahead = UnderWay(self._chores)
+        self.whole = WholeSlots(parts, seating, self._ahead)
 
     async def __aenter__(self) -> Keeper:
         await self._chores.__aenter__()
@@ -104,67 +102,6 @@ class Keeper:
         """How many requests may run on a server at a time."""
         alone = self.on and self._config.one_at_a_time and not server.patched
         return 1 if alone else server.n_slots
-
-    async def go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
-        """Decode so far in a slot of a patched server, which keeps its holes and its budget, unless
-        somebody wants it."""
-        if self._slots.pool.idle() and not known.in_use:
-            work = self._go_on(slot, known, tokens, client)
-            await asyncio.wait([self._ahead.run(work, slot, known.id)])
-
-    async def _go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
-        epoch, begun = known.epoch, len(known.session.tokens)
-        for end in [*range(begun + AT_ONCE, len(tokens), AT_ONCE), len(tokens)]:
-            done = await self._calls.prefill(tokens[:end], slot, client, epoch)
-            if known.epoch != epoch:  # a guest has its slot; a turn of its own would have waited
-                return
-            books = Books.parse(done.timings)
-            if books is None or books.marker != "ok":
-                known.epoch = None
-                return
-            known.session.learn((label, span) for span, label in books.auto_evicted if label)
-            known.n_resident = books.n_resident
-            if known.in_use or not self._slots.pool.idle():
-                return
-
-    async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
-        """Whether anything was decoded ahead in this slot of a patched server; it is over then.
-        What is about to end does: stopping takes as long."""
-        mine = self._ahead.stop_in(slot)
-        _, late = await asyncio.wait(mine, timeout=_GRACE_S) if mine else ((), ())
-        if late:
-            self.stop()
-            await asyncio.wait(late)
-            await self._seating.until_idle(slot, tenant, client, lambda: False)
-        return bool(mine)
-
-    async def keep_slot(self, slot: int, known: Conversation, client: Client) -> None:
-        """Save a slot of a patched server whole, holes and all; it begins with the conversation's
-        prompt. Not when another save was just now."""
-        tokens = known.session.tokens
-        if self._states.save_in_s() > 0 or len(tokens) <= self._facts.memory.too_short:
-            return
-        fingerprint = await self._calls.fingerprint(client)
-        # How long they take to decode is not known: of two the longer is worth more.
-        label = Label(known.tenant, fingerprint, known.id, STEP, float(len(tokens)))
-        await self._states.save(slot, tokens, label, client, begins=True)
-
-    async def bring_slot_back(
-        self, slot: int, known: Conversation, tokens: Tokens, n_past: int, client: Client
-    ) -> Match | None:
-        """Fill a slot of a patched server with what the conversation had in its own, if a prompt of
-        these tokens goes on from it further than from `n_past`; what, for `proved` to follow."""
-        mine = (item for item in self.vault.snapshots if item.branch == known.id)
-        match = best(mine, tokens, partial=False)
-        if match is None or match.shared <= n_past or match.snapshot.tenant != known.tenant:
-            return None
-        if match.snapshot.fingerprint != await self._calls.fingerprint(client):
-            return None
-        return match if await self._states.restore(match, slot, client) else None
-
-    def proved(self, match: Match, n_tokens: int) -> None:
-        """So many tokens are there after a restore."""
-        self._states.proved(match, n_tokens)
 
     async def keep(self) -> None:
         """Save what slots hold of conversations and no snapshot has yet."""
@@ -218,18 +155,14 @@ class Keeper:
         await self.vault.refresh()
         reason = "id_slot" if way.id_slot is not None else unkept(request)
         if reason:
-            way.decision = f"guest:{reason}"
-            await self._seating.queue(way, request, tenant)
-            self.stop()
+            await self._guest(way, request, tenant, reason)
             return
         way.stage = "learn"
         await self._facts.learn(client)
         seat = await self._render(way, request, client, tenant)
         if seat is None:
-            way.decision = "guest:miscounted"
             self._metrics.saves.labels(result="skipped_miscounted").inc()
-            await self._seating.queue(way, request, tenant)
-            self.stop()
+            await self._guest(way, request, tenant, "miscounted")
             return
         way.stage = "session"
         rendered = Rendered(seat.prompt, len(seat.boundary), ())
@@ -247,6 +180,12 @@ class Keeper:
         if seat.slot is not None and request.dialect != "messages":  # there it cannot be said
             place = {"id_slot": orjson.dumps(seat.slot)}
             way.body = edit_top_level(way.body, place, (), keys=request.keys)
+
+    async def _guest(self, way: Forwarding, request: ChatRequest, tenant: str, reason: str) -> None:
+        """Nothing of it is kept."""
+        way.decision = f"guest:{reason}"
+        await self._seating.queue(way, request, tenant)
+        self.stop()  # what began while it had no slot yet
 
     def _note_drift(self, known: Conversation, seat: Seat) -> None:
         """Say why a request does not go on from the one before it, if it does not."""

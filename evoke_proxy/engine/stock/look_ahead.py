@@ -10,13 +10,13 @@ from dataclasses import replace
 from evoke_proxy.core.kept.held import Held
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.ahead import next_turns
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.stock.calls import Client
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.under_way import AT_ONCE
+from evoke_proxy.engine.stock.under_way import in_steps
+from evoke_proxy.engine.turns.next_turn import beginning
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -57,13 +57,10 @@ class LookAhead:
         held = known.held
         if held is None or not self._parts.slots.pool.idle():
             return "skipped"
-        answer = seat.answer.message(b'"reasoning_content"' in seat.body)
-        if answer is None:
+        render = lambda body: self._parts.calls.render(body, client)  # noqa: E731
+        tokens = await beginning(seat.body, seat.answer, render)
+        if tokens is None:
             return ""
-        first, second = next_turns(seat.body, answer)
-        renders = self._parts.calls.render(first, client), self._parts.calls.render(second, client)
-        one, other = await asyncio.gather(*renders)
-        tokens = one[: common_prefix(one, other)]
         looks = await self._parts.calls.looks(client)
         mine = known.held is held and held.reaches(tokens) and held.still(looks)
         if not mine or not self._parts.slots.pool.idle():
@@ -77,7 +74,7 @@ class LookAhead:
     ) -> None:
         shared = common_prefix(held.tokens, tokens)
         going = replace(held, tokens=tokens[:shared], exact=False, at=time.monotonic(), cut=True)
-        for end in [*range(shared + AT_ONCE, len(tokens), AT_ONCE), len(tokens)]:
+        for end in in_steps(shared, len(tokens)):
             known.held = going
             done = await self._parts.calls.prefill(tokens[:end], held.slot, client)
             self._parts.facts.costs.prefilled(done.decoded, done.seconds)

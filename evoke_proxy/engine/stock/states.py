@@ -27,7 +27,7 @@ class States:
         self, calls: StockCalls, vault: Vault, facts: Facts, metrics: Metrics, spawn: Spawn
     ) -> None:
         self._calls = calls
-        self._vault = vault
+        self.vault = vault
         self._facts = facts
         self._metrics = metrics
         self._spawn = spawn
@@ -38,7 +38,7 @@ class States:
         memory = self._facts.memory
         if self._facts.reduced or not memory.restore.trusted:
             return None
-        known = self._vault.of(tenant, self._facts.fingerprint)
+        known = self.vault.of(tenant, self._facts.fingerprint)
         usable = (item for item in known if item.id not in self._refused)
         return best(usable, tokens, memory.partly)
 
@@ -53,18 +53,18 @@ class States:
     async def _restore(self, match: Match, slot: int, client: Client) -> bool:
         snapshot, began = match.snapshot, time.monotonic()
         try:
-            await self._vault.verify(snapshot)
+            await self.vault.verify(snapshot)
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
         try:
-            self._vault.begin_restore(snapshot)
+            self.vault.begin_restore(snapshot)
         except SnapshotUnusable as error:
             self._metrics.restores.labels(result="failed").inc()
             _log.warning("a snapshot was not restored: %s", error)
             return False
         try:
-            async with self._vault.lent(snapshot) as name:
+            async with self.vault.lent(snapshot) as name:
                 copied = await self._calls.restore(slot, name, client)
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
@@ -73,7 +73,7 @@ class States:
             self._give_up(snapshot, "refused", str(error))
             return False
         except UpstreamError:
-            self._vault.set_aside(snapshot, "upstream_died")
+            self.vault.set_aside(snapshot, "upstream_died")
             self._metrics.restores.labels(result="failed").inc()
             raise
         if copied.n_tokens != snapshot.n_tokens:
@@ -91,7 +91,7 @@ class States:
         useful = memory.restore.note(match.shared, cached)
         if not match.extends:
             memory.partial.note(match.shared, cached)
-        self._vault.end_restore(match.snapshot, useful)
+        self.vault.end_restore(match.snapshot, useful)
         self._metrics.restores.labels(result="useful" if useful else "wasted").inc()
         self._metrics.restored_tokens.inc(min(cached, match.shared))
         if not useful:
@@ -99,7 +99,7 @@ class States:
 
     def unproved(self, match: Match) -> None:
         """It was restored, llama-server lives, and its client left before its use could show."""
-        self._vault.end_restore(match.snapshot, useful=False)
+        self.vault.end_restore(match.snapshot, useful=False)
 
     def worth_saving(self, tenant: str, tokens: Tokens, waited_for: bool = False) -> str:
         """Why these tokens are not worth a snapshot now; empty when they are. `waited_for`: a
@@ -107,7 +107,7 @@ class States:
         facts = self._facts
         if facts.reduced:
             return "reduced"
-        known = self._vault.of(tenant, facts.fingerprint)
+        known = self.vault.of(tenant, facts.fingerprint)
         there = best(known, tokens, partial=False)
         gain = len(tokens) - (there.shared if there is not None else 0)
         if not gain:
@@ -116,7 +116,7 @@ class States:
             return "window"
         if not facts.costs.worth_saving(gain, len(tokens), waited_for):
             return "cheap"
-        if not self._vault.has_room(tenant, len(tokens) * facts.costs.bytes_per_token):
+        if not self.vault.has_room(tenant, len(tokens) * facts.costs.bytes_per_token):
             return "room"
         return ""
 
@@ -138,7 +138,7 @@ class States:
     async def _save(
         self, slot: int, tokens: Tokens, label: Label, client: Client, begins: bool
     ) -> bool:
-        part = self._vault.part()
+        part = self.vault.part()
         try:
             copied = await self._calls.save(slot, part, client)
         except UpstreamRejected as error:
@@ -152,7 +152,7 @@ class States:
         self._metrics.save_seconds.observe(copied.seconds)
         if begins:
             read = (part, copied.n_tokens, tokens)
-            tokens = await asyncio.to_thread(self._vault.files.tokens, *read)
+            tokens = await asyncio.to_thread(self.vault.files.tokens, *read)
         if copied.n_tokens != len(tokens):
             self._facts.clears |= not copied.n_tokens
             self._unsaved(part, "emptied", f"it held {copied.n_tokens} tokens, not {len(tokens)}")
@@ -173,7 +173,7 @@ class States:
     async def _seal(self, part: str, copied: Copied, tokens: Tokens, label: Label) -> None:
         try:
             await self._facts.shown_by(part, copied)
-            await self._vault.keep(part, copied.n_bytes, tokens, label)
+            await self.vault.keep(part, copied.n_bytes, tokens, label)
         except SnapshotUnusable as error:
             short = error.reason == "window"
             memory = self._facts.memory
@@ -183,7 +183,7 @@ class States:
             self._metrics.saves.labels(result="saved").inc()
 
     def _unsaved(self, part: str, result: str, why: str, overdue: bool = False) -> None:
-        self._vault.discard(part, overdue)
+        self.vault.discard(part, overdue)
         self._metrics.saves.labels(result=result).inc()
         level = logging.INFO if result.startswith("skipped") else logging.WARNING
         _log.log(level, "a slot was not saved: %s", why)
@@ -191,7 +191,7 @@ class States:
     def _give_up(self, snapshot: Snapshot, result: str, why: str) -> None:
         """Alive, but it will not have this one: not again as long as we run."""
         self._refused.add(snapshot.id)
-        self._vault.end_restore(snapshot, useful=False)
+        self.vault.end_restore(snapshot, useful=False)
         self._facts.memory.restore.note(snapshot.n_tokens, 0)
         self._metrics.restores.labels(result=result).inc()
         _log.warning("a snapshot was not restored: %s", why)

@@ -10,13 +10,18 @@ from typing import Any
 from evoke_proxy.engine.chores import Chores
 
 # What is decoded in one go: a request that comes in between waits for no more than the rest of it.
-AT_ONCE = 512
+_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
     slot: int
     session: str
+
+
+def in_steps(begun: int, end: int) -> list[int]:
+    """How far to decode at a time, from what is there already to the end."""
+    return [*range(begun + _AT_ONCE, end, _AT_ONCE), end]
 
 
 class UnderWay:

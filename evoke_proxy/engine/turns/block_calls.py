@@ -7,6 +7,7 @@ from typing import Any
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.conversation.plan import Plan
+from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.errors import UpstreamProtocolError
 
@@ -53,6 +54,12 @@ def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         return {str(copy["name"]): copy for copy in answer.get("blocks") or ()}
     except (KeyError, TypeError) as error:
         raise UpstreamProtocolError("llama-server tells of a copy without a name") from error
+
+
+def copies_of(answer: Mapping[str, Any], session: str) -> Mapping[str, Mapping[str, Any]]:
+    """Those of them that were made for a session, if it has forgotten them, too."""
+    prefix = f"{wire_name(session)}/"
+    return {label: it for label, it in copies_in(answer).items() if label.startswith(prefix)}
 
 
 def slot_in(rendered: Rendered, slot: int) -> SlotView:

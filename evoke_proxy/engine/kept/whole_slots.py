@@ -1,0 +1,97 @@
+"""Slots of a patched server that are kept whole, holes and all, where copies of a session's rows
+are not all of it: recurrent states and windows are in none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from evoke_proxy.core.kept.snapshots import STEP, Match, best
+from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.reply.books import Books
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.kept.vault import Label
+from evoke_proxy.engine.stock.parts import Parts
+from evoke_proxy.engine.stock.under_way import UnderWay, in_steps
+from evoke_proxy.engine.turns.seating import Seating
+
+# llama-server needs about so long to notice that it is to stop.
+_GRACE_S = 1.0
+Client = Mapping[str, str]
+
+
+class WholeSlots:
+    """Saves them, restores them, and decodes ahead in them."""
+
+    def __init__(self, parts: Parts, seating: Seating, ahead: UnderWay) -> None:
+        self._parts = parts
+        self._seating = seating
+        self._ahead = ahead
+        self.vault = parts.states.vault
+
+    async def go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
+        """Decode so far in a slot, which keeps its holes and its budget, unless somebody wants
+        it."""
+        if self._parts.slots.pool.idle() and not known.in_use:
+            work = self._go_on(slot, known, tokens, client)
+            await asyncio.wait([self._ahead.run(work, slot, known.id)])
+
+    async def _go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
+        epoch = known.epoch
+        for end in in_steps(len(known.session.tokens), len(tokens)):
+            done = await self._parts.calls.prefill(tokens[:end], slot, client, epoch)
+            if known.epoch != epoch:  # a guest has its slot; a turn of its own would have waited
+                return
+            books = Books.parse(done.timings)
+            if books is None or books.marker != "ok":
+                known.epoch = None
+                return
+            known.session.learn((label, span) for span, label in books.auto_evicted if label)
+            known.n_resident = books.n_resident
+            if known.in_use or not self._parts.slots.pool.idle():
+                return
+
+    async def undisturbed(self, slot: int, tenant: str, client: Client) -> bool:
+        """Whether anything was decoded ahead in this slot; it is over then. What is about to end
+        does: stopping takes as long."""
+        mine = self._ahead.stop_in(slot)
+        _, late = await asyncio.wait(mine, timeout=_GRACE_S) if mine else ((), ())
+        if late:
+            self._ahead.stop()
+            await asyncio.wait(late)
+            await self._seating.until_idle(slot, tenant, client, lambda: False)
+        return bool(mine)
+
+    async def save(self, slot: int, known: Conversation, client: Client) -> None:
+        """Save a slot, which begins with the conversation's prompt. Not when another save was just
+        now."""
+        tokens, states = known.session.tokens, self._parts.states
+        if states.save_in_s() > 0 or len(tokens) <= self._parts.facts.memory.too_short:
+            return
+        fingerprint = await self._parts.calls.fingerprint(client)
+        # How long they take to decode is not known: of two the longer is worth more.
+        label = Label(known.tenant, fingerprint, known.id, STEP, float(len(tokens)))
+        await states.save(slot, tokens, label, client, begins=True)
+
+    async def bring_back(
+        self, slot: int, known: Conversation, tokens: Tokens, n_past: int, client: Client
+    ) -> Match | None:
+        """Fill a slot with what the conversation had in its own, if a prompt of these tokens goes
+        on from it further than from `n_past`; what, for `proved` to follow."""
+        of = known.tenant, known.id
+        mine = [item for item in self.vault.snapshots if (item.tenant, item.branch) == of]
+        if not _further(best(mine, tokens, partial=False), n_past):
+            return None
+        fingerprint = await self._parts.calls.fingerprint(client)
+        match = best((i for i in mine if i.fingerprint == fingerprint), tokens, partial=False)
+        if match is None or not _further(match, n_past):
+            return None
+        return match if await self._parts.states.restore(match, slot, client) else None
+
+    def proved(self, match: Match, n_tokens: int) -> None:
+        """So many tokens are there after a restore."""
+        self._parts.states.proved(match, n_tokens)
+
+
+def _further(match: Match | None, n_past: int) -> bool:
+    return match is not None and match.shared > n_past
