@@ -24,10 +24,10 @@ from evoke_proxy.engine.kept.writeback import Writeback
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator import history
-from evoke_proxy.engine.operator.erasing import Eraser
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operating import Operator
 from evoke_proxy.engine.operator.operators import Operators
+from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.turns.concluding import Concluding
@@ -96,14 +96,11 @@ class Engine:
             Writeback(self.upstream, self.metrics, self._slots, self._chores, self._records),
             *(self._records, self.feed),
         )
-        eraser = Eraser(
-            *(self.upstream, self._slots, self.conversations, self.keeper),
-            *(self._records, common.embedding, self.feed, self.watch),
+        reach = Reach(
+            *(self.upstream, self.watch, self._slots, self.conversations, self.keeper),
+            *(self._records, common.embedding, self.feed),
         )
-        self._operator = Operator(
-            *(self.upstream, self._slots, self.conversations, self.keeper),
-            *(self.feed, self.watch, eraser, self._records),
-        )
+        self._operator = Operator(reach)
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
     async def __aenter__(self) -> Engine:

@@ -6,18 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.upstream import LATEST, Upstream
+from evoke_proxy.adapters.upstream import LATEST
 from evoke_proxy.core.conversation.plan import Evict, Plan
 from evoke_proxy.core.kept.snapshots import Snapshot
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.engine.conversations import Conversation, Conversations
-from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.kept.records import Records
-from evoke_proxy.engine.operator.feed import Feed
-from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.turns.block_calls import copies_of, drop_copies, run_plan
-from evoke_proxy.engine.turns.waiting import SlotQueue
-from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -28,25 +23,8 @@ Mine = Callable[[str, str], bool]
 class Eraser:
     """What it returns says what was forgotten, and in `left` what it could not reach."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        slots: SlotQueue,
-        conversations: Conversations,
-        keeper: Keeper,
-        records: Records,
-        embedding: Embedding,
-        feed: Feed,
-        watch: ServerWatch,
-    ) -> None:
-        self._upstream = upstream
-        self._slots = slots
-        self._conversations = conversations
-        self._keeper = keeper
-        self._records = records
-        self._embedding = embedding
-        self._feed = feed
-        self._watch = watch
+    def __init__(self, reach: Reach) -> None:
+        self._its = reach
 
     async def delete(self, known: Sequence[Conversation], mine: Mine) -> dict[str, Any]:
         """Forget these, and what is `mine` on disk; RequestError (409),
@@ -55,40 +33,40 @@ class Eraser:
         if busy:
             raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
         for item in known:  # at once: nothing is to go on from them any more
-            self._conversations.forget(item)
+            self._its.conversations.forget(item)
         ids = {item.id for item in known}
-        await self._keeper.quiet(ids)
+        await self._its.keeper.quiet(ids)
         left: list[str] = []
         for item in known:
             left += await self._forget(item)
-        await self._keeper.quiet(ids)  # only now nothing of it is on its way to the disk
-        gone = await self._off_disk(mine, left) if self._keeper.on else ()
+        await self._its.keeper.quiet(ids)  # only now nothing of it is on its way to the disk
+        gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
         for id in ids | {item.branch for item in gone}:
-            self._feed.tell("deleted", session=id)
+            self._its.feed.tell("deleted", session=id)
         return {"sessions": len(known), "snapshots": len(gone), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
         """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
-        await self._keeper.quiet()  # of what was forgotten already, nobody can tell whose it is
-        known = [item for item in self._conversations if item.tenant == tenant]
-        vault = self._keeper.vault if self._keeper.on else None
+        await self._its.keeper.quiet()  # of what was forgotten already, nobody can tell whose it is
+        known = [item for item in self._its.conversations if item.tenant == tenant]
+        vault = self._its.keeper.vault if self._its.keeper.on else None
         done = await self.delete(known, lambda owner, _: owner == tenant)
-        if self._watch.server.patched:
+        if self._its.watch.server.patched:
             try:
                 everything = {"all": True, "tenant": tenant}
-                await self._upstream.run(0, "block-drop", everything, {})
+                await self._its.upstream.run(0, "block-drop", everything, {})
             except EvokeError as error:
                 done["left"].append(f"copies in llama-server: {error}")
-        elif self._watch.server.lacking != "unreachable":
+        elif self._its.watch.server.lacking != "unreachable":
             done["left"].append("what llama-server has in its own RAM cache, until it ends")
         if vault is not None:
             vault.files.forget_aside()
-        self._embedding.forget()
+        self._its.embedding.forget()
         return done
 
     async def _off_disk(self, mine: Mine, left: list[str]) -> Sequence[Snapshot]:
         """The snapshots that are gone, and the records with them."""
-        vault = self._keeper.vault
+        vault = self._its.keeper.vault
         gone = [item for item in vault.snapshots if mine(item.tenant, item.branch)]
         for snapshot in gone:
             vault.delete(snapshot, "asked")
@@ -111,11 +89,11 @@ class Eraser:
         except EvokeError as error:
             _log.warning("session %s is left in its slot: %s", known.id, error)
             left.append(f"rows in its slot: {error}")
-        self._slots.pool.forget(known.id)
-        self._records.forget(known.id)
+        self._its.slots.pool.forget(known.id)
+        self._its.records.forget(known.id)
         known.held = None
         try:
-            if self._watch.server.patched:
+            if self._its.watch.server.patched:
                 await self._drop(known)
         except EvokeError as error:
             left.append(f"copies in llama-server: {error}")
@@ -123,43 +101,44 @@ class Eraser:
 
     async def _drop(self, known: Conversation) -> None:
         """Its copies, those too that it has forgotten itself."""
-        answer = await self._upstream.slot(0, known.tenant, {})
+        answer = await self._its.upstream.slot(0, known.tenant, {})
         labels = known.labels.union(copies_of(answer, known.id))
         if labels:
-            await drop_copies(self._upstream, labels, known.tenant, {})
+            await drop_copies(self._its.upstream, labels, known.tenant, {})
 
     async def _place(self, known: Conversation) -> int | None:
         """The slot that still has its rows, as far as is known."""
-        slot = self._slots.pool.slot_of(known.id)
-        if self._watch.server.patched:
+        slot = self._its.slots.pool.slot_of(known.id)
+        if self._its.watch.server.patched:
             return slot if known.epoch is not None else None
-        held, n_slots = known.held, len(self._slots.pool)
+        held, n_slots = known.held, len(self._its.slots.pool)
         # It may be in a slot that is none of ours: where requests go one at a time, one is.
         if held is None or not 0 <= held.slot < n_slots:
             return None
-        looks = await self._keeper.looks()
-        others = [it.held for it in self._conversations if it.held and it.held.slot == held.slot]
+        looks = await self._its.keeper.looks()
+        left = [it.held for it in self._its.conversations if it.held is not None]
+        others = [other for other in left if other.slot == held.slot]
         taken = not held.still(looks) and any(other.still(looks) for other in others)
         return None if taken else held.slot
 
     async def _empty(self, slot: int, known: Conversation) -> None:
         """Nobody else's request is in the slot meanwhile; raises what llama-server refuses."""
-        lease = await self._slots.acquire(f"erasing-{known.id}", known.tenant, True, slot=slot)
+        lease = await self._its.slots.acquire(f"erasing-{known.id}", known.tenant, True, slot=slot)
         try:
             view = None
-            if self._watch.server.patched:
-                answer = await self._upstream.slot(slot, known.tenant, {}, LATEST)
+            if self._its.watch.server.patched:
+                answer = await self._its.upstream.slot(slot, known.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
                 if view.epoch != known.epoch:
                     return  # somebody else's rows by now
             try:
-                await self._upstream.call("POST", f"/slots/{slot}?action=erase", {}, {})
+                await self._its.upstream.call("POST", f"/slots/{slot}?action=erase", {}, {})
             except UpstreamRejected:
                 if view is None:
                     raise
                 await self._evict_all(view, known)
         finally:
-            self._slots.release(lease)
+            self._its.slots.release(lease)
 
     async def _evict_all(self, view: SlotView, known: Conversation) -> None:
         """A server that erases no slots (it runs without --slot-save-path) keeps its last row."""
@@ -167,4 +146,4 @@ class Eraser:
         if rows:
             rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
         plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reason="deleted")
-        await run_plan(self._upstream, plan, view, known.tenant, {})
+        await run_plan(self._its.upstream, plan, view, known.tenant, {})

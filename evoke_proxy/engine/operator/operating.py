@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from evoke_proxy import __version__
-from evoke_proxy.adapters.upstream import LATEST, Upstream
+from evoke_proxy.adapters.upstream import LATEST
 from evoke_proxy.core.conversation.bounds import check_room
 from evoke_proxy.core.conversation.plan import Drop, Evict, Plan
 from evoke_proxy.core.kept.snapshots import Snapshot, branch_summary, by_branch, described
@@ -19,15 +19,11 @@ from evoke_proxy.core.prompt import pins
 from evoke_proxy.core.prompt.block_map import Whereabouts, block_map, spans, totals
 from evoke_proxy.core.prompt.blocks import Span, clipped, count
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept.archive import archive
-from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.operator.erasing import Eraser
-from evoke_proxy.engine.operator.feed import Feed
-from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
-from evoke_proxy.engine.turns.waiting import SlotQueue
-from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 
 _log = logging.getLogger(__name__)
@@ -39,54 +35,39 @@ class Operator:
     """Ids are those of `sessions`; RequestError (404) for one that is none, (409) for one that a
     request is using when it is to be changed in its slot."""
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        slots: SlotQueue,
-        conversations: Conversations,
-        keeper: Keeper,
-        feed: Feed,
-        watch: ServerWatch,
-        eraser: Eraser,
-        records: Records,
-    ) -> None:
-        self._upstream = upstream
-        self._slots = slots
-        self._conversations = conversations
-        self._keeper = keeper
-        self._feed = feed
-        self._watch = watch
-        self._eraser = eraser
-        self._records = records
+    def __init__(self, reach: Reach) -> None:
+        self._its = reach
+        self._eraser = Eraser(reach)
         self._seen: dict[str, Whereabouts] = {}
 
     @property
     def branches(self) -> dict[str, list[Snapshot]]:
         """Snapshots by the session they are of."""
-        return by_branch(self._keeper.vault.snapshots) if self._keeper.on else {}
+        return by_branch(self._its.keeper.vault.snapshots) if self._its.keeper.on else {}
 
     def sessions(self, branches: dict[str, list[Snapshot]]) -> list[dict[str, Any]]:
         """Every one, the latest used first; what they have on disk is taken out of `branches`."""
-        live = [known for known in reversed(list(self._conversations)) if not known.passing]
+        live = [known for known in reversed(list(self._its.conversations)) if not known.passing]
         return [self._summary(known, branches) for known in live]
 
     def has(self, id: str) -> bool:
         """Whether it is live, and one of these."""
-        return self._conversations.get(id) is not None
+        return self._its.conversations.get(id) is not None
 
     def status(self) -> dict[str, Any]:
         """What is known of the whole without asking anybody."""
-        pool, server, policy = self._slots.pool, self._watch.server, self._watch.config.policy
+        pool, watch = self._its.slots.pool, self._its.watch
+        server, policy = watch.server, watch.config.policy
         return {
             "version": __version__,
-            "server": self._watch.described(),
+            "server": watch.described(),
             "reachable": server.lacking != "unreachable",
             "build": server.build,
             "slots": [pool.holder(slot) for slot in range(len(pool))],
             "queued": pool.queued,
             "policy": policy.name,
             "budget": policy.budget,
-            "event": self._feed.latest,
+            "event": self._its.feed.latest,
         }
 
     async def show(self, id: str) -> dict[str, Any]:
@@ -96,7 +77,7 @@ class Operator:
         if known is None:
             return on_disk(id, items) | {"blocks": [], "totals": totals(()), "history": []} | said
         where, fresh = await self._where(known)
-        blocks = self._map(known, where, self._watch.config.page.names)
+        blocks = self._map(known, where, self._its.watch.config.page.names)
         row = self._summary(known, {_branch(known): items})
         said |= {"fresh": fresh, "blocks": blocks, "totals": totals(blocks)}
         return row | said | {"history": [turn.shown() for turn in known.history]}
@@ -106,21 +87,21 @@ class Operator:
         known, items = self._find(id)
         if known is not None:
             known.pinned = pinned
-            self._records.reordered(known)
+            self._its.records.reordered(known)
         for item in items:
-            self._keeper.vault.pin(item, pinned)
-        self._feed.tell("session", session=id, pinned=pinned)
+            self._its.keeper.vault.pin(item, pinned)
+        self._its.feed.tell("session", session=id, pinned=pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
         """From its next turn on it may keep so many tokens, None: all; not `own`: what the others
         may. BudgetTooSmall when that cannot hold what must stay."""
         known = self._live(id)
-        policy = self._watch.config.policy
+        policy = self._its.watch.config.policy
         config = replace(known.session.config, budget=budget if own else policy.budget)
         check_room(config)
         known.own_budget, known.session.config = own, config
-        self._records.reordered(known)
-        self._feed.tell("session", session=id, budget=config.budget)
+        self._its.records.reordered(known)
+        self._its.feed.tell("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
         """These positions stay in the cache from the next turn on; PinBudgetExceeded when that
@@ -131,8 +112,8 @@ class Operator:
         if not own:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
         session.pins = pins.changed(session.pins, session.layout, span, pinned, session.config)
-        self._records.reordered(known)
-        self._feed.tell("block", session=id, pinned=pinned, spans=spans(own))
+        self._its.records.reordered(known)
+        self._its.feed.tell("block", session=id, pinned=pinned, spans=spans(own))
 
     async def drop_block(self, id: str, span: Span) -> None:
         """Their rows and copies are gone, until the client's text is decoded again."""
@@ -147,14 +128,14 @@ class Operator:
             plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
             try:
                 if view is not None:
-                    await run_plan(self._upstream, plan, view, known.tenant, {})
+                    await run_plan(self._its.upstream, plan, view, known.tenant, {})
                 elif labels:
-                    await drop_copies(self._upstream, labels, known.tenant, {})
+                    await drop_copies(self._its.upstream, labels, known.tenant, {})
             except PlanRefused as refused:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
         known.session.failed(labels)
         known.n_resident -= count(rows)
-        self._feed.tell("block", session=id, dropped=spans([span]), evicted=spans(rows))
+        self._its.feed.tell("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
         """Forget it: rows, copies, snapshots; how far that went."""
@@ -170,7 +151,7 @@ class Operator:
     async def export(self, id: str) -> Iterator[bytes]:
         """A tar of it, see `archive`."""
         known, items = self._find(id)
-        directory, about = self._keeper.vault.files.directory, {}
+        directory, about = self._its.keeper.vault.files.directory, {}
         if known is not None:
             where, fresh = await self._where(known)
             about = self._summary(known, {}) | {
@@ -186,7 +167,7 @@ class Operator:
         kept = {"snapshots": len(items), "bytes": sum(item.n_bytes for item in items)}
         own = {"live": True, "own_budget": known.own_budget}
         limit = known.session.config.budget
-        return known.summary(self._slots.pool) | kept | own | {"limit": limit}
+        return known.summary(self._its.slots.pool) | kept | own | {"limit": limit}
 
     def _map(self, known: Conversation, where: Whereabouts, names: bool) -> list[dict[str, Any]]:
         session, turn = known.session, known.session.decided
@@ -197,12 +178,12 @@ class Operator:
 
     async def _where(self, known: Conversation) -> tuple[Whereabouts, bool]:
         """Where its rows and copies are; False with what was seen last when nobody says now."""
-        server, slot = self._watch.server, self._slots.pool.slot_of(known.id)
+        server, slot = self._its.watch.server, self._its.slots.pool.slot_of(known.id)
         if not server.patched or server.sleeping:
             return Whereabouts(), not server.sleeping
         try:
             async with asyncio.timeout(_LOOK_S):
-                answer = await self._upstream.slot(slot or 0, known.tenant, {})
+                answer = await self._its.upstream.slot(slot or 0, known.tenant, {})
             view = SlotView.parse(answer)
         except (EvokeError, TimeoutError) as error:
             _log.info("session %s cannot be looked at now: %s", known.id, error or "busy")
@@ -210,7 +191,7 @@ class Operator:
         there = slot is not None and (known.in_use or known.epoch == view.epoch)
         rows, length = (view.resident, view.n_tokens) if there else ((), 0)
         where = Whereabouts.parse(answer, known.labels, rows, length)
-        self._seen = {k.id: self._seen[k.id] for k in self._conversations if k.id in self._seen}
+        self._seen = {k.id: self._seen[k.id] for k in self._its.conversations if k.id in self._seen}
         self._seen[known.id] = where
         return where, True
 
@@ -219,24 +200,24 @@ class Operator:
         """Its slot, nobody else's meanwhile; None when its rows are in none."""
         if known.in_use:
             raise RequestError("a request of this session is under way", "session_busy", 409)
-        slot = self._slots.pool.slot_of(known.id)
+        slot = self._its.slots.pool.slot_of(known.id)
         if slot is None or known.epoch is None:
             yield None
             return
         known.in_use += 1
         try:
-            lease = await self._slots.acquire(known.id, known.tenant, slot=slot)
+            lease = await self._its.slots.acquire(known.id, known.tenant, slot=slot)
             try:
-                answer = await self._upstream.slot(slot, known.tenant, {}, LATEST)
+                answer = await self._its.upstream.slot(slot, known.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
                 yield view if view.epoch == known.epoch else None
             finally:
-                self._slots.release(lease)
+                self._its.slots.release(lease)
         finally:
             known.in_use -= 1
 
     def _find(self, id: str) -> tuple[Conversation | None, list[Snapshot]]:
-        known = self._conversations.get(id)
+        known = self._its.conversations.get(id)
         if known is not None and known.passing:
             known = None
         items = self.branches.get(_branch(known) if known is not None else id, [])

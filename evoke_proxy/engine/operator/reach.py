@@ -1,0 +1,29 @@
+"""What an operator's orders reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.engine.conversations import Conversations
+from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.turns.waiting import SlotQueue
+from evoke_proxy.engine.watch import ServerWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Of one model: its server and what is known of it, its slots, who is known, what is kept of
+    them, in snapshots, records and vectors; and who is told."""
+
+    upstream: Upstream
+    watch: ServerWatch
+    slots: SlotQueue
+    conversations: Conversations
+    keeper: Keeper
+    records: Records
+    embedding: Embedding
+    feed: Feed
