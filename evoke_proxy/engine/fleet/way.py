@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TypeAlias
 
 from multidict import CIMultiDict
 
@@ -18,6 +19,8 @@ SERVER_HEADER = "X-Evoke-Server"
 _OF_ONE = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
 _LOOKS = frozenset(("GET", "HEAD", "OPTIONS"))
 _LOADING = 503
+# A request of which the answer is open inside, as `Upstream.open` gives it.
+Asked: TypeAlias = AbstractAsyncContextManager[Reply]
 
 
 class Ready(Upstream):
@@ -70,34 +73,33 @@ class AnyServer:
         would change one server does not say which."""
         sent = CIMultiDict(headers)
         named = sent.popall(SERVER_HEADER, [])
+
+        def ask(server: Upstream) -> Asked:
+            return server.open(method, target, sent, body)
+
         if named:
             at = self._servers.named(named[0])
-            server = self._servers[at].upstream
-            async with self._opened(at, server, method, target, sent, body) as reply:
+            async with self._opened(at, ask(self._servers[at].upstream)) as reply:
                 yield reply
             return
-        if method not in _LOOKS and _OF_ONE.fullmatch(target):
+        of_one = _OF_ONE.fullmatch(target)
+        if method not in _LOOKS and of_one:
             known = ", ".join(self._servers.engines)
             message = f"there are several servers: name one in {SERVER_HEADER} ({known})"
             raise RequestError(message, "server_needed")
+        again = (body is None or isinstance(body, bytes)) and not of_one
         async with AsyncExitStack() as stack:
-            yield await self._first(stack, method, target, sent, body)
+            yield await self._first(stack, ask, again)
 
     async def _first(
-        self,
-        stack: AsyncExitStack,
-        method: str,
-        target: str,
-        headers: CIMultiDict[str],
-        body: bytes | AsyncIterable[bytes] | None,
+        self, stack: AsyncExitStack, ask: Callable[[Upstream], Asked], again: bool
     ) -> Reply:
-        """The answer of the first that takes the connection; it is closed with the stack."""
+        """The answer of the first that takes the connection; it is closed with the stack. `again`:
+        another may be asked after one that has answered that it still loads."""
         at, tried = self._choose(), dict[int, int]()
-        again = (body is None or isinstance(body, bytes)) and not _OF_ONE.fullmatch(target)
         while True:
             server = self._servers[at].upstream
-            asked = Ready(server) if again else server
-            opened = self._opened(at, asked, method, target, headers, body)
+            opened = self._opened(at, ask(Ready(server) if again else server))
             try:
                 return await stack.enter_async_context(opened)
             except UpstreamError as error:
@@ -106,17 +108,9 @@ class AnyServer:
                 at = self._next(at, tried, error)
 
     @asynccontextmanager
-    async def _opened(
-        self,
-        at: int,
-        server: Upstream,
-        method: str,
-        target: str,
-        headers: CIMultiDict[str],
-        body: bytes | AsyncIterable[bytes] | None,
-    ) -> AsyncIterator[Reply]:
+    async def _opened(self, at: int, asked: Asked) -> AsyncIterator[Reply]:
         with self._servers.one(at):
-            async with server.open(method, target, headers, body) as reply:
+            async with asked as reply:
                 reply.headers[SERVER_HEADER] = self._servers.name(at)
                 if reply.status != _LOADING:
                     self._servers.pool.served(at)
