@@ -89,12 +89,6 @@ class Access:
 ACCESS = web.AppKey("access", Access)
 
 
-def name_of(request: web.Request) -> str:
-    """What the key is called that the request has shown; empty when none was asked for."""
-    caller = request.get(_CALLER)
-    return caller.name if caller is not None else ""
-
-
 @web.middleware
 async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Lets a request through when its key does; the first thing that looks at it."""

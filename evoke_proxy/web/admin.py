@@ -38,7 +38,7 @@ def routes(engine: Front) -> list[web.RouteDef]:
         web.get("/evoke/health", _health),
         web.get("/evoke/ready", ready),
         *(web.route(*path, _guarded(engine, handler)) for path, handler in admin_api.ROUTES),
-        *page_files.routes(engine),
+        *page_files.routes(),
         web.get("/metrics", metrics, allow_head=False),
         # [\s\S], because a dot does not match an encoded newline.
         web.route("*", r"/evoke/{path:[\s\S]*}", unknown),
@@ -62,7 +62,7 @@ def _guarded(engine: Front, handler: admin_api.Handler) -> Handler:
 
     async def handle(request: web.Request) -> web.StreamResponse:
         same_site(request)
-        await admit(request, engine)
+        admit(request)
         return await handler(request, engine)
 
     return handle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,6 @@ from aiohttp import web
 from evoke_proxy.adapters.secret_files import read_token
 from evoke_proxy.config import Config
 from evoke_proxy.core.keys import presented
-from evoke_proxy.engine import Front
 from evoke_proxy.errors import Forbidden, RequestError, Unauthenticated
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -72,7 +72,7 @@ class Door:
 DOOR = web.AppKey("door", Door)
 
 
-async def admit(request: web.Request, engine: Front) -> None:
+def admit(request: web.Request) -> None:
     """Return when this request may see and change what is everybody's; else raise an EvokeError.
 
     A browser sends the token that its user has typed in as `Authorization: Bearer`, once an answer
@@ -81,13 +81,11 @@ async def admit(request: web.Request, engine: Front) -> None:
     request.app[DOOR].admit(request)
 
 
-async def admit_page(request: web.Request, engine: Front) -> None:
+def admit_page(request: web.Request) -> None:
     """As `admit`, for the files of the page: they say nothing, and a browser asks for them before
     anybody can have typed in a token."""
-    try:
-        request.app[DOOR].admit(request)
-    except Unauthenticated:
-        return
+    with suppress(Unauthenticated):
+        admit(request)
 
 
 @web.middleware

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from aiohttp import web
 
-from evoke_proxy.engine import Front
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web.guard import admit_page
 
@@ -30,15 +29,15 @@ _HEADERS = {
 }
 
 
-def routes(engine: Front) -> list[web.RouteDef]:
+def routes() -> list[web.RouteDef]:
     """The page at /evoke/, and what it is made of."""
 
     async def page(request: web.Request) -> web.StreamResponse:
-        await admit_page(request, engine)
+        admit_page(request)
         return _answer(request, "index.html")
 
     async def part(request: web.Request) -> web.StreamResponse:
-        await admit_page(request, engine)
+        admit_page(request)
         return _answer(request, request.match_info["name"])
 
     async def bare(_: web.Request) -> web.StreamResponse:
