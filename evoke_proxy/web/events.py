@@ -34,12 +34,8 @@ async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
             event = await listener.next(_QUIET_S)
             if event is None and listener.over:
                 return response
-            try:
-                await patience.write(
-                    request, response, _QUIET if event is None else _written(event)
-                )
-            except ConnectionResetError:
-                return response
+            chunk = _QUIET if event is None else _written(event)
+            await patience.write(request, response, chunk)
 
 
 def _written(event: Event) -> bytes:
