@@ -170,6 +170,7 @@ class Servers:
         return {
             "name": member.name,
             "url": engine.upstream.url,
+            "state": self._state(at),
             "takes": self.pool.takes(at),
             "breaker": member.breaker,
             "draining": member.draining,

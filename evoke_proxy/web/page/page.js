@@ -48,7 +48,7 @@ function servers(rows) {
   section.hidden = !rows.length;
   if (!rows.length) return;
   const cells = rows.map((server) => el("tr", {},
-    el("th", { scope: "row" }, server.name), el("td", {}, how(server)),
+    el("th", { scope: "row" }, server.name), el("td", {}, server.state),
     el("td", {}, number(server.in_flight)), el("td", {}, number(server.slots)), el("td", {}, number(server.sessions)),
     el("td", {}, server.mode),
     el("td", {}, el("button", { type: "button", "data-server": server.name, onclick: () => drain(server) },
@@ -57,11 +57,6 @@ function servers(rows) {
     el("thead", {}, el("tr", {}, ...["server", "", "requests", "slots", "sessions", "mode", ""].map((name) => el("th", { scope: "col" }, name)))),
     el("tbody", {}, ...cells))));
   if (focused) section.querySelector(`[data-server="${CSS.escape(focused)}"]`)?.focus();
-}
-
-function how(server) {
-  if (server.breaker !== "closed") return "away";
-  return server.foreign ? "serves another model" : server.draining ? "drains" : "well";
 }
 
 function drain(server) {
