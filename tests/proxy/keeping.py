@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,16 +105,7 @@ def decoded(port: int) -> int:
     return int(float(total.split()[1]))
 
 
-def settled(running: RunningProxy) -> None:
-    """Wait until what follows an answer is done: books, look-ahead, files."""
-    running.quiet()
-    deadline = time.monotonic() + 20
-    while any(engine.keeper.busy for engine in running.engines):
-        assert time.monotonic() < deadline, "the keeper does not come to rest"
-        time.sleep(0.02)
-
-
 def quiet_metric(running: RunningProxy, name: str, **labels: str) -> float:
     """A sample once everything has come to rest."""
-    settled(running)
+    running.settled()
     return running.metric(name, **labels)

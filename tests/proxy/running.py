@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,16 @@ from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.web.serve import make_runner, open_to_clients
+
+
+def until(
+    holds: Callable[[], object], what: str = "what is waited for", limit_s: float = 20.0
+) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not in {limit_s:g} s: {what}"
+        time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +139,22 @@ class RunningProxy:
         return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def quiet(self) -> None:
-        """Wait until no conversation is in use, 10 s at most."""
-        deadline = time.monotonic() + 10
-        while any(known.in_use for engine in self.engines for known in engine.conversations):
-            assert time.monotonic() < deadline, "a request is still under way"
-            time.sleep(0.01)
+        """Wait until no conversation is in use."""
+        until(lambda: not self._in_use(), "no request is under way", 10)
 
     def settled(self) -> None:
-        """Wait until nothing goes on behind the answers either, 10 s at most."""
-        deadline = time.monotonic() + 10
-        while not asyncio.run_coroutine_threadsafe(self._at_rest(), self.loop).result(5):
-            assert time.monotonic() < deadline, "something is still under way"
-            time.sleep(0.01)
+        """Wait until what follows the answers is done, too: books, copies, look-ahead, files."""
 
-    async def _at_rest(self) -> bool:
-        # In the loop: what ends a request and begins what follows is one step there.
-        in_use = any(known.in_use for engine in self.engines for known in engine.conversations)
-        return not in_use and not any(engine._chores.busy for engine in self.engines)
+        async def at_rest() -> bool:
+            # In the loop: what ends a request and begins what follows is one step there.
+            busy = any(engine._chores.busy or engine.keeper.busy for engine in self.engines)
+            return not (busy or self._in_use())
+
+        run = asyncio.run_coroutine_threadsafe
+        until(lambda: run(at_rest(), self.loop).result(5), "nothing is under way")
+
+    def _in_use(self) -> bool:
+        return any(known.in_use for engine in self.engines for known in engine.conversations)
 
 
 @contextmanager

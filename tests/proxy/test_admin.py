@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import Chat, House, long_chat, settled
+from keeping import Chat, House, long_chat
 from operating import ASKS, BUDGET, FACT, events, fact_block, operate, planted, recovered
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
@@ -213,13 +213,13 @@ def test_who_has_the_slot_of_a_deleted_session_keeps_its_rows(tmp_path: Path) ->
     with house.server() as port, house.proxy(port, min_tokens=100_000) as running:
         for chat in chats:  # in the only slot, one after the other
             chat.ask(running.port, "Begin.")
-            settled(running)
+            running.settled()
         gone = operate(running, "GET", "sessions")["sessions"][-1]["id"]
         assert operate(running, "DELETE", f"sessions/{gone}")["sessions"] == 1
         chats[1].hear()
         cached, new = chats[1].ask(running.port, "Go on.")
         assert cached > 900 > 64 > new
-        settled(running)
+        running.settled()
         (left,) = operate(running, "GET", "sessions")["sessions"]
         operate(running, "DELETE", f"sessions/{left['id']}")
         assert chats[1].ask(running.port)[0] < 64

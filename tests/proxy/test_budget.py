@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import RunningProxy, ask, llama_server, proxy, server_binary
+from running import RunningProxy, ask, llama_server, proxy, server_binary, until
 from talking import FILLER, Said, Talk, events
 
 from evoke_proxy.demo.processes import free_port
@@ -206,7 +206,8 @@ def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
         thread = threading.Thread(target=slow.say, args=("hello",))
         thread.start()
         try:
-            _await_slot(running.port)
+            sessions = lambda: json.loads(ask(running.port, "GET", "/evoke/sessions").body)  # noqa: E731
+            until(lambda: sessions()["sessions"], limit_s=10)
             refused = Talk(running.port, "other")
             refused.messages.append({"role": "user", "content": "hello"})
             answer = refused.post()
@@ -215,13 +216,6 @@ def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
     assert answer.status == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert json.loads(answer.body)["error"]["code"] == "slots_busy"
-
-
-def _await_slot(port: int) -> None:
-    deadline = time.monotonic() + 10
-    while not json.loads(ask(port, "GET", "/evoke/sessions").body)["sessions"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_client_that_leaves_does_not_keep_the_slot(patched_proxy: RunningProxy) -> None:

@@ -8,11 +8,10 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Callable
 
 import pytest
 from fake_upstream import FakeUpstream
-from running import RunningProxy, ask, proxy
+from running import RunningProxy, ask, proxy, until
 
 from evoke_proxy.web.crowd import make_room
 
@@ -26,13 +25,6 @@ def _open(port: int, buffer: int | None = None) -> socket.socket:
     client.settimeout(5)
     client.connect(("127.0.0.1", port))
     return client
-
-
-def _await(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_one_connection_too_many_is_told_so_and_the_others_go_on(echo: FakeUpstream) -> None:
@@ -51,7 +43,7 @@ def test_one_connection_too_many_is_told_so_and_the_others_go_on(echo: FakeUpstr
             client.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
             assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
         held[0].close()
-        _await(lambda: ask(running.port, "GET", "/x").status == 200)
+        until(lambda: ask(running.port, "GET", "/x").status == 200, limit_s=10)
         assert len(echo.requests) >= 4
 
 
@@ -106,7 +98,7 @@ def test_a_page_that_is_not_read_is_cut_off_and_the_others_hear_all(patience_s: 
         ):
             for client in (slow, quick):
                 client.sendall(b"GET /evoke/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            _await(lambda: len(running.engine.feed) == 2)
+            until(lambda: len(running.engine.feed) == 2, limit_s=10)
             told = heard = 0
             while len(running.engine.feed) == 2:
                 assert told < 4000, "it is never cut off"
@@ -117,7 +109,7 @@ def test_a_page_that_is_not_read_is_cut_off_and_the_others_hear_all(patience_s: 
             with contextlib.suppress(ConnectionResetError):
                 while slow.recv(1 << 20):
                     pass
-        _await(lambda: len(running.engine.feed) == 0)
+        until(lambda: len(running.engine.feed) == 0, limit_s=10)
 
 
 def _told(running: RunningProxy) -> int:

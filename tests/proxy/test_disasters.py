@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import Chat, House, decoded, settled
+from keeping import Chat, House, decoded
 from running import RunningProxy, ask, process_on, proxy, server_binary
 
 from evoke_proxy.engine.kept import vault as vault_module
@@ -39,7 +39,7 @@ def _erase(port: int) -> None:
 
 def _saves(running: RunningProxy) -> dict[str, float]:
     """Saves that were made or not, by how they ended."""
-    settled(running)
+    running.settled()
     found = running.engine.metrics.saves.collect()[0].samples
     return {s.labels["result"]: s.value for s in found if s.name.endswith("_total")}
 
@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(
                 _erase(port)
                 first.ask(running.port)
                 assert first.said == wanted
-                settled(running)
+                running.settled()
             assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
         assert not list(house.folder.glob("*.evoke-part"))
 
@@ -200,13 +200,13 @@ def test_a_directory_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
         chat = _chat(0)
         chat.ask(running.port)
         wanted = chat.said
-        settled(running)
+        running.settled()
         shutil.rmtree(folder)
         for _ in range(2):
             _erase(port)
             chat.ask(running.port)
             assert chat.said == wanted
-            settled(running)
+            running.settled()
         assert running.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
         assert ask(running.port, "GET", "/evoke/health").status == 200
     folder.mkdir(exist_ok=True)
@@ -225,18 +225,18 @@ def test_a_clock_that_jumps_loses_nothing(
             chat = _chat(0)
             chat.ask(running.port)
             wanted = chat.said
-            settled(running)
+            running.settled()
             # The first time it looks whether llama-server has it in memory.
             _erase(port)
             chat.ask(running.port)
-            settled(running)
+            running.settled()
             monkeypatch.setattr(vault_module.time, "time", lambda: real() + jump_s)
             for _ in range(2):
                 _erase(port)
                 before = decoded(port)
                 chat.ask(running.port)
                 assert chat.said == wanted and decoded(port) - before <= 8
-                settled(running)
+                running.settled()
             useful = running.metric("evoke_snapshot_restores_total", result="useful")
             assert useful >= 2
         with house.proxy(port, **SMALL) as running:
@@ -245,7 +245,7 @@ def test_a_clock_that_jumps_loses_nothing(
                 _erase(port)
                 chat.ask(running.port)
                 assert chat.said == wanted
-                settled(running)
+                running.settled()
             assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
 
 

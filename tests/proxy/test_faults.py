@@ -10,7 +10,7 @@ import time
 
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream, whole
-from running import ask, proxy
+from running import ask, proxy, until
 
 from evoke_proxy.demo.processes import free_port
 
@@ -246,9 +246,7 @@ def test_client_that_leaves_closes_the_upstream_request() -> None:
         assert connection.getresponse().read1(5)
         assert connection.sock is None or connection.sock.shutdown(socket.SHUT_RDWR) is None
         connection.close()
-        deadline = time.monotonic() + 5
-        while not fake.lost and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: fake.lost, "the connection is closed", 5)
         assert fake.lost == 1
 
 

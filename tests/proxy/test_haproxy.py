@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from keeping import QUICK, House, decoded
-from running import Answer, ask
+from running import Answer, ask, until
 
 from evoke_proxy.core.conversation.identity import SOURCES
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
@@ -34,7 +34,7 @@ def _proxy(port: int, upstream: int, settings: Path) -> Iterator[subprocess.Pope
     admin = ["--admin-listen", "127.0.0.1:0", "--config", str(settings)]
     with subprocess.Popen([*proxy_command(port, upstream), *admin]) as process:
         try:
-            _await(lambda: healthy(port))
+            until(lambda: healthy(port), limit_s=30)
             yield process
         finally:
             process.kill()
@@ -52,17 +52,10 @@ def _haproxy(folder: Path, ports: tuple[int, int]) -> Iterator[int]:
         command = [HAPROXY, "-f", str(folder / "haproxy.cfg")]
         with subprocess.Popen(command, stdout=log, stderr=log) as process:
             try:
-                _await(lambda: healthy(front))
+                until(lambda: healthy(front), limit_s=30)
                 yield front
             finally:
                 process.terminate()
-
-
-def _await(holds: object) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _say(port: int, session: str, messages: list[dict[str, str]], text: str) -> Answer:
@@ -104,7 +97,7 @@ def test_a_conversation_goes_on_at_the_other_when_its_proxy_dies(tmp_path: Path)
         pairs = zip(ports, servers, strict=True)
         proxies = [stack.enter_context(_proxy(port, up, settings)) for port, up in pairs]
         front = stack.enter_context(_haproxy(tmp_path, ports))
-        _await(lambda: ask(front, "GET", "/evoke/ready").status == 200)
+        until(lambda: ask(front, "GET", "/evoke/ready").status == 200, limit_s=30)
         assert ask(front, "GET", "/evoke/sessions").status == 404
 
         # Each conversation stays where it is, and not all are at one place.

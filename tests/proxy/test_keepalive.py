@@ -5,13 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from running import Answer, RunningProxy, ask, proxy
+from running import Answer, RunningProxy, ask, proxy, until
 from talking import FILLER, Talk, events
 
 JSON = {"Content-Type": "application/json"}
@@ -28,10 +27,7 @@ def _busy(port: int, n_tokens: int = 1500, **overrides: object) -> Iterator[Runn
         thread = threading.Thread(target=slow.say, args=("hello",))
         thread.start()
         try:
-            deadline = time.monotonic() + 10
-            while running.engine.conversations.get(_first(running)) is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: running.engine.conversations.get(_first(running)), limit_s=10)
             yield running
         finally:
             thread.join()

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from keeping import Chat, House, decoded, long_chat, quiet_metric, settled, template
-from running import ask
+from keeping import Chat, House, decoded, long_chat, quiet_metric, template
+from running import ask, until
 
 QWEN = tuple(template("Qwen3.5-4B"))
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -43,7 +42,7 @@ def test_after_a_restart_of_both_only_what_is_new_is_decoded(
     with house.both() as running:
         first = sum(chat.ask(running.port, "So what is it?"))
         assert first > 4000
-        settled(running)
+        running.settled()
         chat.hear()
     with house.both() as running:
         limit = new_tokens(running.port, NEW) + SLACK
@@ -69,7 +68,7 @@ def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahe
         chat.fields = NO_THINKING | {"max_tokens": 300, "seed": 1}
         with house.both(look_ahead=look_ahead) as running:
             chat.ask(running.port, "So what is it?")
-            settled(running)
+            running.settled()
             chat.hear()
             before = decoded(running.port)
             chat.ask(running.port, NEW)
@@ -88,7 +87,7 @@ def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: 
     chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
     with house.both(look_ahead=False) as running:
         chat.ask(running.port, "Look twice.")
-        settled(running)
+        running.settled()
         for id in ("c0", "c1"):
             call = {"id": id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
             step = {"role": "assistant", "content": "", "reasoning_content": f"so {id}"}
@@ -96,7 +95,7 @@ def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: 
             seen = {"role": "tool", "tool_call_id": id, "content": "a b c d " * 20}
             chat.messages.append(seen)
             chat.ask(running.port)
-            settled(running)
+            running.settled()
         assert len(house.files()) == 2
     for goes_on, most in ((True, SLACK), (False, 500)):
         if not goes_on:
@@ -117,7 +116,7 @@ def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -
             for chat in chats:
                 cached, new = chat.ask(running.port, f"Turn {turn}?")
                 assert cached + new > 900
-                settled(running)
+                running.settled()
                 chat.hear()
         wasted = running.metric("evoke_snapshot_restores_total", result="wasted")
         assert wasted == 3
@@ -135,7 +134,7 @@ def test_what_parts_from_restored_windows_is_answered_as_if_nothing_had_been_res
     fields = NO_THINKING | {"logprobs": True, "top_logprobs": 4, "max_tokens": 2}
     with house.both() as running:
         chat.ask(running.port, "Begin.", max_tokens=50)
-        settled(running)
+        running.settled()
         chat.hear()
     kept = len(chat.messages) - 1
     with house.server() as port, house.proxy(port) as running:
@@ -161,12 +160,12 @@ def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_pa
         chats = [long_chat(400, start) for start in (0, 7, 13)]
         for chat in chats:
             chat.ask(running.port, "Begin.")
-            settled(running)
+            running.settled()
             chat.hear()
         before = decoded(running.port)
         for chat in chats:
             chat.ask(running.port, NEW)
-            settled(running)
+            running.settled()
         assert decoded(running.port) - before <= 3 * (SLACK + 10)
         assert running.metric("evoke_snapshot_restores_total", result="useful") == 3
 
@@ -178,7 +177,7 @@ def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> N
         chats = [long_chat(300, start) for start in (0, 7)]
         for chat in chats:
             chat.ask(running.port, "Begin.")
-            settled(running)
+            running.settled()
             chat.hear()
         before = decoded(running.port)
         chats[0].ask(running.port, NEW)
@@ -191,7 +190,7 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
     with house.both() as running:
         other, chat = Chat([]), long_chat(300)
         other.ask(running.port, "Nothing of note.")
-        settled(running)
+        running.settled()
         slow, calls = running.engine.keeper._look_ahead, []
 
         async def never(*_: object) -> None:
@@ -200,10 +199,7 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
 
         slow._decode = never  # type: ignore[method-assign,assignment]
         chat.ask(running.port, "Begin.")
-        deadline = time.monotonic() + 10
-        while not calls:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: calls, limit_s=10)
         other.ask(running.port)
         assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
 
@@ -213,7 +209,7 @@ def test_nothing_is_decoded_ahead_while_somebody_waits(tmp_path: Path) -> None:
         chats = [long_chat(300, start) for start in (0, 7)]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda chat: chat.ask(running.port, "Begin."), chats))
-        settled(running)
+        running.settled()
         results = {
             result: running.metric("evoke_look_aheads_total", result=result)
             for result in ("done", "skipped", "cancelled")
@@ -238,7 +234,7 @@ def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_res
 def test_a_fault_of_ours_costs_the_snapshot_not_the_answer(tmp_path: Path) -> None:
     house, chat = House(tmp_path), long_chat(300)
     with house.both() as running:
-        settled(running)  # it decodes something to learn what llama-server is
+        running.settled()  # it decodes something to learn what llama-server is
         calls = running.engine.keeper._calls
 
         async def broken(*_: object) -> None:
@@ -259,7 +255,7 @@ def test_what_is_not_a_chat_of_its_own_goes_through_untouched(tmp_path: Path) ->
         assert answer.status == 200
         for fields in ({"cache_prompt": False}, {"id_slot": 0}, {"evoke": False}):
             long_chat(300).ask(running.port, "Begin.", **fields)
-        settled(running)
+        running.settled()
         assert house.files() == []
         assert len(running.engine.conversations) == 0
 
@@ -297,7 +293,7 @@ def test_many_at_once_cost_the_server_hardly_more_than_without_us(
             with ThreadPoolExecutor(len(chats)) as pool:
                 to = port if arm == "direct" else running.port
                 list(pool.map(lambda chat, to=to: _three_turns(chat, to), chats))
-            settled(running)
+            running.settled()
             totals[arm] = decoded(port)
             assert not running.engine.metrics.degraded.collect()[0].samples
     assert totals["ours"] <= 1.3 * totals["direct"]
@@ -314,11 +310,11 @@ def test_one_at_a_time_is_one_at_a_time_and_keeps_slots_all_the_same(tmp_path: P
                 slots = json.loads(ask(port, "GET", "/slots").body)
                 busiest = max(busiest, sum(slot["is_processing"] for slot in slots))
         assert [turn.result() for turn in turns] == [None] * 3
-        settled(running)
+        running.settled()
         before = decoded(port)
         for chat in chats:
             chat.ask(running.port, NEW)
-            settled(running)
+            running.settled()
         assert decoded(port) - before <= 3 * (SLACK + 10)
         assert not running.engine.metrics.degraded.collect()[0].samples
     assert busiest == 1
@@ -336,12 +332,10 @@ def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
     chat = long_chat(400)
     with house.both() as running:
         chat.ask(running.port, "Begin.")
-        settled(running)
+        running.settled()
         chat.hear()
-        deadline = time.monotonic() + 20
-        while not json.loads(ask(running.port, "GET", "/props").body)["is_sleeping"]:
-            assert time.monotonic() < deadline, "it does not fall asleep"
-            time.sleep(0.1)
+        props = lambda: json.loads(ask(running.port, "GET", "/props").body)  # noqa: E731
+        until(lambda: props()["is_sleeping"], "it falls asleep")
         cached, new = chat.ask(running.port, NEW)
         assert cached > 1000 and new <= SLACK
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
@@ -370,7 +364,7 @@ def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
     ]
     with house.both() as running:
         said = _message(running.port, chat)
-        settled(running)
+        running.settled()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
     chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": NEW}]
     with house.both() as running:
@@ -395,7 +389,7 @@ def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path
     chat.messages.insert(0, {"role": "system", "content": "You help.\nToday is Monday, 12:00."})
     with House(tmp_path).both(look_ahead=False) as running:
         chat.ask(running.port, "Begin.")
-        settled(running)
+        running.settled()
         chat.hear()
         chat.messages[0]["content"] = "You help.\nToday is Monday, 12:34."
         chat.ask(running.port, NEW)
@@ -425,7 +419,7 @@ def test_responses_keep_their_cache_too(tmp_path: Path) -> None:
     ]
     with house.both() as running:
         said = _respond(running.port, items)
-        settled(running)
+        running.settled()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
     items += [*said["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
     with house.both() as running:

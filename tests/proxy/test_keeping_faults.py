@@ -8,15 +8,15 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from damage import damage
 from fronts import Front
-from keeping import QUICK, Chat, House, decoded, long_chat, settled
-from running import RunningProxy, ask, process_on
+from keeping import QUICK, Chat, House, decoded, long_chat
+from running import RunningProxy, ask, process_on, until
 from wire import wire
 
 from evoke_proxy.config import SnapshotsConfig
@@ -42,7 +42,7 @@ def running(house: House) -> Iterator[tuple[int, RunningProxy]]:
         chat = _chat(9)
         for _ in range(2):
             chat.ask(proxied.port)
-            settled(proxied)
+            proxied.settled()
             _erase(port)
         command = Vault(SnapshotsConfig(directory=str(house.folder)))
         command.open(claim=False)
@@ -76,7 +76,7 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
     port, proxied = running
     chat, how = _chat(0), random.Random(7)
     chat.ask(proxied.port)
-    settled(proxied)
+    proxied.settled()
     wanted, before = chat.said, _corrupt(proxied)
     for _ in range(DAMAGES):
         (path,) = house.files()
@@ -84,7 +84,7 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
         _erase(port)
         cached, new = chat.ask(proxied.port)
         assert chat.said == wanted and cached + new > 64
-        settled(proxied)
+        proxied.settled()
     assert _corrupt(proxied) - before == DAMAGES
     assert proxied.metric("evoke_snapshot_restores_total", result="quarantined") == DAMAGES
     assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 0
@@ -93,7 +93,7 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
     decoded_before = decoded(port)
     chat.ask(proxied.port)
     assert chat.said == wanted and decoded(port) - decoded_before <= 8
-    settled(proxied)
+    proxied.settled()
     assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 1
 
 
@@ -104,13 +104,13 @@ def test_a_file_that_is_gone_is_not_asked_for_so_nothing_is_wiped(
     chat = long_chat(300, 5)  # long enough to be worth a restore
     chat.messages.pop()
     chat.ask(proxied.port)
-    settled(proxied)
+    proxied.settled()
     for path in house.files():
         path.unlink()
     _erase(port)
     asked = _noting(proxied, "restore")
     chat.ask(proxied.port)
-    settled(proxied)
+    proxied.settled()
     assert asked == []
     assert proxied.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
 
@@ -128,7 +128,7 @@ def test_a_slot_that_was_emptied_before_its_save_makes_no_snapshot(
     with monkeypatch.context() as patch:
         patch.setattr(StockCalls, "save", emptied)
         _chat(2).ask(proxied.port)
-    settled(proxied)
+    proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="emptied") == 1
     assert house.files() == before and not list(house.folder.glob("*.evoke-part"))
 
@@ -143,7 +143,7 @@ def test_a_full_disk_costs_the_snapshot_only(
     with monkeypatch.context() as patch:
         patch.setattr(proxied.engine.keeper.vault, "part", lambda: part.name)
         chat.ask(proxied.port)
-        settled(proxied)
+        proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="failed") == 1
     assert house.files() == before and not part.is_symlink()
 
@@ -151,7 +151,7 @@ def test_a_full_disk_costs_the_snapshot_only(
 def test_no_save_is_begun_without_room_for_it(tmp_path: Path) -> None:
     with House(tmp_path).both(**SMALL | {"min_free_mib": 1 << 30}) as proxied:
         _chat(4).ask(proxied.port)
-        settled(proxied)
+        proxied.settled()
         assert proxied.metric("evoke_snapshot_saves_total", result="skipped_room") == 1
 
 
@@ -164,12 +164,12 @@ def test_a_state_is_for_servers_whose_cache_is_laid_out_alike(
     alike = House(tmp_path, "", ("-fa", "on"))
     with alike.both(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
-        settled(proxied)
+        proxied.settled()
     for house, useful in ((House(tmp_path, "", other), 0), (alike, 1)):
         again = long_chat(300)
         with house.both(look_ahead=False) as proxied:
             cached, new = again.ask(proxied.port, "Begin.")
-            settled(proxied)
+            proxied.settled()
             assert cached + new > 900 and again.said
             assert proxied.metric("evoke_snapshot_restores_total", result="useful") == useful
             for bad in ("refused", "failed", "wasted"):
@@ -182,19 +182,19 @@ def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_pat
     with house.server() as port, house.proxy(port, look_ahead=False) as proxied:
         if during == "restore":
             chat.ask(proxied.port, "Begin.")
-            settled(proxied)
+            proxied.settled()
             _erase(port)
             chat.ask(proxied.port)
-            settled(proxied)
+            proxied.settled()
             _erase(port)
-        settled(proxied)  # it saves something to learn what llama-server is
+        proxied.settled()  # it saves something to learn what llama-server is
         asked = _noting(proxied, during, kill=port)
         messages = chat.messages if during == "restore" else long_chat(300).messages[:3]
         asks = {"messages": messages, "max_tokens": 24, "temperature": 0}
         body = json.dumps(asks).encode()
         answer = ask(proxied.port, "POST", "/v1/chat/completions", body)
         assert answer.status == 503 and len(asked) == 1
-        settled(proxied)
+        proxied.settled()
         assert house.files() == [] and not list(tmp_path.glob("*.evoke-part"))
         died = proxied.metric("evoke_snapshot_corrupt_total", reason="upstream_died")
         assert died == (during == "restore")
@@ -204,7 +204,7 @@ def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_pat
         with house.server(port):
             again = ask(proxied.port, "POST", "/v1/chat/completions", body)
             assert again.status == 200
-            settled(proxied)
+            proxied.settled()
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
             assert restored == 0 and len(house.files()) == 1
             _erase(port)
@@ -233,7 +233,7 @@ def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) ->
     house, chat = House(tmp_path), long_chat(400)
     with house.both(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
-        settled(proxied)
+        proxied.settled()
         chat.hear()
     with house.both(look_ahead=False) as proxied:
         given = chat.messages + [{"role": "user", "content": "And then?"}]
@@ -243,7 +243,7 @@ def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) ->
             connection.request("POST", "/v1/chat/completions", body)
             time.sleep(wait_s)
             connection.close()
-        settled(proxied)
+        proxied.settled()
         look = Vault(SnapshotsConfig(directory=str(tmp_path)))
         look.open(claim=False)
         assert house.files() and not any(item.suspect for item in look.snapshots)
@@ -267,7 +267,7 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
     with house.server() as port, wire(port) as line:
         with Front(line.port, settings) as front:
             chat.ask(front.port, "Begin.")
-            _await(lambda: bool(house.files()))
+            until(lambda: bool(house.files()))
             for _ in range(2):  # the first time it looks whether llama-server has it in memory
                 _erase(port)
                 chat.ask(front.port)
@@ -287,7 +287,7 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
             assert {path.name for path in house.files()} == (before if during == "save" else set())
             chat.ask(proxied.port)
             said = chat.said
-            settled(proxied)
+            proxied.settled()
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
             assert restored == (during == "save")
             assert proxied.metric("evoke_snapshot_saves_total", result="saved") >= 1
@@ -308,10 +308,3 @@ def _trusted(house: House) -> None:
         look.files.verify(name, item.n_bytes, item.checksum)
     look.close()
     assert not list(house.folder.glob("*.evoke-part"))
-
-
-def _await(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

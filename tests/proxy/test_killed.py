@@ -8,14 +8,13 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fronts import Front
-from running import RunningProxy, ask, llama_server, process_on, server_binary
+from running import RunningProxy, ask, llama_server, process_on, server_binary, until
 from talking import FILLER, Talk
 from test_restarting import BUDGET, KINDS, TURNS, House, house, rested, turn
 from wire import wire
@@ -35,13 +34,6 @@ def _busy(port: int) -> bool:
         return False
 
 
-def _await(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def _sent(port: int, talk: Talk, text: str, **fields: Any) -> http.client.HTTPConnection:
     """A request under way, for a turn that its client will not hear the end of."""
     messages = [*talk.messages, {"role": "user", "content": text}]
@@ -56,7 +48,7 @@ def _in_prefill(subject: House, talk: Talk) -> None:
     """While it decodes a long message: the client is told that the server is gone."""
     assert subject.running is not None
     connection = _sent(subject.running.port, talk, FILLER * 30)
-    _await(lambda: _busy(subject.port))
+    until(lambda: _busy(subject.port))
     _kill(subject.port)
     assert connection.getresponse().status == 503
     connection.close()
@@ -163,7 +155,7 @@ def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -
         subject._proxy.close()
         with Front(subject.port, settings) as front:
             connection = _sent(front.port, talk, FILLER * 30)
-            _await(lambda: _busy(subject.port))
+            until(lambda: _busy(subject.port))
         connection.close()
         with Front(line.port, settings) as front:
             assert MARKER in turn(talk, front.port, ASKS)["text"]

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from operating import operate
-from running import RunningProxy, ask, proxy
+from running import RunningProxy, ask, proxy, until
 from talking import FILLER, Talk
 
 from bench.export_minilm import ensure
@@ -74,8 +73,8 @@ def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
         talk.say("The key is hidden under the geranium.")
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
+            ours.settled()  # each writes down what there was when it began
             wait_for_vectors(ours)
-        written(ours)
     with proxy(patched_port, **given) as ours:
         talk.port = ours.port
         talk.say("How can I get inside when the door is locked?")
@@ -83,21 +82,12 @@ def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
         session = known.session
         back = [b.text for b in session.layout.blocks if b.label in session._recovered]
         assert any("geranium" in text for text in back)
-        written(ours)
+        ours.settled()
         store = sqlite3.connect(tmp_path / "index.sqlite")
         parts = "SELECT count(*) FROM records WHERE id GLOB ?"
         assert store.execute(parts, (f"{known.id}#*",)).fetchone()[0] > 1
         assert operate(ours, "DELETE", f"sessions/{known.id}")["left"] == []
         assert store.execute(parts, ("*",)).fetchone()[0] == 0
-
-
-def written(running: RunningProxy) -> None:
-    """Wait until what follows an answer is done."""
-    running.quiet()
-    deadline = time.monotonic() + 20
-    while running.engine._chores.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +160,6 @@ def posted(port: int, path: str, body: bytes | None = None) -> dict[str, Any]:
 def wait_for_vectors(ours: RunningProxy) -> None:
     """Until every block that is being embedded has its vectors, a minute at most."""
     ours.quiet()
-    known, deadline = next(iter(ours.engine.conversations)), time.monotonic() + 60
-    keys = [key for keys in known.awaited.values() for key in keys]
-    while any(ours.engine.shared.embedding.vector(key) is None for key in keys):
-        assert time.monotonic() < deadline, "blocks wait for their vectors"
-        time.sleep(0.05)
+    known, embedding = next(iter(ours.engine.conversations)), ours.engine.shared.embedding
+    keys, vector = [key for keys in known.awaited.values() for key in keys], embedding.vector
+    until(lambda: all(vector(key) is not None for key in keys), "the vectors of blocks", 60)

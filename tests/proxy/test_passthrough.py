@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from running import Answer, RunningProxy, ask
+from running import Answer, RunningProxy, ask, until
 
 JSON = {"Content-Type": "application/json"}
 COMPLETION = b'{"prompt":"a b","max_tokens":4,"temperature":0,"cache_prompt":false}'
@@ -115,7 +115,7 @@ def test_client_that_leaves_before_a_whole_answer_stops_the_generation(
     body = json.dumps(CHAT | {"max_tokens": NEVER_DONE, "ignore_eos": True}).encode()
     connection = http.client.HTTPConnection("127.0.0.1", stock_proxy.port)
     connection.request("POST", "/v1/chat/completions", body, JSON)
-    _await_busy(stock_port)
+    until(lambda: _is_busy(stock_port), "the slot is busy", 10)
     connection.close()
     assert _gets_idle(stock_port)
 
@@ -152,13 +152,6 @@ def _leave_after_first_bytes(port: int, body: bytes) -> None:
 def _is_busy(port: int) -> bool:
     slots = json.loads(ask(port, "GET", "/slots").body)
     return any(slot["is_processing"] for slot in slots)
-
-
-def _await_busy(port: int) -> None:
-    deadline = time.monotonic() + 10
-    while not _is_busy(port):
-        assert time.monotonic() < deadline, "the slot did not become busy in 10 s"
-        time.sleep(0.02)
 
 
 def _gets_idle(port: int) -> bool:

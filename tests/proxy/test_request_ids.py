@@ -5,12 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import time
 from typing import Any
 
 import pytest
 from fake_upstream import Exchange, fake_upstream, whole
-from running import ask, proxy
+from running import ask, proxy, until
 
 from evoke_proxy.demo.processes import free_port
 
@@ -51,12 +50,10 @@ def test_each_request_has_one_line_whatever_becomes_of_it(caplog: pytest.LogCapt
             assert answer.status == status, answer.body
         gone = http.client.HTTPConnection("127.0.0.1", running.port)
         gone.request("POST", "/v1/chat/completions", chat, {"X-Request-Id": "never"})
-        while len(fake.requests) < 3:
-            time.sleep(0.01)
+        until(lambda: len(fake.requests) == 3)
         gone.close()
-        deadline = time.monotonic() + 10
-        while len(lines := _lines(caplog)) <= len(asked) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(_lines(caplog)) > len(asked), limit_s=10)
+    lines = _lines(caplog)
     assert [facts["status"] for facts, _ in lines] == [*(it[3] for it in asked.values()), 499]
     for facts, said in lines:
         assert facts["ms"] >= 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -64,13 +63,8 @@ class House:
 
 def rested(running: RunningProxy | None) -> None:
     """Wait until what follows an answer is done: copies, files, the record."""
-    if running is None:
-        return
-    running.quiet()
-    deadline = time.monotonic() + 20
-    while running.engine._chores.busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    if running is not None:
+        running.settled()
 
 
 @contextmanager

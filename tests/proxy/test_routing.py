@@ -8,7 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from keeping import QUICK, Chat, long_chat, quiet_metric, settled
+from keeping import QUICK, Chat, long_chat, quiet_metric
 from operating import operate
 from running import RunningProxy, any_server, ask, proxy, server_binary
 
@@ -35,12 +35,12 @@ def test_what_the_router_unloads_comes_back_with_its_model(tmp_path: Path) -> No
                 chats[shape].fields = {"model": shape}
                 cached, new = chats[shape].ask(running.port, "So what is it?")
                 assert cached + new > 1500
-                settled(running)
+                running.settled()
                 chats[shape].hear()
             for chat in chats.values():
                 cached, new = chat.ask(running.port, NEW)
                 assert cached > 1500 and new <= SLACK
-                settled(running)
+                running.settled()
                 chat.hear()
             assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 2
             _operated(running, chats["tiny-dense"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import fake_upstream as fake_upstream_module
 import pytest
 from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, says_ok, whole
-from running import RunningProxy, ask, proxy
+from running import RunningProxy, ask, proxy, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load
@@ -344,9 +344,7 @@ def test_a_client_that_does_not_read_gives_its_slot_back() -> None:
         body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
         with socket.create_connection(("127.0.0.1", running.port)) as client:
             client.sendall(body % (len(CHAT), CHAT))
-            deadline = time.monotonic() + 10
-            while not fake.lost and time.monotonic() < deadline:
-                time.sleep(0.02)
+            until(lambda: fake.lost, "the connection is closed", 10)
             assert fake.lost == 1
         assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from typing import Any
 import pytest
 from browsing import browser, tab
 from fake_upstream import Exchange, fake_upstream, whole
-from keeping import QUICK, House, decoded, settled
+from keeping import QUICK, House, decoded
 from prometheus_client.parser import text_string_to_metric_families
-from running import Answer, RunningProxy, ask, llama_server, pool, process_on, server_binary
+from running import Answer, RunningProxy, ask, llama_server, pool, process_on, server_binary, until
 from talking import FILLER, Talk
 
 from bench.random_models import SHAPES, ensure
@@ -66,13 +65,6 @@ def _two(start: Callable[[int], Any]) -> Iterator[Pair]:
     finally:
         for name in list(house.running):
             house.running[name].close()
-
-
-def _await(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _say(port: int, messages: list[dict[str, Any]], text: str, session: str = "") -> Answer:
@@ -127,11 +119,11 @@ def test_conversations_outlive_their_servers(tmp_path: Path) -> None:
         at = {}
         for name, messages in talks.items():
             at[name] = _at(_say(port, messages, f"{name}: {LONG}", name))
-            settled(running)
+            running.settled()
         assert sorted(at.values()) == ["a", "a", "b", "b"]
         for name, messages in talks.items():
             assert _at(_say(port, messages, "Go on.", name)) == at[name]
-            settled(running)
+            running.settled()
 
         # Killed between two turns: the next is the other's, from the snapshot.
         gone = at["s1"]
@@ -145,7 +137,7 @@ def test_conversations_outlive_their_servers(tmp_path: Path) -> None:
         assert decoded(house.ports[other]) - before < n_prompt / 2
         assert _restored(running) >= 1
         assert running.metric("evoke_server_failovers_total", server=gone) >= 1
-        settled(running)
+        running.settled()
         asked = {"messages": talks["s1"][:-1], "max_tokens": 12, "temperature": 0}
         alone = json.dumps(asked | {"ignore_eos": True, "cache_prompt": False}).encode()
         said = ask(house.ports[other], "POST", "/v1/chat/completions", alone, JSON)
@@ -155,14 +147,14 @@ def test_conversations_outlive_their_servers(tmp_path: Path) -> None:
         assert row["server"] == other and row["turns"] == 3, "it is the same session"
 
         # Its breaker opens, is tried again and again, and closes when it is back.
-        _await(lambda: _server(running, gone)["breaker"] == "open")
+        until(lambda: _server(running, gone)["breaker"] == "open")
         assert ask(port, "GET", "/evoke/ready").status == 200
         house.up(gone)
-        _await(lambda: _server(running, gone)["breaker"] == "closed")
+        until(lambda: _server(running, gone)["breaker"] == "closed")
         assert running.metric("evoke_server_breaker_openings_total", server=gone) >= 1
         assert running.metric("evoke_server_up", server=gone) == 1
         assert _at(_say(port, talks["s1"], "Still there?", "s1")) == other, "it stays where it is"
-        settled(running)
+        running.settled()
 
         # One that drains gets nobody, and who is there leaves with what was saved.
         assert _drain(running, other, True)["draining"]
@@ -184,7 +176,7 @@ def _sessions(running: RunningProxy) -> list[dict[str, Any]]:
 
 def _turned_away(running: RunningProxy) -> None:
     """Both servers are down."""
-    _await(lambda: all(_server(running, name)["breaker"] == "open" for name in ("a", "b")))
+    until(lambda: all(_server(running, name)["breaker"] == "open" for name in ("a", "b")))
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
     for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
         answer = ask(running.port, "POST", path, body, JSON)
@@ -255,7 +247,7 @@ def test_one_that_still_loads_takes_no_requests() -> None:
                 assert at(target) == "b"
             own = ask(running.port, "GET", "/slots", headers={"X-Evoke-Server": "a"})
             assert own.status == 503 and _at(own) == "a"
-            _await(lambda: _server(running, "a")["breaker"] == "open")
+            until(lambda: _server(running, "a")["breaker"] == "open")
             heads = [exchange.head.split()[1] for exchange in b.requests]
             assert b"/lora-adapters" not in heads, "it sleeps"
             loading.add("b")
@@ -274,9 +266,9 @@ def test_requests_at_once_are_spread(mixed: RunningProxy) -> None:
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
     threads[0].start()
-    _await(lambda: any(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
+    until(lambda: any(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
     threads[1].start()
-    _await(lambda: all(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
+    until(lambda: all(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
     for thread in threads:
         thread.join()
     assert sorted(seen) == ["patched", "stock"]
@@ -360,7 +352,7 @@ def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
         assert after["server"] == pair.other(home) and after["limit"] == 384
 
         pair.up(home)
-        _await(lambda: _server(running, home)["takes"])
+        until(lambda: _server(running, home)["takes"])
         said, alone = _answered_by_the_other(pair, running, pair.kill)
         assert said == alone
 
@@ -393,9 +385,7 @@ def test_a_hybrid_session_goes_on_from_its_snapshot_holes_and_all(tmp_path: Path
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
         assert said.books["omitted"] > 0
-        running.quiet()
-        _await(lambda: not any(engine._chores.busy for engine in running.engines))
-        settled(running)
+        running.settled()
         home = said.headers["x-evoke-server"]
         pair.kill(home)
         said = talk.say("And now?")
@@ -422,9 +412,9 @@ def _answered_by_the_other(
         target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 4 + "So?", "long"))
     )
     asking.start()
-    _await(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))
+    until(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))
     (home,) = [name for name in pair.ports if _server(running, name)["in_flight"]]
-    _await(lambda: json.loads(ask(pair.ports[home], "GET", "/slots").body)[0]["is_processing"])
+    until(lambda: json.loads(ask(pair.ports[home], "GET", "/slots").body)[0]["is_processing"])
     fail(home)
     asking.join()
     assert _at(said[0]) == pair.other(home)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from running import RunningProxy, ask, llama_server, proxy, server_binary
+from running import RunningProxy, ask, llama_server, proxy, server_binary, until
 from talking import FILLER, Talk
 
 BUDGET = 320
@@ -30,10 +29,7 @@ def _sleeps(port: int) -> bool:
 
 
 def _await_sleep(port: int) -> None:
-    deadline = time.monotonic() + 15
-    while not _sleeps(port):
-        assert time.monotonic() < deadline, "it does not fall asleep"
-        time.sleep(0.1)
+    until(lambda: _sleeps(port), "it falls asleep", 15)
 
 
 def test_nobody_wakes_it_by_looking(sleepy: tuple[int, bool]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keeping import House, settled
+from keeping import House
 from running import RunningProxy, ask, proxy
 
 from evoke_proxy.adapters.secret_files import write_secret
@@ -97,7 +97,7 @@ def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
     ):
         for seed in range(3):
             _interleaved(running, seed)
-            settled(running)
+            running.settled()
         look = Vault(SnapshotsConfig(directory=str(folder), key_file=settings["key_file"]))
         look.open(claim=False)
         assert {item.tenant for item in look.snapshots} == set(PEOPLE)
