@@ -43,11 +43,8 @@ _COLUMNS = (
 _ALL = f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"
 _ONE = f"SELECT {_COLUMNS} FROM snapshots WHERE id = ?"
 _MARKS = "SELECT used, hits, pinned, suspect FROM snapshots WHERE id = ?"
-
-_ALL_RECORDS = (
-    "SELECT id, tenant, used, packed FROM records WHERE id = coalesce(?, id) ORDER BY used DESC"
-)
-
+_ALL_RECORDS = "SELECT id, tenant, used, packed FROM records ORDER BY used DESC"
+_ONE_RECORD = "SELECT id, tenant, used, packed FROM records WHERE id = ?"
 
 # What has changed, for others to read no more than that; of the oldest nobody is told.
 _CHANGES_KEPT = 4096
@@ -108,7 +105,7 @@ class Store:
                 self._db.execute(statement)
             self._check_version()
             for statement in (f"SELECT {_COLUMNS} FROM snapshots", _ALL_RECORDS):
-                deque(self._db.execute(statement, (None,) * statement.count("?")), maxlen=0)
+                deque(self._db.execute(statement), maxlen=0)
             # For reading in other threads, one at a time.
             self._aside = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._reading = threading.Lock()
@@ -209,7 +206,8 @@ class Store:
     def records(self, only: str | None = None) -> Iterator[Record]:
         """Every record, or the only one of this id, the latest used first, but for those that are
         not what was written."""
-        for id, tenant, used, packed in self._db.execute(_ALL_RECORDS, (only,)):
+        wanted = (_ALL_RECORDS,) if only is None else (_ONE_RECORD, (only,))
+        for id, tenant, used, packed in self._db.execute(*wanted):
             try:
                 yield Record(id, tenant, used, self._form.open(packed, _about((id, tenant))))
             except (ValueError, TypeError):
