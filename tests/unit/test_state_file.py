@@ -39,6 +39,13 @@ def cache(positions: range, transposed: bool, sizes: tuple[int, ...], streams: i
     return out
 
 
+def columns_of_nothing() -> bytes:
+    """A cache with billions of columns, each of no bytes."""
+    made = cache(range(9, N_TOKENS), True, (1,))
+    columns = struct.pack("<iII", 1, 1, 1) + bytes(range(9, N_TOKENS))
+    return made.removesuffix(columns) + struct.pack("<iII", 1, 0, 0xFFFFFFFF)
+
+
 def file(*parts: bytes) -> bytes:
     return struct.pack("<III", 0x67677371, 3, 2) + bytes(8) + b"".join(parts)
 
@@ -94,10 +101,11 @@ def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
         file(cache(range(0), False, (4,)), cache(range(0), False, (4,))),
         file(cache(range(N_TOKENS), False, (4,)), cache(range(9, N_TOKENS), False, (4,))) + b"x",
         file(cache(range(N_TOKENS), False, (4,)), cache(range(9, N_TOKENS), False, (4,)))[:-1],
+        file(cache(range(N_TOKENS), True, (1,)), columns_of_nothing()),
         b"another format" * 9,
         b"",
     ],
-    ids=["no windows", "empty", "more", "less", "other", "nothing"],
+    ids=["no windows", "empty", "more", "less", "columns of nothing", "other", "nothing"],
 )
 def test_any_other_file_is_left_as_it_is(data: bytes, tmp_path: Path) -> None:
     assert completed(tmp_path, data) == data

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,9 @@ class Rows:
     stride: int = 0
 
     @property
-    def starts(self) -> Iterator[int]:
+    def starts(self) -> list[int]:
         """Where each of the runs begins."""
-        return iter(range(self.at, self.at + self.count * max(1, self.stride), max(1, self.stride)))
+        return [self.at + i * self.stride for i in range(self.count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def in_window(found: Sequence[Cache]) -> bool:
 
 def missing(found: Sequence[Cache], read: Read) -> list[Insertion]:
     """What a file of these caches lacks for its windows, by place; empty when nothing."""
-    last = found[-1] if has_windows(found) else Cache(0)
-    if not last.lowest:
+    last = found[-1] if has_windows(found) else None
+    if last is None or not last.lowest:
         return []
     cells = last.at + 4
     first = read(cells, last.cell_bytes)
@@ -177,8 +177,8 @@ def _stream(cursor: _Cursor) -> Cache:
     values = [turned(cursor, n_cells) for _ in range(n_layers)]
     types = (keys[0].type, values[0].type) if keys else None
     lowest = int(cells["position"].min())
-    made = Cache(at, n_cells, lowest, (*keys, *values), types, bool(transposed))
-    return replace(made, cell_bytes=cells.itemsize)
+    rows = (*keys, *values)
+    return Cache(at, n_cells, lowest, rows, types, bool(transposed), cells.itemsize)
 
 
 def _cells(cursor: _Cursor, n_cells: int) -> np.ndarray[Any, Any]:
@@ -201,6 +201,8 @@ def _rows(cursor: _Cursor, n_cells: int) -> Rows:
 
 def _columns(cursor: _Cursor, n_cells: int) -> Rows:
     type, size, count = cursor.number(), cursor.number(), cursor.number()
+    if not size:  # else a file could have any number of them
+        raise ValueError("no caches of rows")
     rows = Rows(type, cursor.at, size, count, size * n_cells)
     cursor.skip(size * n_cells * count)
     return rows
