@@ -31,7 +31,7 @@ def labelled(texts: Mapping[str, bytes]) -> bytes:
     lines = []
     for family, found in samples.items():
         lines += [*about.get(family, {}).values(), *found]
-    return b"".join(line + b"\n" for line in lines if line)
+    return b"".join(line + b"\n" for line in lines)
 
 
 def _with_server(sample: re.Match[bytes], server: str) -> bytes:
