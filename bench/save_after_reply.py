@@ -10,32 +10,24 @@ import hashlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from bench.listening import Quiet, listening
 
-@contextmanager
-def peer(upstream: int, folder: Path) -> Iterator[int]:
+
+def peer(upstream: int, folder: Path) -> AbstractContextManager[int]:
     """The recipe on a port of its own; it forgets which conversation was last, not the files."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(upstream, folder))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
+    return listening(_handler(upstream, folder))
 
 
-def _handler(upstream: int, folder: Path) -> type[BaseHTTPRequestHandler]:
+def _handler(upstream: int, folder: Path) -> type[Quiet]:
     one, last = threading.Lock(), [""]
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.body()
             with one:
                 key = _key(json.loads(body))
                 if key != last[0] and (folder / key).exists():
@@ -55,9 +47,6 @@ def _handler(upstream: int, folder: Path) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(piece)
             self.wfile.flush()
             link.close()
-
-        def log_message(self, *_: Any) -> None:
-            return
 
     return Handler
 

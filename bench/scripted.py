@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+from bench.listening import Quiet, listening
 from evoke_proxy.demo.client import events
 
 Json = dict[str, Any]
@@ -83,7 +82,13 @@ def _calling(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
 def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
     """A stream of one call, as Anthropic's Messages have it."""
     usage = {"input_tokens": 1, "output_tokens": 1}
-    message = {"id": id, "type": "message", "role": "assistant", "model": "random", "content": []}
+    message: Json = {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": "random",
+        "content": [],
+    }
     message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
     given = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
     ends = {"stop_reason": "tool_use", "stop_sequence": None}
@@ -102,13 +107,12 @@ def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> byt
     return b"".join(f"event: {it['type']}\ndata: {json.dumps(it)}\n\n".encode() for it in told)
 
 
-@contextmanager
-def relayed(relay: Relay) -> Iterator[int]:
+def relayed(relay: Relay) -> AbstractContextManager[int]:
     """The port where a relay listens until the block is left."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
-            sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            sent = self.body()
             passed = {k: v for k, v in self.headers.items() if k.lower() not in _OWN}
             try:
                 status, answer = relay.answer(self.path, sent, passed)
@@ -124,15 +128,4 @@ def relayed(relay: Relay) -> Iterator[int]:
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield int(server.server_address[1])
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return listening(Handler)

@@ -7,9 +7,7 @@ import http.client
 import json
 import struct
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import pytest
 
 from bench import agent, growth, lines, long, recall, watched
 from bench.agent_rows import MAGIC, Witness, rows
+from bench.listening import Quiet, listening
 from bench.scripted import Relay, relayed
 from evoke_proxy.demo.client import events
 
@@ -119,25 +118,20 @@ def test_an_agent_gets_the_scripts_calls_for_answers_and_then_the_models_own() -
     asked: list[dict[str, Any]] = []
     own = b'data: {"choices": [{"delta": {"content": "noise"}}], "timings": {"evoke": {"n": 1}}}\n'
 
-    class Front(BaseHTTPRequestHandler):
+    class Front(Quiet):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            asked.append(json.loads(self.body()))
             self.send_response(200)
             self.send_header("Content-Length", str(len(own)))
             self.end_headers()
             self.wfile.write(own)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
     seen: list[Any] = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as front:
-        Thread(target=front.serve_forever, daemon=True).start()
-        relay = Relay(front.server_address[1], lambda body, timings: seen.append(timings))
+    with listening(Front) as front:
+        relay = Relay(front, lambda body, timings: seen.append(timings))
         relay.calls.append(("read", {"filePath": "a.py"}))
         with relayed(relay) as port:
             replies = [_events(port, tools) for tools in ([], ["read"], ["read"])]
-        front.shutdown()
     (called,) = replies[1][0]["choices"][0]["delta"]["tool_calls"]
     assert called["function"] == {"name": "read", "arguments": '{"filePath": "a.py"}'}
     assert replies[0] == replies[2] == list(events(iter(own.splitlines())))

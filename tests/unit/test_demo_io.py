@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.listening import Quiet, listening
 from evoke_proxy.demo import processes
 from evoke_proxy.demo.client import DemoError, chat, content, events
 from evoke_proxy.demo.processes import (
@@ -43,31 +42,23 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-class Upstream(BaseHTTPRequestHandler):
+class Upstream(Quiet):
     status, answer = 200, STREAM
     seen: list[dict[str, Any]] = []
 
     def do_POST(self) -> None:
-        self.seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.seen.append(json.loads(self.body()))
         self.send_response(self.status)
         self.send_header("X-Evoke-Evicted", "blocks=3;tokens=180")
         self.end_headers()
         self.wfile.write(self.answer)
 
-    def log_message(self, *_: object) -> None:
-        """Stay quiet."""
-
 
 @pytest.fixture
 def upstream() -> Iterator[tuple[int, type[Upstream]]]:
     handler = type("Fresh", (Upstream,), {"seen": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_port, handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(handler) as port:
+        yield port, handler
 
 
 def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[Upstream]]) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.listening import Quiet, listening
 from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.demo import page
 from evoke_proxy.demo.processes import free_port
@@ -136,22 +135,14 @@ def test_an_old_page_is_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture(params=[b'{"resident":[[0,4],[9,12]]}', b'{"resident":7}', b"[]", b"no"])
 def slots(request: pytest.FixtureRequest) -> Iterator[tuple[int, bytes]]:
-    class Slots(BaseHTTPRequestHandler):
+    class Slots(Quiet):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/slots/0/blocks" else 404)
             self.end_headers()
             self.wfile.write(request.param)
 
-        def log_message(self, *_: object) -> None:
-            """Stay quiet."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Slots)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_port, request.param
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with listening(Slots) as port:
+        yield port, request.param
 
 
 def test_a_slot_is_asked_and_anything_odd_means_nobody_knows(slots: tuple[int, bytes]) -> None:
