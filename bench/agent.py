@@ -30,6 +30,7 @@ from bench.chat_turns import proxied
 from bench.llama import Llama
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.metrics import BOOK_KINDS
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
@@ -37,7 +38,6 @@ from evoke_proxy.server_build import ensure_server
 ARMS = ("evoke", "no_eviction", "truncate", "discard")
 BUDGET, STEPS = 2048, 36
 ANSWER_TOKENS = 8
-KINDS = ("decoded", "recovered", "resident_before", "omitted")
 _USER_EVERY = 14
 _CYCLE = ("read", "read", "search", "edit", "read again")
 _NAMES = "config server store session policy metrics upstream budget render worker".split()
@@ -211,7 +211,7 @@ class Session:
     def _turn(self, kind: str, known: Sequence[int] = ()) -> Json:
         reply = chat(self.front, self._body(), {"X-Evoke-Session": f"agent-{self.arm}"})
         books = reply.timings["evoke"]
-        turn = {key: int(books[key]) for key in (*KINDS, "n_prompt")}
+        turn = {key: int(books[key]) for key in (*BOOK_KINDS, "n_prompt")}
         turn |= {"peak": int(books["n_resident_peak"]), "kind": kind, "file_rows": 0}
         turn |= {"breaches": int(books["budget_breaches"]), "file_there": 0, "file_back": 0}
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
@@ -272,7 +272,9 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
         "omitted": sum(turn["omitted"] for turn in turns),
         "peak": max(turn["peak"] for turn in turns),
         "breaches": sum(turn["breaches"] for turn in turns),
-        "unbalanced": sum(sum(turn[kind] for kind in KINDS) != turn["n_prompt"] for turn in turns),
+        "unbalanced": sum(
+            sum(turn[kind] for kind in BOOK_KINDS) != turn["n_prompt"] for turn in turns
+        ),
         "refused": proxy_log.count("plan refused"),
     }
     if arm == "evoke":

@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.agent import KINDS, Repository, Step, script
+from bench.agent import Repository, Step, script
 from bench.chat_turns import proxied
 from bench.npm import installed
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
 from bench.scripted import Relay, relayed
 from bench.watched import Watch
+from evoke_proxy.adapters.metrics import BOOK_KINDS
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
@@ -179,7 +180,7 @@ def _row(arm: str, budget: int | None, books: Sequence[Mapping[str, Any]]) -> di
         "omitted": sum(one["omitted"] for one in books),
         "peak": max(one["peak"] for one in books),
         "over": sum(one["peak"] > budget for one in books) if budget else 0,
-        "unbalanced": sum(sum(one[kind] for kind in KINDS) != one["prompt"] for one in books),
+        "unbalanced": sum(sum(one[kind] for kind in BOOK_KINDS) != one["prompt"] for one in books),
         "each": list(books),
     }
 
