@@ -22,8 +22,8 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.ahead import Stability
 from evoke_proxy.core.servers.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.servers.server_info import saves_itself
-from evoke_proxy.engine.stock.calls import Copied, StockCalls
 from evoke_proxy.engine.stock.facts import probed
+from evoke_proxy.engine.stock.stock_calls import Copied, StockCalls
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
 
 EXAMPLES = """examples:

@@ -21,7 +21,7 @@ from wire import wire
 
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.engine.kept.vault import Vault
-from evoke_proxy.engine.stock.calls import StockCalls
+from evoke_proxy.engine.stock.stock_calls import StockCalls
 
 DAMAGES = 200
 SMALL = {"min_tokens": 64, "look_ahead": False, "max_count": 8}

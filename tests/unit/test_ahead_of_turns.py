@@ -14,7 +14,7 @@ from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept import whole_slots
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.stock.calls import Prefilled
+from evoke_proxy.engine.stock.stock_calls import Prefilled
 
 TOKENS = np.arange(9, dtype=np.int32)
 TIMINGS = {"evoke": {"marker": "stale"}}

@@ -17,9 +17,9 @@ from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.kept.held import Memory, SlotLook
 from evoke_proxy.core.kept.snapshots import USER
 from evoke_proxy.engine.kept.vault import Label, Vault
-from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
 
 LABEL = Label("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))

@@ -14,8 +14,8 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.identity import hint_of
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.affinity import Affinity, Bound, Trail, trail_of
+from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
-from evoke_proxy.engine.fleet.operators import FleetOperators
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer, Ready
 from evoke_proxy.engine.intake.reading import parse_object, tenant_of

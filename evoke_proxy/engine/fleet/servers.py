@@ -18,7 +18,7 @@ from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.stock.calls import StockCalls
+from evoke_proxy.engine.stock.stock_calls import StockCalls
 from evoke_proxy.errors import (
     RequestError,
     UpstreamError,

@@ -18,7 +18,7 @@ from evoke_proxy.adapters.store import Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.kept.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.engine.kept.at_rest import at_rest
+from evoke_proxy.engine.kept.chosen_form import at_rest
 from evoke_proxy.engine.kept.known import Known
 from evoke_proxy.engine.kept.sweeper import Sweeper
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable

@@ -13,7 +13,7 @@ from evoke_proxy.core.kept.held import Memory, SlotLook
 from evoke_proxy.core.kept.state_file import Cache, has_windows
 from evoke_proxy.core.request.ahead import Stability, probes, stability
 from evoke_proxy.engine.kept.vault import Vault
-from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
+from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)

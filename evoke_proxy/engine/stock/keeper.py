@@ -23,13 +23,13 @@ from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.kept.whole_slots import WholeSlots
-from evoke_proxy.engine.stock.calls import Client, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.look_ahead import LookAhead
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.stock.stock_calls import Client, StockCalls
 from evoke_proxy.engine.stock.under_way import UnderWay
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.seating import Seating

@@ -11,10 +11,10 @@ from evoke_proxy.core.kept.held import Held
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.stock.calls import Client
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.places import Places
 from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.stock.stock_calls import Client
 from evoke_proxy.engine.stock.under_way import in_steps
 from evoke_proxy.engine.turns.next_turn import beginning
 from evoke_proxy.errors import EvokeError, UpstreamRejected

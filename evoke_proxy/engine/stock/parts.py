@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.engine.conversations import Conversations
-from evoke_proxy.engine.stock.calls import StockCalls
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.stock.stock_calls import StockCalls
 from evoke_proxy.engine.turns.waiting import SlotQueue
 
 

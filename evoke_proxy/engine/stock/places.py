@@ -16,9 +16,9 @@ from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.request.ahead import kind_of
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept.vault import Label
-from evoke_proxy.engine.stock.calls import Client, Prefilled
 from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.stock.stock_calls import Client, Prefilled
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.waiting import until_over
 from evoke_proxy.errors import UpstreamError, UpstreamRejected

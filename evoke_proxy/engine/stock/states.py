@@ -12,8 +12,8 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.kept.snapshots import Match, Snapshot, best
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.engine.kept.vault import Label, Vault
-from evoke_proxy.engine.stock.calls import Client, Copied, StockCalls
 from evoke_proxy.engine.stock.facts import Facts
+from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
