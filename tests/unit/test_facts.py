@@ -20,6 +20,7 @@ from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.errors import UpstreamTimeout
 
 LABEL = Label("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))
@@ -28,7 +29,7 @@ SHAPE = (False, (4,))
 class Calls(StockCalls):
     """A server whose slots always have the same in them."""
 
-    busy = False
+    busy = slow = False
 
     def __init__(self, folder: Path, data: bytes) -> None:
         self._folder, self._data = folder, data
@@ -40,6 +41,8 @@ class Calls(StockCalls):
         return ""
 
     async def saves_itself(self, client: Client) -> bool:
+        if self.slow:
+            raise UpstreamTimeout("no answer in time", "")
         return False
 
     async def looks(self, client: Client) -> Sequence[SlotLook]:
@@ -88,7 +91,16 @@ def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) ->
             await facts.learn({})
         return facts.fingerprint, facts.memory
 
+    async def asked_in_vain(facts: Facts) -> tuple[str, Memory]:
+        await learnt(facts, True)
+        calls.slow = True
+        with pytest.raises(UpstreamTimeout):
+            await facts.learn({})
+        calls.slow = False
+        return await learnt(facts, False)
+
     with vault(tmp_path) as it:
+        assert asyncio.run(asked_in_vain(Facts(SnapshotsConfig(), calls, it)))[1].dense
         now, busy, later = (
             asyncio.run(learnt(Facts(SnapshotsConfig(), calls, it), *states))
             for states in ((False,), (True, True), (True, False))

@@ -133,12 +133,12 @@ class Facts:
     async def _reduced(self, memory: Memory, client: Client) -> str:
         """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here.
         One that does shows what memory it is of, and how that is laid out."""
-        self._layout, self._all_busy = None, False
-        if await self._calls.saves_itself(client):
-            return "llama-server has a disk cache of its own, which is left to it"
-        looks = await self._calls.looks(client)
+        by_itself = await self._calls.saves_itself(client)
+        looks = () if by_itself else await self._calls.looks(client)
         idle = [look for look in looks or () if not look.busy]
-        self._all_busy = bool(looks and not idle)
+        self._layout, self._all_busy = None, bool(looks and not idle)
+        if by_itself:
+            return "llama-server has a disk cache of its own, which is left to it"
         if not idle:
             return ""
         part = self._vault.part()
