@@ -165,7 +165,7 @@ class Servers:
     def row(self, at: int) -> dict[str, Any]:
         """One of them for an operator."""
         member, engine = self.pool.members[at], self._each[at]
-        slots = [pool for pool, _ in engine.served]
+        queues = [queue for queue, _ in engine.served]
         retry = None if member.breaker == CLOSED else max(0.0, member.check_at - _now())
         return {
             "name": member.name,
@@ -180,7 +180,7 @@ class Servers:
             "mode": engine.mode,
             "slots": member.n_slots,
             "in_flight": member.in_flight,
-            "queued": sum(queue.pool.queued for queue in slots),
+            "queued": sum(queue.pool.queued for queue in queues),
             "sessions": sum(not k.passing for _, known in engine.served for k in known),
             "fingerprint": self._fingerprints[at],
             "snapshots": engine.keeper.described,

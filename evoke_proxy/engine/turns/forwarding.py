@@ -28,22 +28,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Forwarding:
-    """`body` is what to forward, `headers` go into the answer, `outcome` into its
-    `usage.evoke`, `observe` wants its bytes.
+    """`body` is what to forward, `headers` go into the answer, `outcome` into its `usage.evoke`,
+    `observe` wants its bytes.
 
     `leases`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
     carries the marker, so that the reply will bring the engine's books. `probe` is what asking the
-    model before took. `held` is the budget of one
-    that has no plan but is held in a budget all the same. `stage` is where planning stands, for
-    counting what fails. `hint` is what the client calls its conversation, `id_slot` the slot it
-    names, `is_batch` says that it brings several prompts. `patience` is what to do for it while it
-    waits for a slot. `vectors` are those of the clauses it asks, by text. `waits` are seconds by
-    what was waited for, `own_s` the rest of the time until
-    forwarding, `after_s` what was left to do when the answer had ended. `helped` says that
-    it goes to an unpatched server whose slots are kept, `seat` where it sits there. `server` is
-    what its llama-server is called, where there are several; `answered`: its answer has begun.
-    `kept` is the body for the next to be compared with, `known` what llama-server has made of the
-    one before.
+    model before took. `held` is the budget of one that has no plan but is held in a budget all the
+    same. `stage` is where planning stands, for counting what fails. `hint` is what the client calls
+    its conversation, `id_slot` the slot it names, `is_batch` says that it brings several prompts.
+    `patience` is what to do for it while it waits for a slot. `vectors` are those of the clauses it
+    asks, by text. `waits` are seconds by what was waited for, `own_s` the rest of the time until
+    forwarding, `after_s` what was left to do when the answer had ended. `helped` says that it goes
+    to an unpatched server whose slots are kept, `seat` where it sits there. `server` is what its
+    llama-server is called, where there are several; `answered`: its answer has begun. `kept` is the
+    body for the next to be compared with, `known` what llama-server has made of the one before.
     """
 
     body: bytes

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import orjson
 
@@ -18,7 +17,7 @@ from evoke_proxy.core.conversation.plan import Plan, Stream
 from evoke_proxy.core.conversation.turn import Turn
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.prompt.blocks import Block
-from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
@@ -133,7 +132,7 @@ class Planner:
             view = await self._without_foreign_holes(view, known, client)
         config = effective(known.session.config, request)
         stream = _unplanned(config)
-        epoch = await self._run(Plan(stream=stream), view, known, client)
+        epoch = await run_plan(self._upstream, Plan(stream=stream), view, known.tenant, client)
         way.body = _marked(way.body, request.keys, view.id, epoch)
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
@@ -193,7 +192,8 @@ class Planner:
         way.stage = "plan"
         tokens = turn.rendered.tokens
         more = self._attending.ops(turn.config, way.conversation)
-        epoch = await self._run(plan, turn.slot, way.conversation, client, tokens, more)
+        tenant = way.conversation.tenant
+        epoch = await run_plan(self._upstream, plan, turn.slot, tenant, client, tokens, more)
         session.applied(turn, plan)
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
@@ -239,7 +239,7 @@ class Planner:
         edge = view.whole_to
         if edge is None:
             return view
-        epoch = await self._run(Plan(reuse=edge), view, known, client)
+        epoch = await run_plan(self._upstream, Plan(reuse=edge), view, known.tenant, client)
         return replace(view, epoch=epoch, n_common=edge)
 
     def _note(
@@ -257,17 +257,6 @@ class Planner:
         self._metrics.as_text.inc(len(quoted))
         if turn.divergence is not None:
             _log.info("session %s left its history at %d", way.conversation.id, turn.divergence)
-
-    async def _run(
-        self,
-        plan: Plan,
-        view: SlotView,
-        known: Conversation,
-        client: Mapping[str, str],
-        tokens: Tokens | None = None,
-        more: Sequence[dict[str, Any]] = (),
-    ) -> int:
-        return await run_plan(self._upstream, plan, view, known.tenant, client, tokens, more)
 
     async def _learn(
         self, way: Forwarding, refused: PlanRefused, client: Mapping[str, str]
