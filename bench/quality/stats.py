@@ -37,13 +37,18 @@ def design_effect(right: Sequence[int], asked: Sequence[int]) -> float:
 
     One number a session: how many were right, how many were asked.
     """
+    share = sum(right) / sum(asked)
+    return _effect(right, asked, share * (1 - share))
+
+
+def _effect(sums: Sequence[int], asked: Sequence[int], variance: float) -> float:
+    """The same of any values of questions, by their sum over each session; `variance` is theirs."""
     n, k = sum(asked), len(asked)
-    share = sum(right) / n
-    if k < 2 or share in (0.0, 1.0):
+    if k < 2 or variance <= 0:
         return 1.0
-    residuals = sum((x - share * m) ** 2 for x, m in zip(right, asked, strict=True))
-    variance = k / (k - 1) * residuals / n**2
-    return max(1.0, variance / (share * (1 - share) / n))
+    mean = sum(sums) / n
+    residuals = sum((x - mean * m) ** 2 for x, m in zip(sums, asked, strict=True))
+    return max(1.0, k / (k - 1) * residuals / n / variance)
 
 
 def clustered(right: Sequence[int], asked: Sequence[int]) -> tuple[float, float]:
@@ -86,15 +91,10 @@ def paired(lost: Sequence[int], gained: Sequence[int], asked: Sequence[int]) -> 
     One number a session: how many only the other answered, how many only this, how many were
     asked. It has a width where nothing was lost or gained.
     """
-    n, k = sum(asked), len(asked)
-    changed, net = sum(lost) + sum(gained), (sum(gained) - sum(lost)) / n
-    alike = changed / n - net**2
-    deff = 1.0
-    if k > 1 and alike > 0:
-        residuals = sum(
-            (more - less - net * m) ** 2 for less, more, m in zip(lost, gained, asked, strict=True)
-        )
-        deff = max(1.0, k / (k - 1) * residuals / n / alike)
+    net = [more - less for less, more in zip(lost, gained, strict=True)]
+    n = sum(asked)
+    changed = sum(lost) + sum(gained)
+    deff = _effect(net, asked, changed / n - (sum(net) / n) ** 2)
     low, high = sum(lost) / deff + 1, sum(gained) / deff + 1
     of = n / deff + 2
     middle = (high - low) / of

@@ -97,7 +97,6 @@ def _row(
     flat = [item for pair in pairs for item in pair]
     lost = sum(above) - sum(kept)
     first, n = records[0], sum(asked)
-    low, high = clustered(right, asked)
     return {
         "cell": name,
         "arm": arm,
@@ -107,7 +106,7 @@ def _row(
         "sessions": len(pairs),
         "right": sum(right),
         "recall": sum(right) / n,
-        "recall_95": [round(low, 4), round(high, 4)],
+        "recall_95": _rounded(clustered(right, asked)),
         "ceiling": sum(above) / n,
         "share": sum(right) / sum(above) if sum(above) else None,
         "share_95": _rounded(share_interval(kept, gained, above)),
@@ -169,7 +168,7 @@ def _beside(records: Sequence[Record], cell: str, plain: str, arm: str) -> Row:
         "gained": sum(gained),
         "p": mcnemar(sum(lost), sum(gained)),
         "more": (sum(gained) - sum(lost)) / sum(asked),
-        "more_95": [round(edge, 4) for edge in paired(lost, gained, asked)],
+        "more_95": _rounded(paired(lost, gained, asked)),
     }
 
 
