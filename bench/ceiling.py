@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bench import record
+from bench.quality import stats
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.judge import recalled
 from evoke_proxy.demo.processes import free_port, server_command, serving
@@ -47,12 +48,19 @@ def measure(
     server: Path, seeds: Sequence[int], threads: int, options: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Run the sessions of the seeds one after the other and return a row for each."""
+    with served(server, bundled_model(), threads, options) as port:
+        return [_row(port, seed) for seed in seeds]
+
+
+@contextmanager
+def served(server: Path, model: Path, threads: int, options: Sequence[str] = ()) -> Iterator[int]:
+    """The port of a server without blocks, which runs until the block is left."""
     port = free_port()
-    command = [*server_command(server, bundled_model(), port, blocks=False), *options]
+    command = [*server_command(server, model, port, blocks=False), *options]
     command[command.index("-t") + 1] = str(threads)
     with tempfile.TemporaryDirectory() as folder:
         with serving(command, port, Path(folder) / "llama-server.log"):
-            return [_row(port, seed) for seed in seeds]
+            yield port
 
 
 def _row(port: int, seed: int) -> dict[str, Any]:
@@ -102,12 +110,9 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(right: int, total: int) -> tuple[float, float]:
     """Return the Wilson score interval of a share."""
-    share, spread = right / total, z * z / total
-    centre = share + spread / 2
-    half = z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return (centre - half) / (1 + spread), (centre + half) / (1 + spread)
+    return stats.wilson(right / total, total)
 
 
 def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:

@@ -7,10 +7,6 @@ share of the evoke arm is to be read beside that of no_eviction on the same seed
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -42,19 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for seed in range(args.first, args.first + args.seeds):
         rows.append(_row(server, seed))
         print(_line(rows[-1]), flush=True)
-    summary = {arm: _summary(arm, rows) for arm in ARMS}
-    report = {
-        "command": shlex.join(["python", "-m", "bench.demo_seeds", *(argv or sys.argv[1:])]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "budget": BUDGET,
-        "passed": sum(not row["failures"] for row in rows),
-        "summary": summary,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"passed": f"{report['passed']} of {len(rows)}", **summary}, indent=1))
-    return 0 if report["passed"] == len(rows) else 1
+    arms = {arm: _summary(arm, rows) for arm in ARMS}
+    passed = sum(not row["failures"] for row in rows)
+    summary = {"passed": f"{passed} of {len(rows)}", "budget": BUDGET, **arms}
+    record.tell("demo_seeds", rows, summary, args.out)
+    return 0 if passed == len(rows) else 1
 
 
 def _row(server: Path, seed: int) -> dict[str, Any]:
@@ -107,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--seeds", type=int, default=20, help="how many sessions (20)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/demo_seeds.json"))
+    parser.add_argument("--out", type=Path)
     return parser
 
 

@@ -7,26 +7,20 @@ assistant's answers in between are fixed, so a session is one request.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
-import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.ceiling import wilson
+from bench.ceiling import served, wilson
 from bench.model import vocab
 from bench.model.facts import abstains
 from bench.model.facts import draw as draw_fact
 from bench.model.tasks import exchange, reading, telling
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.judge import recalled
-from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.demo.runner import MAX_TOKENS
 from evoke_proxy.demo.script import draw
 from evoke_proxy.models import bundled_model
@@ -48,14 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = args.server or ensure_server(patched=False)
     rows = measure(server, range(args.first, args.first + args.seeds), args.threads)
     summary = {kind: _share([row for row in rows if row["kind"] == kind]) for kind in KINDS}
-    report = {
-        "command": shlex.join(["python", "-m", "bench.fact_kinds", *(argv or sys.argv[1:])]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "summary": summary,
-        "rows": rows,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    record.write("fact_kinds", rows, summary, args.out)
     for kind, share in summary.items():
         print(f"{KINDS[kind]:<24}{share}")
     return 0
@@ -63,12 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, Any]]:
     """Ask for one fact of every kind in the session of every seed; a row for each."""
-    port = free_port()
-    command = server_command(server, bundled_model(), port, blocks=False)
-    command[command.index("-t") + 1] = str(threads)
-    with tempfile.TemporaryDirectory() as folder:
-        with serving(command, port, Path(folder) / "llama-server.log"):
-            return [_row(port, seed, kind) for seed in seeds for kind in KINDS]
+    with served(server, bundled_model(), threads) as port:
+        return [_row(port, seed, kind) for seed in seeds for kind in KINDS]
 
 
 def _row(port: int, seed: int, kind: str) -> dict[str, Any]:
@@ -99,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=40, help="sessions a kind (40)")
     parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
     parser.add_argument("--threads", type=int, default=1, help="threads of the server (1)")
-    parser.add_argument("--out", type=Path, default=Path("out/bench/fact_kinds.json"))
+    parser.add_argument("--out", type=Path)
     return parser
 
 

@@ -12,22 +12,20 @@ import argparse
 import hashlib
 import json
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from bench import record
-from bench.ceiling import wilson
+from bench.ceiling import served, wilson
 from bench.model.facts import abstains
 from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
+from bench.quality.journal import Journal
 from evoke_proxy.demo.client import DemoError, chat
 from evoke_proxy.demo.judge import recalled
-from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.demo.records import Reply
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
@@ -49,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack, ThreadPoolExecutor(args.servers) as pool:
         ports: SimpleQueue[int] = SimpleQueue()
         for _ in range(args.servers):
-            ports.put(stack.enter_context(_serving(server, model, args.threads)))
-        kept = Kept(_kept_in(args.out), _identity(server, model, args.seed, args.questions))
+            ports.put(stack.enter_context(served(server, model, args.threads)))
+        kept = Journal(_kept_in(args.out), _identity(server, model, args.seed, args.questions))
         measured = [
             pool.submit(_cell, ports, kept, args.seed, *cell, args.questions) for cell in cells
         ]
@@ -60,36 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"written: {record.write('ruler', rows, summary, args.out)}")
     worst = min(cell["ceiling"] for cell in summary["cells"])
     return 0 if worst >= args.least else 1
-
-
-@contextmanager
-def _serving(server: Path, model: Path, threads: int) -> Iterator[int]:
-    port = free_port()
-    command = server_command(server, model, port, blocks=False)
-    command[command.index("-t") + 1] = str(threads)
-    with tempfile.TemporaryDirectory() as folder:
-        with serving(command, port, Path(folder) / "llama-server.log"):
-            yield port
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Cells that an interrupted run had finished: JSON lines, good for one identity only."""
-
-    path: Path
-    identity: str
-
-    def rows(self, task: str, length: int) -> Sequence[Row]:
-        """Return the rows of a finished cell, none where it has not been measured."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        wanted = [self.identity, task, length]
-        return next((cell["rows"] for cell in map(json.loads, lines) if cell["of"] == wanted), [])
-
-    def add(self, task: str, length: int, rows: Sequence[Row]) -> None:
-        """Keep a finished cell."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"of": [self.identity, task, length], "rows": rows}) + "\n")
 
 
 def _kept_in(out: Path | None) -> Path:
@@ -106,10 +74,11 @@ def _identity(server: Path, model: Path, seed: int, questions: int) -> str:
 
 
 def _cell(
-    ports: SimpleQueue[int], kept: Kept, seed: int, task: str, length: int, questions: int
+    ports: SimpleQueue[int], kept: Journal, seed: int, task: str, length: int, questions: int
 ) -> Sequence[Row]:
     """Ask the sessions of one cell, on a server nobody else uses, until there are enough rows."""
-    rows = list(kept.rows(task, length))
+    key = f"{task} {length}"
+    rows = list(kept.records().get(key, {}).get("rows", ()))
     if not rows:
         port = ports.get()
         try:
@@ -119,7 +88,7 @@ def _cell(
                 rows += ask(port, session, length, index)
         finally:
             ports.put(port)
-        kept.add(task, length, rows)
+        kept.append(key, {"rows": rows})
     print(_line(task, length, rows), flush=True)
     return rows
 

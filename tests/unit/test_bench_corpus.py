@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
+from bench import ruler
 from bench.model import facts, text, vocab
 from bench.model.tasks import TASKS, Session, estimated_tokens, sessions
-from bench.ruler import Kept, right, summarise
+from bench.quality.journal import Journal
+from bench.ruler import right, summarise
 
 _FUNCTION_WORDS = set(
     "my is what where who which how do does did am was i me to for a the of in on with have be "
@@ -137,10 +140,20 @@ def test_the_summary_counts_by_task_and_length() -> None:
     assert 0 < first["interval_95"][0] < 0.5 < first["interval_95"][1] < 1
 
 
-def test_finished_cells_are_kept_for_the_same_identity_only(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "out" / "ruler.cells.jsonl", "one")
-    assert kept.rows("needle", 1000) == []
-    kept.add("needle", 1000, [{"right": True}])
-    assert kept.rows("needle", 1000) == [{"right": True}]
-    assert kept.rows("needle", 4000) == kept.rows("codes", 1000) == []
-    assert Kept(kept.path, "other").rows("needle", 1000) == []
+def test_a_finished_cell_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"right": True, "answer": "a.", "tokens": 10, "expected": "a"}
+    monkeypatch.setattr(ruler, "ask", lambda *_: [row])
+    ports: SimpleQueue[int] = SimpleQueue()
+    ports.put(1)
+    Journal(tmp_path / "cells", "one").append("needle 1000", {"rows": [row | {"tokens": 11}]})
+
+    def tokens(identity: str, task: str, length: int) -> list[int]:
+        kept = Journal(tmp_path / "cells", identity)
+        return [row["tokens"] for row in ruler._cell(ports, kept, 3, task, length, 1)]
+
+    assert tokens("one", "needle", 1000) == [11]
+    for cell in (("other", "needle", 1000), ("one", "needle", 500), ("one", "codes", 1000)):
+        assert tokens(*cell) == [10]
+    assert tokens("one", "needle", 1000) == [11] and tokens("one", "codes", 1000) == [10]
