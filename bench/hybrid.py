@@ -3,7 +3,7 @@
 The model is one of the recipe (bench/model): the bundled model's attention with short convolutions
 in between, of the architecture `lfm2`. Its sessions, arms and rules are those of `bench.quality`,
 shorter. What a hybrid's recurrent layers remember is never evicted, and its context checkpoints
-stay alive: the rows right before them may not go.
+stay alive: the rows right before them may not go. What was run is not run again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.llama import Llama
+from bench.llama import running
 from bench.quality.arms import CEILING
-from bench.quality.drive import answered, run
-from bench.quality.plan import Batch, Cell, batches
+from bench.quality.journal import Journal, Record, chosen, fingerprint
+from bench.quality.plan import Cell, batches
 from bench.quality.sessions import REPORTING, TUNING
-from bench.quality.stack import Reading, read, stack
 from bench.quality.summary import summarise
+from bench.quality.work import Work
 from evoke_proxy.server_build import ensure_server
 
 RATIOS = (3.6, 8.0)
@@ -44,29 +44,18 @@ _COLUMNS = (
 _LEAST = 0.95
 
 
-def measure(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+def measure(args: argparse.Namespace) -> tuple[str, Sequence[Record]]:
     """What the server calls the model's memory, and a record a session and arm."""
     seed = (TUNING if args.tuning else REPORTING).start
     cells = [cell for cell in CELLS if args.cells is None or cell.name in args.cells]
-    (todo,) = [batch for batch in batches(cells, seed, RATIOS) if _is_plain(batch)]
-    records = []
+    todo = batches(cells, seed, RATIOS)
     server = args.server or ensure_server()
-    with stack(server, args.model, todo.settings, Path("out/bench/hybrid-logs")) as running:
-        memory = str(Llama(running.upstream).call("GET", "/props")["evoke"]["memory"])
-        readings: dict[str, Reading] = {}
-        for unit in todo.units:
-            script = unit.script
-            if script.name not in readings:
-                readings[script.name] = read(running.upstream, script)
-            found = {"cell": unit.cell, **run(running, script, readings[script.name], unit.arm)}
-            records.append(found)
-            said = f"{answered(found['probes'])} of {len(found['probes'])}"
-            print(f"{unit.key}: {said}, {len(found['faults'])} faults", flush=True)
-    return memory, records
-
-
-def _is_plain(batch: Batch) -> bool:
-    return set(batch.settings) == {"policy.bench_fields"}
+    with running(server, args.model, "-c", "512", "--evoke-ram", "16") as llama:
+        memory = str(llama.call("GET", "/props")["evoke"]["memory"])
+    journal = Journal(args.journal, fingerprint(args.model, server))
+    Work(server, args.model, journal, args.journal.parent / "hybrid-logs").run(todo, 1)
+    keys = [unit.key for batch in todo for unit in batch.units]
+    return memory, chosen(journal.records(), keys)
 
 
 def reached(summary: Mapping[str, Any]) -> bool:
@@ -109,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS])
     parser.add_argument("--tuning", action="store_true", help="sessions that may be tuned on")
+    parser.add_argument("--journal", type=Path, default=Path("out/bench/hybrid.jsonl"))
     return parser
 
 
