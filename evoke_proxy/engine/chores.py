@@ -38,7 +38,7 @@ class Chores:
         task.add_done_callback(lambda task: self._done(task, work))
         return task
 
-    async def ended(self, but: Collection[asyncio.Task[None]] = ()) -> None:
+    async def ended(self, but: Collection[asyncio.Task[None]]) -> None:
         """Wait for what is under way now, and for what that begins before it ends, `but` for
         these."""
         for _ in range(2):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from comparing import comparable
-from running import Answer, RunningProxy, ask, llama_server, proxy, server_binary
+from running import Answer, RunningProxy, ask, llama_server, proxy, server_binary, until
 from talking import FILLER, Talk, events
 
 BUDGET = 320
@@ -162,8 +161,7 @@ def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
     thread = threading.Thread(target=slow.say, args=("hello",))
     thread.start()
     try:
-        while not len(two_slots.engine.conversations):
-            time.sleep(0.01)
+        until(lambda: len(two_slots.engine.conversations))
         beside = Talk(two_slots.port, "beside")
         assert beside.say("hello").books["marker"] == "ok"
         assert thread.is_alive()
@@ -180,8 +178,7 @@ def test_who_cannot_have_all_its_slots_gives_back_what_it_has(port: int) -> None
         thread = threading.Thread(target=slow.say, args=("hello",))
         thread.start()
         try:
-            while not len(running.engine.conversations):
-                time.sleep(0.01)
+            until(lambda: len(running.engine.conversations))
             fields = {"messages": HELLO, "max_tokens": 4, "n": 2}
             refused = _post(running.port, "/v1/chat/completions", **fields)
             assert (refused.status, "retry-after" in refused.headers) == (503, True)

@@ -52,7 +52,8 @@ class UnderWay:
     async def none_of(self, sessions: Collection[str] | None) -> None:
         """Leave off what is for these, or with None for all; when it returns nothing else of theirs
         is under way, and nothing is being written for anybody."""
-        of = self._works.items() if sessions is not None else ()
-        others = {task for task, work in of if work.session not in (sessions or ())}
+        others: set[asyncio.Task[None]] = set()
+        if sessions is not None:
+            others |= {task for task, it in self._works.items() if it.session not in sessions}
         self.stop(others)
         await self._chores.ended(others)

@@ -102,7 +102,7 @@ class Forwarding:
         if self.conversation is not None and self.conversation.spoken is not None:
             self.conversation.spoken.answer.feed(data)
 
-    def announce(self, turn: Turn, plan: Plan, quoted: Sequence[Block] = ()) -> None:
+    def announce(self, turn: Turn, plan: Plan, quoted: Sequence[Block]) -> None:
         """Put what is known before the answer into its headers, for a client that asked."""
         if not self.shows or self.conversation is None:
             return
