@@ -33,8 +33,16 @@ class Way(Protocol):
     ) -> AbstractAsyncContextManager[Reply]: ...
 
 
+class Pooled(Protocol):
+    """Several llama-servers, for an operator: as rows of a table, by their names."""
+
+    def rows(self) -> list[dict[str, Any]]: ...
+    def drain(self, name: str, draining: bool) -> dict[str, Any]: ...
+
+
 class Front(Protocol):
-    """As an Engine; use as an async context manager. `uplinks` are the llama-servers, by name."""
+    """As an Engine; use as an async context manager. `uplinks` are the llama-servers, by name,
+    `servers` is what operates them where there are several."""
 
     config: Config
     shared: Shared
@@ -48,6 +56,8 @@ class Front(Protocol):
     def upstream(self) -> Way: ...
     @property
     def uplinks(self) -> Mapping[str, Upstream]: ...
+    @property
+    def servers(self) -> Pooled | None: ...
     @property
     def mode(self) -> str: ...
     async def answer(

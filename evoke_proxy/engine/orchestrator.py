@@ -66,7 +66,7 @@ class Engine:
         common = self.shared = shared or Shared(config)
         self.metrics, self.feed = common.metrics, common.feed
         self.upstream: Upstream = model or Upstream(config.upstream)
-        self.uplinks = {"": self.upstream}
+        self.uplinks, self.servers = {"": self.upstream}, None
         self._models: Models[Engine] = Models(
             self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))
         )

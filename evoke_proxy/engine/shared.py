@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
@@ -11,23 +11,15 @@ from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.operator.feed import Feed
 
 
-class Pooled(Protocol):
-    """Several llama-servers, for an operator: as rows of a table, by their names."""
-
-    def rows(self) -> list[dict[str, Any]]: ...
-    def drain(self, name: str, draining: bool) -> dict[str, Any]: ...
-
-
 class Shared:
     """Use as an async context manager, around the engines.
 
-    `homes` are the URLs of several llama-servers, in their order, `servers` is what operates them;
-    `draining` says that the proxy stops.
+    `homes` are the URLs of several llama-servers, in their order; `draining` says that the proxy
+    stops.
     """
 
     def __init__(self, config: Config, homes: tuple[str, ...] = ()) -> None:
         self.homes = homes
-        self.servers: Pooled | None = None
         self.draining = False
         self.metrics = Metrics()
         self.feed = Feed()

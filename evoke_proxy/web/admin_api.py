@@ -108,13 +108,13 @@ async def _wipe(request: web.Request, engine: Front) -> web.StreamResponse:
 
 async def _servers(_: web.Request, engine: Front) -> web.StreamResponse:
     """None where there is only one."""
-    several = engine.shared.servers
+    several = engine.servers
     return json_answer({"servers": several.rows() if several is not None else []})
 
 
 async def _change_server(request: web.Request, engine: Front) -> web.StreamResponse:
     """`{"draining": bool}`."""
-    asked, several = await _body(request, {"draining"}), engine.shared.servers
+    asked, several = await _body(request, {"draining"}), engine.servers
     if several is None:
         raise RequestError("there is only one server", "unknown_server", 404)
     draining = _flag(asked["draining"], "draining")

@@ -126,7 +126,7 @@ class RunningProxy:
     @property
     def engines(self) -> list[Engine]:
         """Of every server, and of every model of one that routes."""
-        servers = self.engine.shared.servers
+        servers: object = self.engine.servers
         each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
         return [inner for engine in each for inner in (engine, *engine._models)]
 

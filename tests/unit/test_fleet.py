@@ -37,7 +37,7 @@ BODY = b'{"messages":[{"role":"user","content":"Hi"}]}'
 
 
 def _well(fleet: Fleet, *places: int) -> None:
-    pool = fleet._servers.pool
+    pool = fleet.servers.pool
     assert pool.due(0.0)
     for at in range(2):
         (pool.found(at, 0.0, 1, "m") if at in places else pool.missed(at, 0.0))
@@ -46,7 +46,7 @@ def _well(fleet: Fleet, *places: int) -> None:
 def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
     fleet = Fleet(CONFIG)
     known = replace(seated(), hint=Hint("mine", "X-Evoke-Session"))
-    fleet._servers[1].conversations.recall(known)
+    fleet.servers[1].conversations.recall(known)
     tenant = known.session.tenant
     asked = replace(_asked("chat", BODY, NAMED), tenant=tenant)
     place = fleet._place(asked)
@@ -63,7 +63,7 @@ def test_records_are_recalled_where_they_were() -> None:
         found = [
             at
             for at in range(2)
-            if fleet._servers[at]._records._is_mine(replace(seated(), home=home))
+            if fleet.servers[at]._records._is_mine(replace(seated(), home=home))
         ]
         assert found == mine
 
@@ -71,7 +71,7 @@ def test_records_are_recalled_where_they_were() -> None:
 def test_what_moves_is_the_same_session_and_has_nothing() -> None:
     async def moved() -> None:
         fleet = Fleet(CONFIG)
-        source, target = fleet._servers[0], fleet._servers[1]
+        source, target = fleet.servers[0], fleet.servers[1]
         source.conversations.recall(seated())
         (known,) = source.conversations
         known.epoch, known.n_resident, known.in_use, known.pinned = 7, 100, 1, True
@@ -92,7 +92,7 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
 
     async def written_of(moves: bool) -> int:
         fleet = Fleet(replace(CONFIG, snapshots=SnapshotsConfig(directory=str(tmp_path))))
-        source, target = fleet._servers[0], fleet._servers[1]
+        source, target = fleet.servers[0], fleet.servers[1]
         async with fleet.shared:
             source.conversations.recall(seated())
             (known,) = source.conversations
@@ -125,7 +125,7 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
         sample = fleet.metrics.registry.get_sample_value
         assert sample("evoke_server_failovers_total", {"server": "a"}) == 1
         assert sample("evoke_server_failovers_total", {"server": "b"}) == 0
-        assert fleet._servers.pool.members[0].failures == 1
+        assert fleet.servers.pool.members[0].failures == 1
 
     asyncio.run(passed())
 
@@ -136,18 +136,18 @@ def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
     async def sent() -> None:
         fleet = Fleet(CONFIG)
         _well(fleet, 0, 1)
-        fleet._servers.pool.members[0].failures = 1
-        fleet._servers[0].conversations.recall(seated())
-        (here,) = fleet._servers[0].conversations
+        fleet.servers.pool.members[0].failures = 1
+        fleet.servers[0].conversations.recall(seated())
+        (here,) = fleet.servers[0].conversations
         known, way = Bound(1, "there"), Forwarding(b"", 0.0, conversation=here)
 
         async def send(way: Forwarding, _: Upstream) -> str:
             return way.server
 
         noting = fleet._noting(send, known, 0, [])
-        assert await noting(way, fleet._servers[0].upstream) == "a"
+        assert await noting(way, fleet.servers[0].upstream) == "a"
         assert way.headers[SERVER_HEADER] == "a" and known.session == "there"
-        assert fleet._servers.pool.members[0].failures == 0
+        assert fleet.servers.pool.members[0].failures == 0
 
     asyncio.run(sent())
 
@@ -161,7 +161,7 @@ def test_one_that_hangs_is_not_waited_for_any_more() -> None:
 
         async def request() -> None:
             nonlocal passed_on
-            async with fleet._servers.while_there(1, lambda: passed_on):
+            async with fleet.servers.while_there(1, lambda: passed_on):
                 try:
                     await answered.wait()
                     passed_on = True
@@ -172,15 +172,15 @@ def test_one_that_hangs_is_not_waited_for_any_more() -> None:
             task = asyncio.get_running_loop().create_task(request())
             await asyncio.sleep(0)
             answered.set()
-            fleet._servers._opened(1, "")
+            fleet.servers._opened(1, "")
             if ended is asyncio.CancelledError:
                 task.cancel()
             await asyncio.sleep(0)
-            fleet._servers._opened(1, "")
+            fleet.servers._opened(1, "")
             left.set()
             with pytest.raises(BaseException) as error:
                 await task
-            assert error.type is ended and not passed_on and not fleet._servers._waiting[1]
+            assert error.type is ended and not passed_on and not fleet.servers._waiting[1]
             answered.clear()
             left.clear()
 

@@ -51,20 +51,19 @@ class Fleet:
         self.shared = Shared(config, tuple(urls.values()))
         self.metrics, self.feed = self.shared.metrics, self.shared.feed
         engines = {name: Engine(_at(config, url), self.shared) for name, url in urls.items()}
-        self._servers = Servers(engines, config.pool, self.metrics, self.feed)
+        self.servers = Servers(engines, config.pool, self.metrics, self.feed)
         self._affinity = Affinity(len(engines), _PLACES * config.limits.sessions)
         self._entered = AsyncExitStack()
-        self.shared.servers = self._servers
         self.uplinks = {name: engine.upstream for name, engine in engines.items()}
-        self.upstream = AnyServer(self._servers, lambda: self._choose(None, {}), self._next)
-        self.operator: Operators = FleetOperators(self._servers)
+        self.upstream = AnyServer(self.servers, lambda: self._choose(None, {}), self._next)
+        self.operator: Operators = FleetOperators(self.servers)
         show(self.metrics, lambda: [pair for e in engines.values() for pair in e.served])
 
     async def __aenter__(self) -> Fleet:
         await self._entered.enter_async_context(self.shared)
-        for engine in self._servers.engines.values():
+        for engine in self.servers.engines.values():
             await self._entered.enter_async_context(engine)
-        await self._entered.enter_async_context(self._servers)
+        await self._entered.enter_async_context(self.servers)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -73,8 +72,8 @@ class Fleet:
     @property
     def mode(self) -> str:
         """What chats get, see Engine; `mixed` when that depends on where they go."""
-        able = self._servers.able or range(len(self._servers))
-        modes = {self._servers[at].mode for at in able}
+        able = self.servers.able or range(len(self.servers))
+        modes = {self.servers[at].mode for at in able}
         return modes.pop() if len(modes) == 1 else "mixed"
 
     async def answer(
@@ -99,9 +98,9 @@ class Fleet:
             try:
                 ways: list[Forwarding] = []
                 sent = self._noting(send, known, at, ways)
-                engine, begun = self._servers[at], partial(_begun, ways)
-                with self._servers.one(at), self._heard(known, asked):
-                    async with self._servers.while_there(at, begun):
+                engine, begun = self.servers[at], partial(_begun, ways)
+                with self.servers.one(at), self._heard(known, asked):
+                    async with self.servers.while_there(at, begun):
                         return await engine.answer(dialect, body, client, sent, patience)
             except UpstreamError as error:
                 if error.reached and (broke or not isinstance(error, UpstreamUnavailable)):
@@ -111,33 +110,33 @@ class Fleet:
 
     def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
         """See Engine; the same for all."""
-        return self._servers[0].without_fields(dialect, body, client)
+        return self.servers[0].without_fields(dialect, body, client)
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure of the llama-server that it names."""
-        self._servers.failed(error)
+        self.servers.failed(error)
 
     async def keep(self) -> None:
         """See Engine."""
-        well = [at for at in range(len(self._servers)) if self._servers.pool.is_well(at)]
-        await asyncio.gather(*[self._servers[at].keep() for at in well])
+        well = [at for at in range(len(self.servers)) if self.servers.pool.is_well(at)]
+        await asyncio.gather(*[self.servers[at].keep() for at in well])
 
     def adjust(self, config: Config) -> None:
         """See Engine."""
         self.config = config
-        for engine in self._servers.engines.values():
+        for engine in self.servers.engines.values():
             engine.adjust(_at(config, engine.upstream.url))
 
     async def checks(self) -> dict[str, dict[str, Any]]:
         """See Engine; one server that takes requests is enough."""
-        able = self._servers.able
+        able = self.servers.able
         checks = {
-            "upstream": {"ok": bool(able), "detail": self._servers.described()},
+            "upstream": {"ok": bool(able), "detail": self.servers.described()},
             "accepting": self.shared.accepting(),
         }
         for at in able:
-            said = self._servers[at].watch.described()
-            checks[f"budget_{self._servers.name(at)}"] = {"ok": True, "detail": said}
+            said = self.servers[at].watch.described()
+            checks[f"budget_{self.servers.name(at)}"] = {"ok": True, "detail": said}
         return checks
 
     def _place(self, asked: _Asked) -> Bound | None:
@@ -146,8 +145,8 @@ class Fleet:
         known = self._affinity.find(asked.tenant, asked.name, asked.trail)
         if known is not None or asked.name is None:
             return known
-        for at in range(len(self._servers)):
-            for session in self._servers[at].conversations:
+        for at in range(len(self.servers)):
+            for session in self.servers[at].conversations:
                 if (session.tenant, session.name) == (asked.tenant, asked.name):
                     known = self._affinity.bind(at)
                     known.session = session.id
@@ -157,19 +156,19 @@ class Fleet:
 
     def _choose(self, known: Bound | None, tried: Mapping[int, int]) -> int:
         home = known.server if known is not None else None
-        at = self._servers.pool.choose(home, self._affinity.bound, tried)
+        at = self.servers.pool.choose(home, self._affinity.bound, tried)
         if at is None:
-            wait_s = self._servers.pool.retry_after(asyncio.get_running_loop().time())
+            wait_s = self.servers.pool.retry_after(asyncio.get_running_loop().time())
             failed = f", {len(tried)} failed just now" if tried else ""
-            raise NoServer(f"{self._servers.described()}{failed}; try again later", wait_s)
+            raise NoServer(f"{self.servers.described()}{failed}; try again later", wait_s)
         return at
 
     def _next(self, at: int, tried: dict[int, int], error: UpstreamError) -> int:
         """The server of a request that another has failed; raises NoServer when none is left."""
-        tried[at] = self._servers.pool.members[at].openings
-        self._servers.failed(error)
+        tried[at] = self.servers.pool.members[at].openings
+        self.servers.failed(error)
         other = self._choose(None, tried)
-        self._servers.passed_on(at, error)
+        self.servers.passed_on(at, error)
         return other
 
     async def _seated(self, known: Bound | None, at: int) -> Bound:
@@ -180,9 +179,9 @@ class Fleet:
             return known
         was, id = known.server, known.session
         self._affinity.move(known, at)
-        drains = self._servers.pool.members[was].draining
-        there = drains and self._servers.pool.is_well(was)
-        if id is not None and not await move(id, self._servers[was], self._servers[at], there):
+        drains = self.servers.pool.members[was].draining
+        there = drains and self.servers.pool.is_well(was)
+        if id is not None and not await move(id, self.servers[was], self.servers[at], there):
             known.session = None
         self.metrics.moved.labels(reason="drained" if drains else "away").inc()
         return known
@@ -199,10 +198,10 @@ class Fleet:
             # While this one waited, another may have gone on elsewhere.
             if session is not None and not session.passing and known.server == at:
                 known.session = session.id
-            way.server = self._servers.name(at)
+            way.server = self.servers.name(at)
             way.headers[SERVER_HEADER] = way.server
             answer = await send(way, Ready(upstream))
-            self._servers.pool.served(at)
+            self.servers.pool.served(at)
             return answer
 
         return noting
