@@ -193,7 +193,8 @@ def _pytest(server: Path, tests: Sequence[str]) -> str:
     said = hashlib.sha256()
     for path in sorted((TESTS / "contract").glob("*.py")):
         said.update(path.read_bytes())
-    passed = server.with_name(f"passed-{said.hexdigest()[:20]}-{'-'.join(map(_stem, tests))}")
+    names = "-".join(Path(test).stem for test in tests)
+    passed = server.with_name(f"passed-{said.hexdigest()[:20]}-{names}")
     if passed.exists():
         return ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -203,10 +204,6 @@ def _pytest(server: Path, tests: Sequence[str]) -> str:
     if done.returncode == 0:
         passed.touch()
     return "" if done.returncode == 0 else "failed: " + done.stdout.splitlines()[-1]
-
-
-def _stem(test: str) -> str:
-    return Path(test).stem
 
 
 _HEAD = """# Where the series applies
