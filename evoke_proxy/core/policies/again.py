@@ -13,7 +13,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.policy_view import PolicyView
 from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.policies.moves import room_for
-from evoke_proxy.core.prompt.block_table import Mask, Positions
+from evoke_proxy.core.prompt.block_table import ROLES, Mask, Positions
 from evoke_proxy.core.prompt.blocks import Role
 
 # What is left over is for whatever else the turn needs.
@@ -45,8 +45,7 @@ def _since_reading(view: PolicyView, found: Positions) -> list[int]:
     returns is short beside it.
     """
     blocks = view.blocks
-    is_result = np.array([block.role is Role.TOOL for block in blocks.pick(found)], np.bool_)
-    results = found[is_result]
+    results = found[blocks.roles[found] == ROLES.index(Role.TOOL)]
     if not len(results):
         return []
     lengths = np.bincount(blocks.messages[results], blocks.lengths[results])
