@@ -16,7 +16,8 @@ from evoke_proxy.core.conversation.recorded import Orders, Seated
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.core.conversation.turn_record import TurnRecord
 from evoke_proxy.core.kept.held import Held
-from evoke_proxy.core.prompt.rendered import Positions, Rendered, Tokens
+from evoke_proxy.core.prompt.block_table import Positions
+from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.side import is_side

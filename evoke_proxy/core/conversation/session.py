@@ -110,8 +110,8 @@ class Session:
         if marks != (False, 1.0):
             self._turn_marks[number] = marks
         layout, adopt_to = self._reconciled(rendered, view, request, number, config)
-        shown = pins.applied(layout, pins.kept(self.pins, layout), config)
-        self.layout, self.pins = layout, pins.kept(self.pins, layout)
+        shown = pins.applied(layout, kept := pins.kept(self.pins, layout), config)
+        self.layout, self.pins = layout, kept
         self._doubtful = self._doubtful if adopt_to else {}
         question = asked(request)
         question = question.embedded([(vectors or {}).get(part) for part in question.parts])

@@ -10,14 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
+from evoke_proxy.core.prompt.block_table import ROLES, Positions
 from evoke_proxy.core.prompt.blocks import Role, Span, merged
 from evoke_proxy.core.prompt.grown import Grown, same_memory
 from evoke_proxy.errors import UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
-Positions = npt.NDArray[np.int64]
 
-_NAMED = tuple(Role)
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
 # So many tokens are compared at once, at first and then.
@@ -211,7 +210,7 @@ class _Columns(Sequence[MessageSpan]):
         edges = np.concatenate([[since], ends])
         if (edges[1:] < edges[:-1]).any() or (len(edges) > 1 and edges[-1] != generation):
             raise ValueError("spans do not ascend to the generation prompt")
-        code = {name: _NAMED.index(role_named(str(name))) for name in set(names)}
+        code = {name: ROLES.index(role_named(str(name))) for name in set(names)}
         roles = np.array([code[name] for name in names], np.int8)
         if before is None:
             self._index, self._role, self._ends = Grown.of(index), Grown.of(roles), Grown.of(ends)
@@ -228,7 +227,7 @@ class _Columns(Sequence[MessageSpan]):
 
     def ends_of(self, role: Role) -> Positions:
         """Where the messages of a role end, without making an object of each."""
-        ends: Positions = self._ends.rows[self._role.rows == _NAMED.index(role)]
+        ends: Positions = self._ends.rows[self._role.rows == ROLES.index(role)]
         return ends
 
     @overload
@@ -240,7 +239,7 @@ class _Columns(Sequence[MessageSpan]):
             return tuple([self[i] for i in range(*at.indices(len(self)))])
         at = range(len(self))[at]
         start, end = int(self._ends.rows[at - 1]) if at else 0, int(self._ends.rows[at])
-        return MessageSpan(int(self._index.rows[at]), _NAMED[self._role.rows[at]], Span(start, end))
+        return MessageSpan(int(self._index.rows[at]), ROLES[self._role.rows[at]], Span(start, end))
 
 
 def _whole_numbers(given: Sequence[int]) -> Positions:
