@@ -14,7 +14,7 @@ from evoke_proxy.core.keys import Caller, presented
 from evoke_proxy.engine.intake.reading import TENANT
 from evoke_proxy.errors import Forbidden, Unauthenticated
 from evoke_proxy.web import dialects
-from evoke_proxy.web.guard import DOOR
+from evoke_proxy.web.guard import DOOR, is_ours
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
@@ -49,8 +49,8 @@ class Access:
 
     def check(self, request: web.Request) -> None:
         """Raises Unauthenticated without a key that counts, Forbidden when the path is for none."""
-        # What is ours has a guard of its own.
-        if self._file is None or request.raw_path in _OPEN or _ours(request):
+        ours = is_ours(request) and request.raw_path.startswith("/evoke/")
+        if self._file is None or request.raw_path in _OPEN or ours:  # that has a guard of its own
             return
         if request.method == "OPTIONS" and _for_tenants(request):
             return  # a browser asks with it whether it may send a key
@@ -95,13 +95,6 @@ async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
     if not request.app[DOOR].is_own(request):
         request.app[ACCESS].check(request)
     return await handler(request)
-
-
-def _ours(request: web.Request) -> bool:
-    """Whether a handler of ours gets it: what a path begins with does not say where it leads."""
-    resource = request.match_info.route.resource
-    routed = resource is not None and resource.canonical.startswith("/evoke/")
-    return routed and request.raw_path.startswith("/evoke/")
 
 
 def _for_tenants(request: web.Request) -> bool:

@@ -88,11 +88,17 @@ def admit_page(request: web.Request) -> None:
         admit(request)
 
 
+def is_ours(request: web.Request) -> bool:
+    """Whether a handler of ours gets it: what a path begins with does not say where it leads."""
+    resource = request.match_info.route.resource
+    leads = resource.canonical if resource is not None else ""
+    return leads.startswith("/evoke/") or leads in ("/evoke", "/metrics")
+
+
 @web.middleware
 async def apart(request: web.Request, handler: Handler) -> web.StreamResponse:
     """At an address of the admin nothing goes on to llama-server: it asks nobody for a key."""
-    ours = request.path.startswith("/evoke/") or request.path in ("/evoke", "/metrics")
-    if request.app[DOOR].is_own(request) and not ours:
+    if request.app[DOOR].is_own(request) and not is_ours(request):
         raise RequestError("this address is for the admin alone", "not_found", 404)
     return await handler(request)
 

@@ -66,10 +66,12 @@ def upstream() -> Iterator[int]:
         yield fake.port
 
 
-def _status(port: int, path: str, headers: Mapping[str, str] | None = None) -> int:
+def _status(
+    port: int, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> int:
     """Of an answer to a request that may name another host."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in ({"Host": f"127.0.0.1:{port}"} | dict(headers or {})).items():
         connection.putheader(name, value.encode())
     connection.endheaders()
@@ -88,6 +90,8 @@ def test_clients_do_not_reach_the_admin_nor_the_admin_llama_server(upstream: int
         assert _status(clients, "/anything") == 200
         for path in ("/anything", "/v1/models", "/slots", "/", "/evok/../slots", "/%65voke/x/.."):
             assert _status(admin, path) == 404
+        for method in ("HEAD", "POST", "OPTIONS"):
+            assert _status(admin, "/metrics", method=method) == 404, "that is llama-server's"
         # A page of another name that leads here.
         assert _status(admin, "/evoke/sessions", {"Host": "evil.example"}) == 403
         for host in ("localhost:1", "[::1]", "127.0.0.1"):
