@@ -20,7 +20,8 @@ _PART_CHARS = 256
 # A turn of no more words than that leans on the one before it: "and the other one?"
 _FEW_WORDS = 4
 
-_SENTENCE = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
+# What is between a sentence or a line and the next.
+GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 _JOINT = re.compile(r",?\s+(?:and|or|as well as)\s+(?:also\s+)?|\s*,\s+|\s+&\s+", re.IGNORECASE)
 _ASKING = re.compile(
     r"(?:what|where|who|whom|whose|when|which|why|how|is|are|was|were|do|does|did|can|could|"
@@ -105,7 +106,7 @@ def clauses(text: str) -> list[str]:
     entries each with the words that the first has before it. Of many those that ask are taken,
     and of these the last.
     """
-    sentences = [part.strip() for part in _SENTENCE.split(text) if _WORD.search(part)]
+    sentences = [part.strip() for part in GAP.split(text) if _WORD.search(part)]
     found = [clause for one in sentences for clause in _split(one)]
     if len(found) > _MAX_PARTS:
         asking = [i for i, clause in enumerate(found) if clause.endswith("?")][-_MAX_PARTS:]

@@ -7,13 +7,13 @@ stands there. In a ranking a block counts as its best sentence does.
 from __future__ import annotations
 
 import math
-import re
 from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from evoke_proxy.core.conversation.question import GAP
 from evoke_proxy.core.vectors.encoding import Vectors
 
 Scores = npt.NDArray[np.float64]
@@ -22,7 +22,6 @@ Mask = npt.NDArray[np.bool_]
 
 _MAX_PIECES = 4
 _SHORTEST = 24
-_END = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 _FIRST_ROWS = 64
 # So many products of vectors are done at once; of more, only what looks best by the mean vector of
 # each block is looked at piece by piece.
@@ -40,7 +39,7 @@ _NO_SPREAD = 1e-6
 def pieces(text: str) -> tuple[str, ...]:
     """At most 4 parts of a text, cut between sentences or lines: what is embedded of a block."""
     parts: list[str] = []
-    for part in (part.strip() for part in _END.split(text)):
+    for part in (part.strip() for part in GAP.split(text)):
         if parts and len(parts[-1]) < _SHORTEST:
             parts[-1] = f"{parts[-1]} {part}".strip()
         elif part:

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
 
+from evoke_proxy.core.retrieve.terms import WORD
+
 Scores = npt.NDArray[np.float64]
 
-_WORD = re.compile(r"\w+(?:[-./]\w+)*")
 # The ordered pairs of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
 # (2005). There they add a tenth to what orders; here the scores are held against recency too.
 _SHARE = 0.35
@@ -23,7 +23,7 @@ LEAST = 1.0 - _SHARE
 
 def phrases(text: str, telling: Collection[str]) -> tuple[str, ...]:
     """The pairs of neighbouring words, lower case, with at least one of the telling ones."""
-    words = _WORD.findall(text.lower())
+    words = WORD.findall(text.lower())
     pairs = zip(words, words[1:], strict=False)
     found = (f" {a} {b}" for a, b in pairs if a in telling or b in telling)
     return tuple(dict.fromkeys(found))

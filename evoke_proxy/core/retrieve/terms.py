@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_WORD = re.compile(r"\w+(?:[-./]\w+)*")
+WORD = re.compile(r"\w+(?:[-./]\w+)*")
 _PART = re.compile(r"[^\W_]+")
 _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Scripts that put no spaces between words: Thai, kana, Han, Hangul.
@@ -30,7 +30,7 @@ def terms(text: str) -> list[str]:
     Text without spaces between its words is taken two characters at a time.
     """
     found: list[str] = []
-    for word in _WORD.findall(text):
+    for word in WORD.findall(text):
         lowered = word.lower()
         found.append(lowered)
         if not lowered.isalnum():
