@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llama import Llama, story
+from operations import PARTS
 
 
 def save_all(server: Llama, slot: int, size: int = 64) -> list[str]:
@@ -47,8 +48,7 @@ def test_only_some_blocks_may_come_and_the_last_one_must(server: Llama) -> None:
     assert len(server.slot()["resident"]) == 2
     evoke = server.complete(held + history[:10])["timings"]["evoke"]
     assert evoke["decoded"] == 10 and evoke["omitted"] > 0
-    parts = ("resident_before", "recovered", "decoded", "omitted")
-    assert sum(evoke[part] for part in parts) == evoke["n_prompt"]
+    assert sum(evoke[part] for part in PARTS) == evoke["n_prompt"]
 
 
 def test_another_slot_may_adopt(two: Llama) -> None:

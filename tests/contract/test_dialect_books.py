@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from llama import Llama
+from operations import PARTS
 
 MESSAGES = [{"role": "user", "content": "Hello, who are you?"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -40,8 +41,7 @@ def test_a_marked_reply_brings_its_books_once(one: Llama, path: str, stream: boo
     ]
     assert len(told) == 1
     books = told[0]["timings"]["evoke"]
-    kinds = ("resident_before", "recovered", "decoded", "omitted")
-    assert sum(books[kind] for kind in kinds) == books["n_prompt"] > 0
+    assert sum(books[kind] for kind in PARTS) == books["n_prompt"] > 0
     assert books["marker"] == "ok"
     # usage stands beside them, where a client looks for it
     assert told[0].get("usage") or told[0]["response"]["usage"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from llama import Llama, story
+from operations import PARTS
 
 
 def books(answer: dict) -> dict:
     evoke: dict = answer["timings"]["evoke"]
-    parts = ("resident_before", "recovered", "decoded", "omitted")
-    assert sum(evoke[part] for part in parts) == evoke["n_prompt"]
+    assert sum(evoke[part] for part in PARTS) == evoke["n_prompt"]
     assert (
         answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] + evoke["omitted"]
         == (evoke["n_prompt"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from llama import Json, Llama, binary, running
+from operations import PARTS
 
 from bench.random_models import SHAPES, ensure
 
@@ -39,8 +40,7 @@ def spoken(server: Llama, turns: int, **more: object) -> Iterator[Json]:
 def counted(answer: Json) -> Json:
     """The books of a turn, which must add up."""
     books: Json = answer["timings"]["evoke"]
-    kinds = ("resident_before", "recovered", "decoded", "omitted")
-    assert sum(books[kind] for kind in kinds) == books["n_prompt"]
+    assert sum(books[kind] for kind in PARTS) == books["n_prompt"]
     assert books["budget_breaches"] == 0
     assert all(name for _, _, name in books["auto_evicted"])
     return books
