@@ -28,7 +28,7 @@ def routes(engine: Front) -> list[web.RouteDef]:
         return web.Response(body=body, headers={"Content-Type": _EXPOSITION})
 
     async def unknown(request: web.Request) -> web.StreamResponse:
-        allowed = _methods_of(request)
+        allowed = await _methods_of(request)
         if allowed:
             message = f"{request.method} is not for {request.path}, {' and '.join(allowed)} are"
             raise RequestError(message, "method_not_allowed", 405)
@@ -45,16 +45,12 @@ def routes(engine: Front) -> list[web.RouteDef]:
     ]
 
 
-def _methods_of(request: web.Request) -> list[str]:
+async def _methods_of(request: web.Request) -> list[str]:
     """What a path of ours may be asked with."""
-    found = set()
-    for route in request.app.router.routes():
-        about = route.resource.get_info() if route.resource is not None else {}
-        pattern = about.get("pattern")
-        here = about.get("path") == request.path or (pattern and pattern.fullmatch(request.path))
-        if here and route.method != "*":
-            found.add(route.method)
-    return sorted(found)
+    found: set[str] = set()
+    for resource in request.app.router.resources():
+        found |= (await resource.resolve(request))[1]
+    return sorted(found - {"*"})
 
 
 def _guarded(engine: Front, handler: admin_api.Handler) -> Handler:
