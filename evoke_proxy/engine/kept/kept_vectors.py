@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -33,14 +33,12 @@ class KeptVectors:
         self._embedding = embedding
         self._there: dict[str, int] = {}
 
-    def read(self, session: str, records: Sequence[Record]) -> Mapping[str, Vectors]:
-        """By label, what the parts among these records have of a session."""
+    def read(self, session: str, parts: Iterable[Record]) -> Mapping[str, Vectors]:
+        """By label, what these parts of a session's record have."""
         found: dict[str, Vectors] = {}
-        for record in records:
-            if record.session != session or not record.is_part:
-                continue
+        for part in parts:
             try:
-                found |= unpacked(record.packed, self._embedding.mark)
+                found |= unpacked(part.packed, self._embedding.mark)
             except ValueError as error:
                 _log.warning("vectors of session %s are made anew: %s", session, error)
         self._there[session] = len(found)

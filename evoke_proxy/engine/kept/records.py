@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -68,12 +69,16 @@ class Records:
         """Every session that was written down is known again, as far as there is room for them,
         where there are several llama-servers at the one that it was at."""
         records = self._vault.records() if self._vault is not None else ()
+        parts: defaultdict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            if record.is_part:
+                parts[record.session].append(record)
         for record in reversed([record for record in records if not record.is_part]):
             try:
                 seated = read(zlib.decompress(record.packed))
                 if self._is_mine(seated):
                     known = self._conversations.recall(seated)
-                    known.remembered = self._vectors.read(known.id, records)
+                    known.remembered = self._vectors.read(known.id, parts[known.id])
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)

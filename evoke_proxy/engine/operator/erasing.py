@@ -73,9 +73,9 @@ class Eraser:
         if gone:
             await vault.swept()
         for record in vault.records():
-            if mine(record.tenant, record.id):
-                vault.remove_record(record.id)
-        if any(mine(record.tenant, record.id) for record in vault.records()):
+            if mine(record.tenant, record.session):
+                vault.remove_record(record.session)
+        if any(mine(record.tenant, record.session) for record in vault.records()):
             left.append("records on disk")
         return gone
 
