@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -353,7 +354,7 @@ def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
 
         pair.up(home)
         until(lambda: _server(running, home)["takes"])
-        said, alone = _answered_by_the_other(pair, running, pair.kill)
+        said, alone, _ = _answered_by_the_other(pair, running, pair.kill)
         assert said == alone
 
 
@@ -366,8 +367,9 @@ def test_what_waits_at_a_server_that_hangs_is_answered_by_the_other() -> None:
 
     with _two(start) as pair, pool(pair.ports, **EAGER, pool__health_timeout_s=0.5) as running:
         try:
-            said, alone = _answered_by_the_other(pair, running, hang)
+            said, alone, in_vain_s = _answered_by_the_other(pair, running, hang)
             assert said == alone
+            assert running.metric("evoke_ttft_seconds_sum", path="relay") > in_vain_s > 1.0
         finally:
             for port in pair.ports.values():
                 os.kill(process_on(port), signal.SIGCONT)
@@ -403,9 +405,9 @@ def _balanced(books: Any) -> None:
 
 def _answered_by_the_other(
     pair: Pair, running: RunningProxy, fail: Callable[[str], None]
-) -> tuple[str, str]:
-    """One fails while it decodes a prompt, and the answer is the other's: what it said, and what
-    that says when it is asked directly."""
+) -> tuple[str, str, float]:
+    """One fails while it decodes a prompt, and the answer is the other's: what it said, what that
+    says when it is asked directly, and for how many seconds the first was waited for."""
     messages: list[dict[str, Any]] = []
     said: list[Answer] = []
     asking = threading.Thread(
@@ -415,11 +417,14 @@ def _answered_by_the_other(
     until(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))
     (home,) = [name for name in pair.ports if _server(running, name)["in_flight"]]
     until(lambda: json.loads(ask(pair.ports[home], "GET", "/slots").body)[0]["is_processing"])
+    began = time.monotonic()
     fail(home)
+    until(lambda: not _server(running, home)["in_flight"])
+    in_vain_s = time.monotonic() - began
     asking.join()
     assert _at(said[0]) == pair.other(home)
     asked = {"messages": messages[:-1], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     alone = json.dumps({**asked, "cache_prompt": False}).encode()
     direct = ask(pair.ports[pair.other(home)], "POST", "/v1/chat/completions", alone, JSON)
     content = json.loads(direct.body)["choices"][0]["message"]["content"]
-    return messages[-1]["content"], content
+    return messages[-1]["content"], content, in_vain_s

@@ -144,8 +144,9 @@ def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
         async def send(way: Forwarding, _: Upstream) -> str:
             return way.server
 
-        noting = fleet._noting(send, known, 0, [])
+        noting = fleet._noting(send, known, 0, [], began=-3.0)
         assert await noting(way, fleet.servers[0].upstream) == "a"
+        assert way.began == -3.0, "it has waited since then"
         assert way.headers[SERVER_HEADER] == "a" and known.session == "there"
         assert fleet.servers.pool.members[0].failures == 0
 

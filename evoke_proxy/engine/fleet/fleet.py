@@ -90,6 +90,7 @@ class Fleet:
         A server that broke the connection may have died of the request: one more is tried then, and
         no third. Raises NoServer when none takes requests.
         """
+        began = asyncio.get_running_loop().time()
         asked, tried = _asked(dialect, body, client), dict[int, int]()
         known = self._place(asked)
         at, broke = self._choose(known, tried), False
@@ -97,7 +98,7 @@ class Fleet:
             known = await self._seated(known, at)
             try:
                 ways: list[Forwarding] = []
-                sent = self._noting(send, known, at, ways)
+                sent = self._noting(send, known, at, ways, began)
                 engine, begun = self.servers[at], partial(_begun, ways)
                 with self.servers.one(at), self._heard(known, asked):
                     async with self.servers.while_there(at, begun):
@@ -189,11 +190,15 @@ class Fleet:
     def _heard(self, known: Bound, asked: _Asked) -> Any:
         return self._affinity.heard(known, asked.tenant, asked.name, asked.trail)
 
-    def _noting(self, send: Send[T], known: Bound, at: int, ways: list[Forwarding]) -> Send[T]:
-        """As `send` to the server `at`; what is known then of where the request is, is kept."""
+    def _noting(
+        self, send: Send[T], known: Bound, at: int, ways: list[Forwarding], began: float
+    ) -> Send[T]:
+        """As `send` to the server `at`; what is known then of where the request is, is kept. It has
+        been waited for since it `began`, wherever else it was meanwhile."""
 
         async def noting(way: Forwarding, upstream: Upstream) -> T:
             ways.append(way)
+            way.began = began
             session = way.conversation
             # While this one waited, another may have gone on elsewhere.
             if session is not None and not session.passing and known.server == at:
