@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -22,13 +23,34 @@ THREADS = 1
 START_S = 60.0
 STOP_S = 10.0
 _POLL_S = 0.05
+# Where Linux says which ports it gives to connections, and to whoever listens on any.
+_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _TRIES = 20_000, 64
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of 127.0.0.1 that was free a moment ago.
+
+    Where the system leaves some for it, one that it gives to nobody by itself: whoever asks for any
+    port, or connects to somebody, does not get this one before it is used.
+    """
+    for port in (*_never_given(), 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # somebody has it
+                continue
+            return int(probe.getsockname()[1])
+    raise DemoError("every port of 127.0.0.1 is taken")
+
+
+def _never_given() -> list[int]:
+    """Some ports below those that the system gives; none where they are not known."""
+    try:
+        n_ports = int(_GIVEN.read_text(encoding="ascii").split()[0]) - _LOWEST_PORT
+    except (OSError, ValueError, IndexError):
+        return []
+    return [_LOWEST_PORT + secrets.randbelow(n_ports) for _ in range(_TRIES)] if n_ports > 0 else []
 
 
 def server_command(binary: Path, model: Path, port: int, *, blocks: bool) -> list[str]:

@@ -64,9 +64,10 @@ class Patience:
         self._drop(request, "slow_reader")
 
     def _drop(self, request: web.Request, reason: str) -> None:
-        if isinstance(request.transport, asyncio.WriteTransport):
+        transport = request.transport  # one that is being closed was counted already, or has left
+        if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
             self._dropped.labels(reason=reason).inc()
-            request.transport.abort()
+            transport.abort()
 
 
 PATIENCE = web.AppKey("patience", Patience)

@@ -23,7 +23,7 @@ from operations import play
 from test_exact import logprobs
 
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.demo.processes import free_port, plain_environment
+from evoke_proxy.demo.processes import free_port, healthy, plain_environment
 
 SIZE = 64
 ROW = 2048  # bytes of one row of the bundled model
@@ -276,13 +276,8 @@ def killable(
         )
         try:
             server = Llama(port)
-            for _ in range(400):
-                time.sleep(0.05)
-                try:
-                    if server.raw("GET", "/health")[0] == 200:
-                        break
-                except OSError:
-                    continue
+            assert wait_until(lambda: healthy(port) or process.poll() is not None)
+            assert process.poll() is None, (folder.parent / "log").read_text()
             yield server, process
         finally:
             process.kill()
@@ -499,7 +494,7 @@ def test_a_disk_nobody_asked_for_is_not_there(two: Llama) -> None:
     assert two.get("/props")["evoke"]["limits"]["disk_bytes"] == 0
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > end:

@@ -24,6 +24,7 @@ NOWHERE = {"upstream.url": "http://127.0.0.1:9"}
 
 def _config(directory: Path | str) -> Config:
     settings = {"embedder.directory": str(directory), "embedder.pooling": "mean"}
+    settings |= {"embedder.timeout_ms": 20_000}
     return load(None, {}, NOWHERE | settings | {"embedder.query_instruction": ""})
 
 
@@ -47,7 +48,7 @@ def test_engine_has_vectors_between_start_and_stop(
             assert np.allclose(told, unit(CLS, RED, SEP), atol=1e-6)
             assert b'evoke_embedded_total{kind="block"} 1.0' in engine.metrics.exposition()
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    asyncio.run(asyncio.wait_for(play(), 60))
     assert _said(caplog) == [f"embedder {tmp_path}: 3 dimensions, pooling mean, 512 tokens, CPU"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("embed-")]
 
@@ -59,7 +60,7 @@ def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> No
         async with Engine(_config("")) as engine:
             assert await engine.shared.embedding.embed_query("red") is None
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    asyncio.run(asyncio.wait_for(play(), 60))
     (line,) = _said(caplog)
     assert "ranked by words alone" in line
 
@@ -70,7 +71,7 @@ def test_engine_does_not_start_with_one_that_does_not_load(tmp_path: Path) -> No
             pytest.fail("it started")
 
     with pytest.raises(ConfigError, match="neither model.onnx"):
-        asyncio.run(asyncio.wait_for(play(), 20))
+        asyncio.run(asyncio.wait_for(play(), 60))
 
 
 def test_serve_ends_with_2_and_one_line(tmp_path: Path) -> None:

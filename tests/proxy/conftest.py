@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_upstream import FakeUpstream, fake_upstream, says_ok
-from running import RunningProxy, llama_server, proxy, server_binary
+from running import RunningProxy, llama_server, proxy, server_binary, until
 
 from evoke_proxy.web.dialects import ANSWER_PATHS
 
 Json = dict[str, Any]
-_SOAK_S = 30
-_soak: dict[str, Any] = {}
+_SOAK_S, _SOAK_ENDS_S = 30, 500
+# Which of the processes that share the tests this is, empty when there is one.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
+_soak: list[subprocess.Popen[bytes]] = []
+
+
+def _soak_folder(base: Path) -> Path:
+    """Where the soak says what came of it: the same for all processes that share the tests."""
+    return (base.parent if _WORKER else base) / "soak"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -27,33 +34,45 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     named = [item.name for item in session.items]
     if "test_a_minute_of_mixed_agents" not in named or session.config.option.collectonly:
         return
+    if _WORKER not in ("", "gw0"):
+        return
     server_binary(patched=True)
     server_binary(patched=False)
-    _soak["folder"] = tempfile.TemporaryDirectory()
-    out = Path(_soak["folder"].name) / "soak.json"
-    command = [sys.executable, "-m", "bench.soak", "--seconds", str(_SOAK_S), "--out", str(out)]
-    command += ["--agents", "3", "--pause", "0.5"]
-    _soak["process"] = subprocess.Popen(
-        ["nice", "-n", "10", *command],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=Path(__file__).parents[2],
+    folder = _soak_folder(session.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("soaking.py")), str(folder)]
+    command += ["--seconds", str(_SOAK_S), "--agents", "3", "--pause", "0.5"]
+    root = Path(__file__).parents[2]
+    _soak.append(
+        subprocess.Popen(
+            ["nice", "-n", "10", *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root)},
+        )
     )
-    _soak["out"] = out
 
 
-def pytest_sessionfinish() -> None:
-    """Nothing of it outlives the tests."""
-    if _soak:
-        _soak["process"].send_signal(signal.SIGINT)  # so that it ends what it has started
-        _soak["process"].wait()
-        _soak["folder"].cleanup()
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Nothing of it outlives the tests; another process may still be waiting for its end."""
+    for process in _soak:
+        if not _WORKER or exitstatus == pytest.ExitCode.INTERRUPTED:
+            process.send_signal(signal.SIGINT)  # so that it ends what it has started
+        try:
+            process.wait(_SOAK_ENDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
-def soaking() -> tuple[Any, Path]:
-    """The soak that was begun, and where it says what came of it."""
-    return _soak["process"], _soak["out"]
+def soaked(tmp_path_factory: pytest.TempPathFactory) -> Json:
+    """What came of the soak that was begun: its `code`, and what it has written."""
+    folder = _soak_folder(tmp_path_factory.getbasetemp())
+    until((folder / "code").exists, "the soak ends", _SOAK_ENDS_S)
+    written = json.loads((folder / "soak.json").read_text())
+    return {"code": int((folder / "code").read_text()), **written}
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
-import time
 from pathlib import Path
+
+from running import ask, until
 
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
 
@@ -13,20 +15,27 @@ class Front:
     """Runs for as long as the block, with these settings; killed at its end, if not before."""
 
     def __init__(self, upstream: int, settings: Path) -> None:
-        self.port = free_port()
-        admin = ["--admin-listen", "127.0.0.1:0"]
+        self.port, self._admin = free_port(), free_port()
+        admin = ["--admin-listen", f"127.0.0.1:{self._admin}"]
         self._command = [*proxy_command(self.port, upstream), "--config", str(settings), *admin]
 
     def __enter__(self) -> Front:
         self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while not healthy(self.port):
-            assert time.monotonic() < deadline and self._process.poll() is None
-            time.sleep(0.02)
+        until(lambda: healthy(self.port) or self._process.poll() is not None)
+        assert self._process.poll() is None, "the proxy ended"
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    def quiet(self) -> None:
+        """Wait until no conversation is in use."""
+
+        def busy() -> bool:
+            found = json.loads(ask(self._admin, "GET", "/evoke/sessions").body)["sessions"]
+            return any(session["busy"] for session in found)
+
+        until(lambda: not busy())
 
     def kill(self) -> None:
         """Without a word, and gone when this returns."""

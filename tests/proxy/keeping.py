@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from running import RunningProxy, ask, llama_server, proxy, server_binary
+from running import RunningProxy, ask, counted, llama_server, proxy, server_binary
 
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build.cache import cache_dir
@@ -100,9 +100,7 @@ def long_chat(n_words: int, start: int = 0) -> Chat:
 
 def decoded(port: int) -> int:
     """How many prompt tokens a server has decoded since its start, whoever asked for them."""
-    lines = ask(port, "GET", "/metrics").body.decode().splitlines()
-    (total,) = [line for line in lines if line.startswith("llamacpp:prompt_tokens_total ")]
-    return int(float(total.split()[1]))
+    return counted(port, "prompt_tokens_total")
 
 
 def quiet_metric(running: RunningProxy, name: str, **labels: str) -> float:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from running import RunningProxy, ask
+from running import PATIENCE_S, RunningProxy, ask
 from talking import FILLER, Said, Talk
 
 JSON = {"Content-Type": "application/json"}
@@ -51,7 +51,7 @@ def fact_block(shown: dict[str, Any]) -> dict[str, Any]:
 
 def events(port: int, headers: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Kinds and facts, as they are told."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     connection.request("GET", "/evoke/events", headers=headers)
     kind = ""
     with contextlib.closing(connection), connection.getresponse() as response:

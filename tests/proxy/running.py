@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -22,9 +23,13 @@ from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.web.serve import make_runner, open_to_clients
 
+# What takes milliseconds has so long on a machine that does other things.
+PATIENCE_S = 60.0
+_taken: list[socket.socket] = []
+
 
 def until(
-    holds: Callable[[], object], what: str = "what is waited for", limit_s: float = 20.0
+    holds: Callable[[], object], what: str = "what is waited for", limit_s: float = PATIENCE_S
 ) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + limit_s
@@ -68,6 +73,13 @@ def ask(
         connection.close()
 
 
+def counted(port: int, name: str) -> int:
+    """What a counter of llama-server's own metrics has come to."""
+    lines = ask(port, "GET", "/metrics").body.decode().splitlines()
+    (total,) = [line for line in lines if line.startswith(f"llamacpp:{name} ")]
+    return int(float(total.split()[1]))
+
+
 @contextmanager
 def llama_server(
     binary: str, *options: str, port: int = 0, model: Path | None = None
@@ -88,13 +100,24 @@ def any_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
             yield port
 
 
+def nobody() -> int:
+    """A port where nobody listens, and nobody else will: connections to it are refused."""
+    if not _taken:
+        _taken.append(socket.socket())
+        _taken[0].bind(("127.0.0.1", 0))
+    return int(_taken[0].getsockname()[1])
+
+
 def process_on(port: int) -> int:
     """The llama-server that serves this port."""
+    named = (b"--port", str(port).encode())
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (folder / "cmdline").exists():
+        try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"llama-server") and str(port).encode() in words:
-                return int(folder.name)
+        except OSError:  # it is no process, or has ended meanwhile
+            continue
+        if words[0].endswith(b"llama-server") and named in zip(words, words[1:], strict=False):
+            return int(folder.name)
     raise AssertionError(f"no llama-server on {port}")
 
 
@@ -111,7 +134,7 @@ class ThreadedLoop:
 
     def __exit__(self, *_: object) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=20)
+        self._thread.join(PATIENCE_S)
         self.loop.close()
 
 
@@ -139,22 +162,30 @@ class RunningProxy:
         return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def quiet(self) -> None:
-        """Wait until no conversation is in use."""
-        until(lambda: not self._in_use(), "no request is under way", 10)
+        """Wait until no request is under way, and no conversation in use."""
+        until(lambda: self._in_loop(self._is_quiet), "no request is under way")
 
     def settled(self) -> None:
-        """Wait until what follows the answers is done, too: books, copies, look-ahead, files."""
+        """Wait until nothing goes on behind the answers either: copies, what is decoded ahead,
+        files that are written or go."""
+        until(lambda: self._in_loop(self._is_settled), "nothing is under way")
 
-        async def at_rest() -> bool:
-            # In the loop: what ends a request and begins what follows is one step there.
-            busy = any(engine._chores.busy or engine.keeper.busy for engine in self.engines)
-            return not (busy or self._in_use())
+    def _in_loop(self, look: Callable[[], bool]) -> bool:
+        # What ends a request and begins what follows is one step there.
+        async def looked() -> bool:
+            return look()
 
-        run = asyncio.run_coroutine_threadsafe
-        until(lambda: run(at_rest(), self.loop).result(5), "nothing is under way")
+        return asyncio.run_coroutine_threadsafe(looked(), self.loop).result(PATIENCE_S)
 
-    def _in_use(self) -> bool:
-        return any(known.in_use for engine in self.engines for known in engine.conversations)
+    def _is_quiet(self) -> bool:
+        # Whoever listens to events does so for ever.
+        asking = self.engine.metrics.in_flight._value.get() - len(self.engine.feed)
+        in_use = any(known.in_use for engine in self.engines for known in engine.conversations)
+        return asking <= 0 and not in_use
+
+    def _is_settled(self) -> bool:
+        busy = any(engine._chores.busy or engine.keeper.busy for engine in self.engines)
+        return self._is_quiet() and not busy
 
 
 @contextmanager
@@ -183,10 +214,10 @@ def _in_front(
         stop = asyncio.Event()
         ended = asyncio.run_coroutine_threadsafe(_serve(config, started, stop), thread.loop)
         try:
-            yield asyncio.run_coroutine_threadsafe(_first(started), thread.loop).result(30)
+            yield asyncio.run_coroutine_threadsafe(_first(started), thread.loop).result(PATIENCE_S)
         finally:
             thread.loop.call_soon_threadsafe(stop.set)
-            ended.result(60)
+            ended.result(2 * PATIENCE_S)
 
 
 async def _first(started: asyncio.Future[RunningProxy]) -> RunningProxy:

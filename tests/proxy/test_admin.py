@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from keeping import Chat, House, long_chat
 from operating import ASKS, BUDGET, FACT, events, fact_block, operate, planted, recovered
-from running import RunningProxy, ask, proxy
+from running import PATIENCE_S, RunningProxy, ask, nobody, proxy
 from talking import FILLER, Talk
 
 from evoke_proxy.core.prompt.block_map import STATES
-from evoke_proxy.demo.processes import free_port
 
 
 def _one(running: RunningProxy) -> dict[str, Any]:
@@ -188,6 +187,7 @@ def test_sessions_of_a_stock_server_and_of_its_directory(tmp_path: Path) -> None
         chat = Chat([{"role": "user", "content": f"{FACT} {FILLER * 4}"}])
         with house.proxy(port, min_tokens=64) as running:
             chat.ask(running.port)
+            running.settled()  # what is decoded ahead would be called off, and the slot with it
             chat.hear()
             chat.ask(running.port, f"Second. {FILLER * 2}")
             shown = _one(running)
@@ -240,7 +240,7 @@ def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
     thread = threading.Thread(target=listening, daemon=True)
     thread.start()
     recovered(planted(patched_proxy.port, "told"))
-    assert seen.wait(10)
+    assert seen.wait(PATIENCE_S)
     thread.join()
     answers = [facts for kind, facts in told if kind == "answer"]
     assert [facts["number"] for facts in answers] == list(range(1, 9))
@@ -271,9 +271,9 @@ def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
     ],
 )
 def test_what_is_wrong_is_said(
-    nobody: RunningProxy, method: str, path: str, body: Any, status: int
+    alone: RunningProxy, method: str, path: str, body: Any, status: int
 ) -> None:
-    answer = operate(nobody, method, path, body, status)
+    answer = operate(alone, method, path, body, status)
     if status == 200:
         assert "error" not in answer
     else:
@@ -281,16 +281,16 @@ def test_what_is_wrong_is_said(
 
 
 @pytest.fixture(scope="module")
-def nobody() -> Any:
+def alone() -> Any:
     """A proxy whose llama-server is away."""
-    with proxy(free_port()) as running:
+    with proxy(nobody()) as running:
         yield running
 
 
-def test_pages_of_other_sites_change_nothing(nobody: RunningProxy) -> None:
+def test_pages_of_other_sites_change_nothing(alone: RunningProxy) -> None:
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}):
-        assert ask(nobody.port, "DELETE", "/evoke/tenants/-", None, headers).status == 403
-        assert ask(nobody.port, "GET", "/evoke/sessions", None, headers).status == 403
+        assert ask(alone.port, "DELETE", "/evoke/tenants/-", None, headers).status == 403
+        assert ask(alone.port, "GET", "/evoke/sessions", None, headers).status == 403
     plain = {"Content-Type": "text/plain"}
     path, body = "/evoke/budget", b'{"budget": null}'
-    assert ask(nobody.port, "PUT", path, body, plain).status == 415
+    assert ask(alone.port, "PUT", path, body, plain).status == 415

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import threading
-import time
 from pathlib import Path
 
 import pytest
-from running import RunningProxy, ask, llama_server, proxy, server_binary, until
-from talking import FILLER, Said, Talk, events
+from running import RunningProxy, ask, counted, llama_server, proxy, server_binary
+from talking import ENDLESS, FILLER, Said, Talk, endless, events
 
 from evoke_proxy.demo.processes import free_port
 
@@ -82,6 +79,7 @@ def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(6)]
     assert all(said.books["n_prompt"] <= BUDGET for said in turns)
     assert turns[-1].headers["x-evoke-policy"] == "truncate"
+    patched_proxy.quiet()
     sessions = json.loads(ask(patched_proxy.port, "GET", "/evoke/sessions").body)["sessions"]
     assert [(known["name"], known["turns"]) for known in sessions] == [("cut", 6)]
 
@@ -181,6 +179,7 @@ def test_copies_that_vanished_are_decoded_again(
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(7):
         talk.say(f"Turn {number}. {FILLER}")
+    patched_proxy.settled()
     dropped = ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
     assert json.loads(dropped.body)["n_dropped"] > 0
     said = talk.say("What is the access code of the Meridian vault?")
@@ -202,38 +201,27 @@ def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy) -> None:
 
 def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
     with proxy(patched_port, limits__queue=0) as running:
-        slow = Talk(running.port, "slow", {"max_tokens": 1500, "ignore_eos": True})
-        thread = threading.Thread(target=slow.say, args=("hello",))
-        thread.start()
-        try:
-            sessions = lambda: json.loads(ask(running.port, "GET", "/evoke/sessions").body)  # noqa: E731
-            until(lambda: sessions()["sessions"], limit_s=10)
+        with endless(running.port):
             refused = Talk(running.port, "other")
             refused.messages.append({"role": "user", "content": "hello"})
             answer = refused.post()
-        finally:
-            thread.join()
     assert answer.status == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert json.loads(answer.body)["error"]["code"] == "slots_busy"
 
 
-def test_a_client_that_leaves_does_not_keep_the_slot(patched_proxy: RunningProxy) -> None:
+def test_a_client_that_leaves_does_not_keep_the_slot(
+    patched_port: int, patched_proxy: RunningProxy
+) -> None:
     talk = Talk(patched_proxy.port, "leaver", {"evoke_budget": BUDGET})
     talk.say("My favorite number is 68285.")
     talk.say(FILLER)
-    talk.messages.append({"role": "user", "content": "And now very long."})
-    body = talk.body(stream=True, max_tokens=3000, ignore_eos=True)
-    connection = http.client.HTTPConnection("127.0.0.1", patched_proxy.port)
-    connection.request("POST", "/v1/chat/completions", body, {"X-Evoke-Session": "leaver"})
-    answer = connection.getresponse()
-    assert answer.read1(5)
-    answer.close()
-    connection.close()
-    began = time.monotonic()
-    talk.messages.pop()  # it has not heard an answer to that
+    made = counted(patched_port, "tokens_predicted_total")
+    messages = [*talk.messages, {"role": "user", "content": "And now very long."}]
+    with endless(patched_proxy.port, "leaver", messages=messages, evoke_budget=BUDGET):
+        pass
     said = talk.say("What is my favorite number?")
-    assert time.monotonic() - began < 10
+    assert counted(patched_port, "tokens_predicted_total") - made < ENDLESS, "made to its end"
     assert said.books["marker"] == "ok" and "68285" in said.text
     assert said.books["n_resident_peak"] <= BUDGET
     assert patched_proxy.metric("evoke_requests_total", endpoint="/v1/chat/completions", code="499")
@@ -246,10 +234,9 @@ def test_forgotten_sessions_leave_no_blocks_behind(patched_port: int) -> None:
             talk = Talk(running.port, name, {"evoke_budget": BUDGET})
             for number in range(4):
                 talk.say(f"{name} {number}. {FILLER}")
+        running.settled()
         sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
         assert [known["name"] for known in sessions] == ["third"]
-        running.quiet()
-        time.sleep(0.2)
         blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
         assert blocks
         assert {block["name"].partition("/")[0] for block in blocks} == {sessions[0]["id"]}

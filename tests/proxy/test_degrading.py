@@ -113,7 +113,7 @@ def test_a_call_of_ours_that_hangs_is_given_up() -> None:
 
     with (
         fake_upstream(behave, patched=True) as fake,
-        proxy(fake.port, upstream__call_timeout_s=0.2) as running,
+        proxy(fake.port, upstream__call_timeout_s=1.0) as running,
     ):
         assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).body == REPLY
         assert running.metric("evoke_degraded_total", stage="render") == 1

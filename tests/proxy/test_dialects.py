@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from comparing import comparable, empty_slots, erasable_server
 from fake_upstream import Exchange, fake_upstream, whole
-from running import Answer, RunningProxy, ask, proxy
+from running import Answer, RunningProxy, ask, counted, proxy, until
 from talking import FILLER, events
 from weather import BEGUN, CALL, QUESTION, TOOLS
 
-BUDGET = 320
+BUDGET, LONG = 320, 6000
 JSON = {"Content-Type": "application/json"}
 SYSTEM = "You are a helpful assistant."
 KINDS = ("resident_before", "recovered", "decoded", "omitted")
@@ -345,24 +345,28 @@ def test_what_is_no_chat_is_relayed(
 def test_a_client_that_leaves_stops_the_generation(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
+    made = counted(patched_port, "tokens_predicted_total")
     _leave(patched_proxy.port, path, {})
-    assert not _is_busy_after(patched_port, 2)
+    until(lambda: not _is_busy_after(patched_port, 1.5))
+    assert counted(patched_port, "tokens_predicted_total") - made < LONG, "made to its end"
 
 
 def test_a_conversation_that_can_be_resumed_goes_on(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
+    made = counted(patched_port, "tokens_predicted_total")
     _leave(patched_proxy.port, "/v1/chat/completions", {"X-Conversation-Id": "resumed"})
-    # Without the header it is over after this time.
-    assert _is_busy_after(patched_port, 2)
+    # Without the header it is over after this time; a quick machine may have made all of it.
+    goes_on = _is_busy_after(patched_port, 2)
+    assert goes_on or counted(patched_port, "tokens_predicted_total") - made == LONG
     kept = ask(patched_proxy.port, "DELETE", "/v1/stream?conv_id=resumed")
     assert kept.status in (200, 204), kept.body
-    assert not _is_busy_after(patched_port, 2)
+    until(lambda: not _is_busy_after(patched_port, 1.5))
 
 
 def _leave(port: int, path: str, headers: dict[str, str]) -> None:
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    fields: Json = {limit: 6000, "logit_bias": [[2, False]], "ignore_eos": True}
+    fields: Json = {limit: LONG, "logit_bias": [[2, False]], "ignore_eos": True}
     body = body_of(path, ["Tell me everything."], stream=True, **fields)
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", path, body, JSON | headers)

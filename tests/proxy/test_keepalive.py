@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
-import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from running import Answer, RunningProxy, ask, proxy, until
-from talking import FILLER, Talk, events
+from talking import FILLER, Endless, endless, events
 
 JSON = {"Content-Type": "application/json"}
 WAITING = b": waiting\n\n"
@@ -19,27 +21,39 @@ USER = [{"role": "user", "content": "Hello there."}]
 CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 8, "temperature": 0, "stream": True}
 
 
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """A proxy whose only slot is generating for somebody."""
+
+    running: RunningProxy
+    somebody: Endless
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """An answer, whatever it waits for."""
+        named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+        return ask(self.running.port, "POST", path, json.dumps(body).encode(), named)
+
+    def waited(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """The answer to a request whose slot becomes free when it has waited for a few comments."""
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self.post, path, body, **headers)
+            until(self.queued)
+            time.sleep(0.2)
+            self.somebody.leave()
+            return asked.result()
+
+    def queued(self) -> int:
+        """How many wait for the slot."""
+        return self.running.engine._slots.pool.queued
+
+
 @contextmanager
-def _busy(port: int, n_tokens: int = 1500, **overrides: object) -> Iterator[RunningProxy]:
-    """A proxy whose only slot is generating."""
-    with proxy(port, limits__keepalive_s=0.05, **overrides) as running:
-        slow = Talk(running.port, "slow", {"max_tokens": n_tokens, "ignore_eos": True})
-        thread = threading.Thread(target=slow.say, args=("hello",))
-        thread.start()
-        try:
-            until(lambda: running.engine.conversations.get(_first(running)), limit_s=10)
-            yield running
-        finally:
-            thread.join()
-
-
-def _first(running: RunningProxy) -> str | None:
-    return next((known.id for known in running.engine.conversations if known.in_use), None)
-
-
-def _post(running: RunningProxy, path: str, body: dict[str, Any], **headers: str) -> Answer:
-    named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
-    return ask(running.port, "POST", path, json.dumps(body).encode(), named)
+def _busy(port: int, **overrides: object) -> Iterator[Busy]:
+    with (
+        proxy(port, limits__keepalive_s=0.05, **overrides) as running,
+        endless(running.port) as somebody,
+    ):
+        yield Busy(running, somebody)
 
 
 def _after(answer: Answer) -> bytes:
@@ -62,19 +76,19 @@ def _after(answer: Answer) -> bytes:
 def test_comments_come_before_the_same_stream(
     patched_port: int, path: str, body: dict[str, Any], end: bytes
 ) -> None:
-    with _busy(patched_port) as running:
-        rest = _after(_post(running, path, body, Origin="http://a.example"))
+    with _busy(patched_port) as busy:
+        rest = _after(busy.waited(path, body, Origin="http://a.example"))
         assert rest.endswith(end)
         assert b'"error"' not in rest
-        answer = _post(running, path, body)
+        answer = busy.post(path, body)
         assert WAITING not in answer.body
         kinds = [sorted(event) for event in events(answer.body)]
         assert [sorted(event) for event in events(rest)] == kinds
 
 
 def test_a_whole_answer_has_no_comments(patched_port: int) -> None:
-    with _busy(patched_port) as running:
-        answer = _post(running, "/v1/chat/completions", CHAT | {"stream": False})
+    with _busy(patched_port) as busy:
+        answer = busy.waited("/v1/chat/completions", CHAT | {"stream": False})
     assert json.loads(answer.body)["choices"]
 
 
@@ -87,13 +101,13 @@ def test_a_whole_answer_has_no_comments(patched_port: int) -> None:
     ],
 )
 def test_patience_that_ends_is_an_event(patched_port: int, path: str, begins: bytes) -> None:
-    with _busy(patched_port, 2000, limits__queue_timeout_s=0.2) as running:
-        answer = _post(running, path, CHAT | {"input": "Hello."})
+    with _busy(patched_port, limits__queue_timeout_s=0.8) as busy:
+        answer = busy.post(path, CHAT | {"input": "Hello."})
         assert _after(answer).startswith(begins)
         (event,) = events(answer.body)
         assert "no slot became free" in event["error"]["message"]
         # Nobody has begun anything for a client that is not waiting for a stream.
-        refused = _post(running, path, CHAT | {"input": "Hello.", "stream": False})
+        refused = busy.post(path, CHAT | {"input": "Hello.", "stream": False})
         assert (refused.status, "retry-after" in refused.headers) == (503, True)
 
 
@@ -107,22 +121,24 @@ def test_patience_that_ends_is_an_event(patched_port: int, path: str, begins: by
 def test_a_refusal_after_the_wait_is_an_event(
     patched_port: int, fields: dict[str, Any], message: str
 ) -> None:
-    with _busy(patched_port, policy__budget=320) as running:
-        answer = _post(running, "/v1/chat/completions", CHAT | fields)
+    with _busy(patched_port, policy__budget=320) as busy:
+        answer = busy.waited("/v1/chat/completions", CHAT | fields)
         (event,) = events(_after(answer))
         assert message in event["error"]["message"]
-        assert _post(running, "/v1/chat/completions", CHAT).status == 200
+        assert busy.post("/v1/chat/completions", CHAT).status == 200
 
 
 def test_who_leaves_the_queue_leaves_no_gap(patched_port: int) -> None:
-    with _busy(patched_port) as running:
+    with _busy(patched_port) as busy:
+        running = busy.running
         connection = http.client.HTTPConnection("127.0.0.1", running.port)
         connection.request("POST", "/v1/chat/completions", json.dumps(CHAT), JSON)
         answer = connection.getresponse()
-        assert answer.read1(5)
+        assert answer.read1(5) and busy.queued() == 1
         answer.close()
         connection.close()
-        assert _after(_post(running, "/v1/chat/completions", CHAT)).endswith(b"[DONE]\n\n")
+        until(lambda: not busy.queued())
+        assert _after(busy.waited("/v1/chat/completions", CHAT)).endswith(b"[DONE]\n\n")
         named = {"endpoint": "/v1/chat/completions", "code": "499"}
-        assert running.metric("evoke_requests_total", **named) == 1
+        assert running.metric("evoke_requests_total", **named) == 2  # it, and who had the slot
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 0

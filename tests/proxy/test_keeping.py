@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from keeping import Chat, House, decoded, long_chat, quiet_metric, template
@@ -199,7 +202,7 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
 
         slow._decode = never  # type: ignore[method-assign,assignment]
         chat.ask(running.port, "Begin.")
-        until(lambda: calls, limit_s=10)
+        until(lambda: calls)
         other.ask(running.port)
         assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
 
@@ -207,6 +210,18 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
 def test_nothing_is_decoded_ahead_while_somebody_waits(tmp_path: Path) -> None:
     with House(tmp_path).both() as running:
         chats = [long_chat(300, start) for start in (0, 7)]
+        upstream, slots, first = running.engine.upstream, running.engine._slots, iter([True])
+        opened = upstream.open
+
+        @asynccontextmanager
+        async def both_there(method: str, target: str, *more: Any) -> AsyncIterator[Any]:
+            if target == "/v1/chat/completions" and next(first, False):
+                while not slots.pool.queued:  # the first is not answered before the other waits
+                    await asyncio.sleep(0.01)
+            async with opened(method, target, *more) as reply:
+                yield reply
+
+        upstream.open = both_there  # type: ignore[method-assign,assignment]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda chat: chat.ask(running.port, "Begin."), chats))
         running.settled()
@@ -328,14 +343,13 @@ def _three_turns(chat: Chat, port: int) -> None:
 
 
 def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
-    house = House(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "1"))
+    house = House(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
     chat = long_chat(400)
     with house.both() as running:
         chat.ask(running.port, "Begin.")
         running.settled()
         chat.hear()
-        props = lambda: json.loads(ask(running.port, "GET", "/props").body)  # noqa: E731
-        until(lambda: props()["is_sleeping"], "it falls asleep")
+        until(lambda: json.loads(ask(running.port, "GET", "/props").body)["is_sleeping"])
         cached, new = chat.ask(running.port, NEW)
         assert cached > 1000 and new <= SLACK
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1

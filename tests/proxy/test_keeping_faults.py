@@ -16,7 +16,7 @@ import pytest
 from damage import damage
 from fronts import Front
 from keeping import QUICK, Chat, House, decoded, long_chat
-from running import RunningProxy, ask, process_on, until
+from running import PATIENCE_S, RunningProxy, ask, process_on, until
 from wire import wire
 
 from evoke_proxy.config import SnapshotsConfig
@@ -267,10 +267,12 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
     with house.server() as port, wire(port) as line:
         with Front(line.port, settings) as front:
             chat.ask(front.port, "Begin.")
-            until(lambda: bool(house.files()))
+            until(house.files)
             for _ in range(2):  # the first time it looks whether llama-server has it in memory
+                front.quiet()
                 _erase(port)
                 chat.ask(front.port)
+            front.quiet()
             chat.hear()
             before = {path.name for path in house.files()}
             if during == "restore":
@@ -278,7 +280,7 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
             line.at(f"action={during}".encode(), front.kill)
             with pytest.raises((OSError, http.client.HTTPException)):
                 chat.ask(front.port, "And then?")
-            assert line.struck.wait(5)
+            assert line.struck.wait(PATIENCE_S)
         _erase(port)  # answers when llama-server is through with what it was asked for
         with house.proxy(port, look_ahead=False) as proxied:
             # Whether llama-server has died of what was being restored, nobody can tell any more.

@@ -14,9 +14,17 @@ from typing import Any
 
 import pytest
 from fronts import Front
-from running import RunningProxy, ask, llama_server, process_on, server_binary, until
+from running import (
+    PATIENCE_S,
+    RunningProxy,
+    ask,
+    llama_server,
+    process_on,
+    server_binary,
+    until,
+)
 from talking import FILLER, Talk
-from test_restarting import BUDGET, KINDS, TURNS, House, house, rested, turn
+from test_restarting import BUDGET, KINDS, TURNS, House, house, turn
 from wire import wire
 
 ASKS, MARKER = "What is my favorite number?", "68285"
@@ -47,7 +55,7 @@ def _sent(port: int, talk: Talk, text: str, **fields: Any) -> http.client.HTTPCo
 def _in_prefill(subject: House, talk: Talk) -> None:
     """While it decodes a long message: the client is told that the server is gone."""
     assert subject.running is not None
-    connection = _sent(subject.running.port, talk, FILLER * 30)
+    connection = _sent(subject.running.port, talk, FILLER * 48)
     until(lambda: _busy(subject.port))
     _kill(subject.port)
     assert connection.getresponse().status == 503
@@ -57,7 +65,7 @@ def _in_prefill(subject: House, talk: Talk) -> None:
 def _in_generation(subject: House, talk: Talk) -> None:
     """While it answers: the answer ends, and not as if it were whole."""
     assert subject.running is not None
-    options = {"stream": True, "max_tokens": 2000, "ignore_eos": True}
+    options = {"stream": True, "max_tokens": 6000, "ignore_eos": True}
     connection = _sent(subject.running.port, talk, "Count.", **options)
     answer = connection.getresponse()
     assert answer.read1(20)
@@ -88,7 +96,7 @@ def _in_call(*actions: str) -> Callable[[House, Talk], None]:
         connection = _sent(running.port, talk, FILLER)
         connection.getresponse().read()
         connection.close()
-        assert killed.wait(10), f"nobody has asked for {actions}"
+        assert killed.wait(PATIENCE_S), f"nobody has asked for {actions}"
         upstream.run = asked  # type: ignore[method-assign]
 
     return strike
@@ -104,7 +112,8 @@ POINTS: dict[str, Callable[[House, Talk], None]] = {
 
 def _revive(subject: House) -> None:
     """Another server on that port, with the files of the one that was killed."""
-    rested(subject.running)
+    assert subject.running is not None
+    subject.running.settled()
     subject._server.close()
     options = ["-np", "1", "--evoke-ram", "64", "--evoke-disk", str(subject.folder / "blocks")]
     served = llama_server(server_binary(patched=True), *options, port=subject.port)
@@ -117,11 +126,11 @@ def test_a_server_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) 
         assert running is not None
         for text in TURNS:
             turn(talk, running.port, text)
-        rested(running)
         for number, (name, strike) in enumerate(POINTS.items(), 1):
             before = len(talk.messages)
+            running.settled()  # the strike is at what is asked for from here on
             strike(subject, talk)
-            rested(running)
+            running.settled()
             assert len(talk.messages) == before
             errors = _errors(running)
             assert errors >= number, f"{name}: the metric has not seen it"
@@ -151,22 +160,22 @@ def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -
         settings.write_text(json.dumps({"snapshots": where, "policy": {"budget": BUDGET}}))
         for text in TURNS:
             turn(talk, subject.running.port, text)
-        rested(subject.running)
+        subject.running.settled()
         subject._proxy.close()
         with Front(subject.port, settings) as front:
-            connection = _sent(front.port, talk, FILLER * 30)
+            connection = _sent(front.port, talk, FILLER * 48)
             until(lambda: _busy(subject.port))
         connection.close()
         with Front(line.port, settings) as front:
             assert MARKER in turn(talk, front.port, ASKS)["text"]
             line.at(b"action=block-plan", front.kill)
             connection = _sent(front.port, talk, FILLER)
-            assert line.struck.wait(10), "no plan was run"
+            assert line.struck.wait(PATIENCE_S), "no plan was run"
         connection.close()
         with Front(subject.port, settings) as front:
             assert MARKER in turn(talk, front.port, ASKS)["text"]
             connection = _sent(
-                front.port, talk, "Count.", stream=True, max_tokens=2000, ignore_eos=True
+                front.port, talk, "Count.", stream=True, max_tokens=6000, ignore_eos=True
             )
             assert connection.getresponse().read1(20)
         connection.close()

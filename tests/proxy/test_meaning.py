@@ -48,7 +48,7 @@ TRAINING = "How do I train my {}?"
 @pytest.mark.parametrize("embeds", [True, False])
 def test_a_question_in_other_words_brings_the_fact_back(patched_port: int, embeds: bool) -> None:
     directory = str(ensure()) if embeds else ""
-    with proxy(patched_port, embedder__directory=directory, embedder__timeout_ms=5000) as ours:
+    with proxy(patched_port, embedder__directory=directory, embedder__timeout_ms=20_000) as ours:
         talk = Talk(ours.port, f"meaning {embeds}", {"evoke_budget": BUDGET})
         talk.say("The key is hidden under the geranium.")
         for number in range(7):
@@ -66,7 +66,7 @@ def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
     patched_port: int, tmp_path: Path
 ) -> None:
     """Nothing but the question is embedded again; what is written down goes with its session."""
-    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 5000}
+    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000}
     given |= {"snapshots__directory": str(tmp_path)}
     with proxy(patched_port, **given) as ours:
         talk = Talk(ours.port, "meaning again", {"evoke_budget": BUDGET})
@@ -75,6 +75,7 @@ def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
             talk.say(f"Turn {number}. {FILLER}")
             ours.settled()  # each writes down what there was when it began
             wait_for_vectors(ours)
+        ours.settled()
     with proxy(patched_port, **given) as ours:
         talk.port = ours.port
         talk.say("How can I get inside when the door is locked?")
@@ -93,7 +94,7 @@ def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
 @pytest.fixture(scope="module")
 def topical(patched_port: int) -> Iterator[RunningProxy]:
     """A proxy with the encoder that goes by the topic alone."""
-    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 5000, **TOPIC_ALONE}
+    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ALONE}
     with proxy(patched_port, **given) as running:
         yield running
 
@@ -120,7 +121,7 @@ def test_the_task_stays_till_the_client_says_otherwise(
 
 
 def test_without_the_signal_the_topic_changes_nothing(patched_port: int) -> None:
-    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 5000, **TOPIC_ALONE}
+    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ALONE}
     with proxy(patched_port, **{**given, "policy__weight_focus": 0.0}) as running:
         talk = told(running, "unmoved")
         talk.say(TRAINING.format("dog"))
@@ -158,8 +159,8 @@ def posted(port: int, path: str, body: bytes | None = None) -> dict[str, Any]:
 
 
 def wait_for_vectors(ours: RunningProxy) -> None:
-    """Until every block that is being embedded has its vectors, a minute at most."""
+    """Until every block that is being embedded has its vectors."""
     ours.quiet()
-    known, embedding = next(iter(ours.engine.conversations)), ours.engine.shared.embedding
-    keys, vector = [key for keys in known.awaited.values() for key in keys], embedding.vector
-    until(lambda: all(vector(key) is not None for key in keys), "the vectors of blocks", 60)
+    awaited = [keys for known in ours.engine.conversations for keys in known.awaited.values()]
+    vector = ours.engine.shared.embedding.vector
+    until(lambda: all(vector(key) is not None for keys in awaited for key in keys))

@@ -18,7 +18,7 @@ from evoke_proxy.engine.operator import exposition
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
-BUDGET = 320
+BUDGET, NEVER_S = 320, 60.0
 # Whatever a dashboard needs, by the first part of its name.
 PROMISED = """
 evoke_blocks_evicted_total evoke_blocks_recovered_total evoke_tokens_total evoke_resident_tokens
@@ -28,7 +28,7 @@ evoke_upstream_errors_total evoke_requests_total evoke_sessions evoke_build_info
 
 
 async def _never(exchange: Exchange) -> None:
-    await asyncio.sleep(60)
+    await asyncio.sleep(NEVER_S)
 
 
 def test_everything_promised_is_exported(patched_proxy: RunningProxy) -> None:
@@ -65,7 +65,7 @@ def test_a_server_that_is_too_slow_costs_its_part_only(monkeypatch: pytest.Monke
     with fake_upstream(_never) as fake, proxy(fake.port) as running:
         began = time.monotonic()
         answer = ask(running.port, "GET", "/metrics")
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < NEVER_S / 2
     assert answer.body.startswith(b"# llama-server has no metrics now: it is too slow\n")
     assert b"evoke_build_info" in answer.body
 
@@ -78,7 +78,7 @@ def test_health_answers_while_everything_else_waits() -> None:
         for _ in range(20):
             began = time.monotonic()
             assert ask(running.port, "GET", "/evoke/health").status == 200
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < NEVER_S / 2
         for thread in waiting:
             thread.join()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from fake_upstream import Exchange, fake_upstream, whole
+from running import PATIENCE_S, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import Config, SecurityConfig, load
@@ -40,12 +41,15 @@ def _serving(port: int, *options: str) -> Iterator[tuple[int, int, str]]:
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stderr=said, text=True)
         try:
-            deadline = time.monotonic() + 30
-            while not (found := re.search(r"listens on http://.*:(\d+)\n", _read(said))):
-                assert process.poll() is None and time.monotonic() < deadline, _read(said)
-                time.sleep(0.05)
-            time.sleep(0.05)
+            # Where it listens, and whether and where it is operated: in that order or the other.
+            told = (r"listens on http://.*:(\d+)\n", r"is (?:not )?operated.*\n")
+            until(
+                lambda: process.poll() is not None or all(re.search(t, _read(said)) for t in told)
+            )
+            assert process.poll() is None, _read(said)
+            found = re.search(told[0], _read(said))
             operated = re.search(r"operated at http://.*:(\d+)/evoke/\n", _read(said))
+            assert found is not None
             yield int(found[1]), int(operated[1]) if operated else 0, _read(said)
         finally:
             process.kill()
@@ -70,8 +74,8 @@ def _status(
     port: int, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
 ) -> int:
     """Of an answer to a request that may name another host."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
     for name, value in ({"Host": f"127.0.0.1:{port}"} | dict(headers or {})).items():
         connection.putheader(name, value.encode())
     connection.endheaders()
@@ -128,9 +132,13 @@ def _checked(settings: Path) -> str:
 
 def test_a_taken_default_is_said_and_a_taken_choice_ends_the_start(upstream: int) -> None:
     with socket.socket() as other:
-        with contextlib.suppress(OSError):  # somebody has it already
-            other.bind(("127.0.0.1", 18090))
-            other.listen()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for _ in range(100):  # some other test's proxy has it for a moment, or somebody for good
+            with contextlib.suppress(OSError):
+                other.bind(("127.0.0.1", 18090))
+                other.listen()
+                break
+            time.sleep(0.1)
         with _serving(upstream) as (clients, admin, said):
             assert not admin and "is not operated: security.admin_listen" in said
             assert _status(clients, "/evoke/sessions") == 403

@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from running import Answer, RunningProxy, ask, until
+from running import Answer, RunningProxy, ask, counted, until
 
 JSON = {"Content-Type": "application/json"}
 COMPLETION = b'{"prompt":"a b","max_tokens":4,"temperature":0,"cache_prompt":false}'
@@ -90,14 +90,14 @@ def test_proxied_answer_equals_direct_answer(
 
 
 def test_stream_arrives_in_many_chunks_before_its_end(stock_proxy: RunningProxy) -> None:
-    body = json.dumps(CHAT | {"stream": True, "max_tokens": 40, "ignore_eos": True}).encode()
+    body = json.dumps(CHAT | {"stream": True, "max_tokens": 1000, "ignore_eos": True}).encode()
     answer = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
     assert len(answer.chunks) > 10
     assert answer.body.endswith(b"data: [DONE]\n\n")
 
 
-# Tokens that take far longer than _gets_idle waits: only a cancelled generation is idle by then.
 NEVER_DONE = 7800
+MADE = "tokens_predicted_total"
 
 
 def test_client_that_leaves_stops_the_generation(
@@ -105,19 +105,23 @@ def test_client_that_leaves_stops_the_generation(
 ) -> None:
     endless = {"stream": True, "max_tokens": NEVER_DONE, "ignore_eos": True}
     body = json.dumps(CHAT | endless).encode()
+    made = counted(stock_port, MADE)
     _leave_after_first_bytes(stock_proxy.port, body)
-    assert _gets_idle(stock_port)
+    _await_idle(stock_port)
+    assert counted(stock_port, MADE) - made < NEVER_DONE, "made to its end"
 
 
 def test_client_that_leaves_before_a_whole_answer_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
     body = json.dumps(CHAT | {"max_tokens": NEVER_DONE, "ignore_eos": True}).encode()
+    made = counted(stock_port, MADE)
     connection = http.client.HTTPConnection("127.0.0.1", stock_proxy.port)
     connection.request("POST", "/v1/chat/completions", body, JSON)
-    until(lambda: _is_busy(stock_port), "the slot is busy", 10)
+    until(lambda: _is_busy(stock_port))
     connection.close()
-    assert _gets_idle(stock_port)
+    _await_idle(stock_port)
+    assert counted(stock_port, MADE) - made < NEVER_DONE, "made to its end"
 
 
 def test_large_chat_body_passes(stock_port: int, stock_proxy: RunningProxy) -> None:
@@ -154,14 +158,14 @@ def _is_busy(port: int) -> bool:
     return any(slot["is_processing"] for slot in slots)
 
 
-def _gets_idle(port: int) -> bool:
+def _await_idle(port: int) -> None:
     # llama-server looks for a closed connection after 1 s without any result, and an answer
     # about its slots is a result: asking more often would keep it from noticing.
-    for _ in range(3):
+    def idle() -> bool:
         time.sleep(1.5)
-        if not _is_busy(port):
-            return True
-    return False
+        return not _is_busy(port)
+
+    until(idle)
 
 
 def test_an_unpatched_server_is_said_to_be_one(stock_proxy: RunningProxy) -> None:

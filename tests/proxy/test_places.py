@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from comparing import comparable
 from running import Answer, RunningProxy, ask, llama_server, proxy, server_binary, until
-from talking import FILLER, Talk, events
+from talking import FILLER, Talk, endless, events
 
 BUDGET = 320
 JSON = {"Content-Type": "application/json"}
@@ -157,33 +157,24 @@ def test_a_slot_that_is_not_there_is_none_at_all(two_slots: RunningProxy, named:
 
 
 def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
-    slow = Talk(two_slots.port, "slow", {"max_tokens": 300, "ignore_eos": True, "id_slot": 1})
-    thread = threading.Thread(target=slow.say, args=("hello",))
-    thread.start()
-    try:
-        until(lambda: len(two_slots.engine.conversations))
+    raw = {"prompt": "A", "n_predict": 3, "id_slot": 1}
+    with endless(two_slots.port, id_slot=1) as slow, ThreadPoolExecutor(1) as pool:
         beside = Talk(two_slots.port, "beside")
         assert beside.say("hello").books["marker"] == "ok"
-        assert thread.is_alive()
-        answer = _post(two_slots.port, "/completion", prompt="A", n_predict=3, id_slot=1)
-        assert json.loads(answer.body)["id_slot"] == 1
+        asked = pool.submit(_post, two_slots.port, "/completion", **raw)
+        until(lambda: two_slots.engine._slots.pool.queued)
+        assert beside.say("Go on.").books["marker"] == "ok" and not asked.done()
+        slow.leave()
+        assert json.loads(asked.result().body)["id_slot"] == 1
         assert not [known for known in two_slots.engine.conversations if known.in_use]
-    finally:
-        thread.join()
 
 
 def test_who_cannot_have_all_its_slots_gives_back_what_it_has(port: int) -> None:
     with proxy(port, policy__budget=BUDGET, limits__queue_timeout_s=0.3) as running:
-        slow = Talk(running.port, "slow", {"max_tokens": 1500, "ignore_eos": True, "id_slot": 1})
-        thread = threading.Thread(target=slow.say, args=("hello",))
-        thread.start()
-        try:
-            until(lambda: len(running.engine.conversations))
+        with endless(running.port, id_slot=1):
             fields = {"messages": HELLO, "max_tokens": 4, "n": 2}
             refused = _post(running.port, "/v1/chat/completions", **fields)
             assert (refused.status, "retry-after" in refused.headers) == (503, True)
             beside = Talk(running.port, "beside", {"id_slot": 0})
             assert beside.say("hello").books["marker"] == "ok"
-            assert thread.is_alive()
-        finally:
-            thread.join()
+            assert [known for known in running.engine.conversations if known.in_use]

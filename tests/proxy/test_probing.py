@@ -39,10 +39,22 @@ def asked(talk: Talk, question: str) -> tuple[str, Mapping[str, Any], Mapping[st
     )
 
 
+class _Steady(Pace):
+    """So many tokens a second, whatever is measured."""
+
+    def __init__(self, speed: float) -> None:
+        super().__init__()
+        self._speed = speed
+
+    def seconds(self, tail: int, words: int) -> float:
+        return (tail + words) / self._speed
+
+
 @pytest.mark.parametrize("recall", ["text", "model", "fused"])
 def test_what_no_word_asks_for_comes_back_because_the_model_looks_for_it(
-    patched_proxy: RunningProxy, recall: str
+    patched_proxy: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(patched_proxy.engine._planner.probing, "pace", _Steady(1000))
     talk = told(patched_proxy.port, f"probing {recall}", recall)
     spent = patched_proxy.metric("evoke_probe_tokens_total")
     text, usage, books = asked(talk, "Where do I live?")
@@ -70,18 +82,11 @@ def len_of(talk: Talk, ours: RunningProxy) -> int:
     return len(known.tokens)
 
 
-class _Slow(Pace):
-    """Twenty tokens a second, whatever is measured."""
-
-    def seconds(self, tail: int, words: int) -> float:
-        return (tail + words) / 20
-
-
 def test_where_text_is_sure_and_probes_are_slow_none_is_made(
     patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = told(patched_proxy.port, "probing sure", "fused")
-    monkeypatch.setattr(patched_proxy.engine._planner.probing, "pace", _Slow())
+    monkeypatch.setattr(patched_proxy.engine._planner.probing, "pace", _Steady(20))
     declined = patched_proxy.metric("evoke_probes_total", result="too_dear")
     text, usage, _ = asked(talk, "What is my residence?")
     assert "amber falcon" in text and "probe" not in usage

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 from fake_upstream import Exchange, fake_upstream, whole
-from running import ask, proxy, until
-
-from evoke_proxy.demo.processes import free_port
+from running import ask, nobody, proxy, until
 
 
 def test_a_request_keeps_its_id_where_that_is_sane() -> None:
-    with proxy(free_port()) as running:
+    with proxy(nobody()) as running:
 
         def id_of(given: str | None, target: str = "/evoke/health") -> str:
             headers = {"X-Request-Id": given} if given is not None else {}
@@ -52,7 +50,7 @@ def test_each_request_has_one_line_whatever_becomes_of_it(caplog: pytest.LogCapt
         gone.request("POST", "/v1/chat/completions", chat, {"X-Request-Id": "never"})
         until(lambda: len(fake.requests) == 3)
         gone.close()
-        until(lambda: len(_lines(caplog)) > len(asked), limit_s=10)
+        until(lambda: len(_lines(caplog)) > len(asked))
     lines = _lines(caplog)
     assert [facts["status"] for facts, _ in lines] == [*(it[3] for it in asked.values()), 499]
     for facts, said in lines:

@@ -39,7 +39,8 @@ class House:
 
     def start(self, what: str) -> None:
         """Kill what runs of it, without a word, and start it again; it has the port it had."""
-        rested(self.running)
+        if self.running is not None:
+            self.running.settled()
         if what in ("proxy", "both"):
             self._proxy.close()
         if what in ("server", "both"):
@@ -61,10 +62,11 @@ class House:
         self._server.close()
 
 
-def rested(running: RunningProxy | None) -> None:
+def rested(*houses: House) -> None:
     """Wait until what follows an answer is done: copies, files, the record."""
-    if running is not None:
-        running.settled()
+    for house in houses:
+        assert house.running is not None
+        house.running.settled()
 
 
 @contextmanager
@@ -106,7 +108,7 @@ def test_a_killed_server_a_new_proxy_and_both_cost_a_session_nothing(tmp_path: P
             event = events[number - len(TURNS)] if number >= len(TURNS) else ""
             if event:
                 subject.start(event)
-            rested(control.running)
+            rested(subject, control)
             assert subject.running is not None and control.running is not None
             mine = turn(talks[0], subject.running.port, text)
             theirs = turn(talks[1], control.running.port, text)
@@ -141,17 +143,17 @@ def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Pat
         talks = [Talk(0, "chat") for _ in range(2)]
         for text in TURNS:
             for it, talk in zip((subject, control), talks, strict=True):
-                rested(it.running)
+                rested(it)
                 assert it.running is not None
                 turn(talk, it.running.port, text)
         for it in (subject, control):
-            rested(it.running)
+            rested(it)
             assert it.running is not None
             ordered(it.running, own)
         shown = []
         for event in ("both", "proxy"):
             subject.start(event)
-            rested(control.running)
+            rested(subject, control)
             assert subject.running is not None and control.running is not None
             (session,) = operate(subject.running, "GET", "sessions")["sessions"]
             assert session["pinned"] and session["own_budget"] and session["limit"] == own
@@ -160,7 +162,7 @@ def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Pat
             assert resident(subject.port) == resident(control.port)
             assert mine["text"] == theirs["text"] and mine["decoded"] == theirs["decoded"]
             assert mine["n_resident_peak"] <= own and mine["marker"] == "ok"
-            rested(subject.running)
+            rested(subject)
             place = f"sessions/{session['id']}"
             shown.append(fact_block(operate(subject.running, "GET", place)))
         assert all(block["pinned"] and block["state"] == "resident" for block in shown)
@@ -175,11 +177,10 @@ def test_a_slot_comes_back_whole_where_copies_are_not_all_of_it(shape: str, tmp_
             if number in (6, 7):
                 subject.start("server" if number == 6 else "both")
             if number == 8:  # another conversation takes its slot
-                rested(subject.running)
+                rested(subject)
                 assert subject.running is not None
                 turn(Talk(0, "other"), subject.running.port, TURNS[1])
-                rested(subject.running)
-            rested(control.running)
+            rested(subject, control)
             assert subject.running is not None and control.running is not None
             mine = turn(talks[0], subject.running.port, text)
             theirs = turn(talks[1], control.running.port, text)

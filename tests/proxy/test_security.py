@@ -14,7 +14,7 @@ from pathlib import Path
 import fake_upstream as fake_upstream_module
 import pytest
 from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, says_ok, whole
-from running import RunningProxy, ask, proxy, until
+from running import PATIENCE_S, RunningProxy, ask, proxy, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load
@@ -47,9 +47,9 @@ def _bearer(key: str) -> dict[str, str]:
     return {**JSON, "Authorization": f"Bearer {key}"}
 
 
-def _raw(port: int, sent: bytes, wait_s: float = 5.0) -> bytes:
+def _raw(port: int, sent: bytes) -> bytes:
     """What comes back for these bytes until the connection ends."""
-    with socket.create_connection(("127.0.0.1", port), timeout=wait_s) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S / 2) as client:
         client.sendall(sent)
         return b"".join(iter(lambda: client.recv(65536), b""))
 
@@ -292,7 +292,7 @@ def test_a_body_over_the_limit_is_not_read_to_its_end(echo: FakeUpstream) -> Non
     with proxy(echo.port, limits__body_bytes=1000) as running:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
         chunks = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
-        with socket.create_connection(("127.0.0.1", running.port), timeout=5) as client:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
             client.sendall(chunks)
             assert client.recv(100).startswith(b"HTTP/1.1 413")
     assert echo.requests == []
@@ -303,7 +303,7 @@ def test_a_head_that_does_not_come_ends_the_connection(echo: FakeUpstream, sent:
     with proxy(echo.port, limits__idle_timeout_s=0.3) as running:
         began = time.monotonic()
         assert _raw(running.port, sent) == b""
-        assert 0.2 < time.monotonic() - began < 3
+        assert time.monotonic() - began > 0.2
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
@@ -344,7 +344,7 @@ def test_a_client_that_does_not_read_gives_its_slot_back() -> None:
         body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
         with socket.create_connection(("127.0.0.1", running.port)) as client:
             client.sendall(body % (len(CHAT), CHAT))
-            until(lambda: fake.lost, "the connection is closed", 10)
+            until(lambda: fake.lost)
             assert fake.lost == 1
         assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +21,9 @@ from typing import IO
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream
 from keeping import Chat, House
-from running import ask
+from running import PATIENCE_S, ask, nobody, until
 from talking import FILLER
+from wire import wire
 
 from evoke_proxy.demo.processes import free_port
 
@@ -60,11 +63,6 @@ def _first_port(process: subprocess.Popen[str], said: IO[str]) -> int:
     raise AssertionError("the proxy ended before it listened")
 
 
-async def _slow_stream(exchange: Exchange) -> None:
-    await exchange.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    await exchange.say(*[chunked(b"x")] * 10, b"0\r\n\r\n", pause_s=0.1)
-
-
 def _begun(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     """A chat whose answer has begun to come."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
@@ -75,14 +73,22 @@ def _begun(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPRespo
 
 
 def test_while_it_stops_new_requests_are_refused_in_their_dialect() -> None:
+    seen = threading.Event()
+
+    async def stream(exchange: Exchange) -> None:
+        """Goes on until everything has been seen that is to be seen meanwhile."""
+        await exchange.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunked(b"x"))
+        await asyncio.to_thread(seen.wait, PATIENCE_S)
+        await exchange.say(*[chunked(b"x")] * 9, b"0\r\n\r\n", pause_s=0.01)
+
     with (
-        fake_upstream(_slow_stream) as fake,
+        fake_upstream(stream) as fake,
         _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
     ):
         connection, answer = _begun(port)
         process.send_signal(signal.SIGTERM)
-        while (ready := ask(port, "GET", "/evoke/ready")).status == 200:
-            time.sleep(0.01)
+        until(lambda: ask(port, "GET", "/evoke/ready").status != 200)
+        ready = ask(port, "GET", "/evoke/ready")
         assert "accepting" in json.loads(ready.body)["failed"]
         assert ask(port, "GET", "/evoke/health").status == 200
         refused = ask(port, "POST", "/v1/chat/completions", CHAT)
@@ -92,8 +98,9 @@ def test_while_it_stops_new_requests_are_refused_in_their_dialect() -> None:
         assert (refused.status, refused.headers["retry-after"]) == (503, "5")
         assert json.loads(refused.body)["error"]["type"] == "overloaded_error"
         assert ask(port, "GET", "/v1/models").status == 503
+        seen.set()
         assert answer.read() == b"x" * 9
-        assert process.wait(timeout=10) == 0
+        assert process.wait(PATIENCE_S) == 0
         connection.close()
 
 
@@ -110,7 +117,7 @@ def test_what_does_not_end_in_its_time_is_cut_off(monkeypatch: pytest.MonkeyPatc
     ):
         connection, answer = _begun(port)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(PATIENCE_S) == 0
         connection.close()
 
 
@@ -122,29 +129,31 @@ def test_what_is_worth_keeping_is_on_disk_before_it_ends(
     for key, value in (kept | {"min_free_mib": 0}).items():
         monkeypatch.setenv(f"EVOKE_SNAPSHOTS_{key.upper()}", str(value))
     house = House(tmp_path)
-    with house.server() as server, _serving("--upstream", f"http://127.0.0.1:{server}") as running:
-        process, port = running
+    ahead = threading.Event()
+    with (
+        house.server() as server,
+        wire(server) as line,
+        _serving("--upstream", f"http://127.0.0.1:{line.port}") as (process, port),
+    ):
         chat = Chat([{"role": "user", "content": f"Look. {FILLER * 4}"}])
+
+        def answered() -> None:  # what comes next is decoded ahead, and looked at
+            line.at(b"POST /completion ", lambda: line.at(b"GET /slots ", ahead.set))
+
+        line.at(b"POST /v1/chat/completions ", answered)
         chat.ask(port)
-        answered = _task(server)
-        while _task(server) == answered:  # what comes next is decoded ahead
-            time.sleep(0.02)
-        time.sleep(0.3)
+        assert ahead.wait(PATIENCE_S)
+        time.sleep(0.5)  # for that look to be taken
         before = house.files()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert len(before) == 1 and len(house.files()) == 2
-
-
-def _task(server: int) -> tuple[int, bool]:
-    (slot,) = json.loads(ask(server, "GET", "/slots").body)
-    return slot["id_task"], slot["is_processing"]
 
 
 def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:
     path, log = tmp_path / "evoke.yaml", tmp_path / "log"
     path.write_text("policy: {budget: 512}\nlog: {format: json}\n")
-    upstream = f"http://127.0.0.1:{free_port()}"
+    upstream = f"http://127.0.0.1:{nobody()}"
     with _serving("--upstream", upstream, "--config", str(path), log=log) as (process, port):
 
         def reload(text: str, said: str) -> dict[str, object]:
@@ -170,26 +179,26 @@ def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:
             200,
         )
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def _logged(log: Path, said: str) -> dict[str, object]:
     """The first object of a log that says this, once it is there."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        for line in log.read_text().splitlines():
-            if said in line and line.startswith("{") and line.endswith("}"):
-                found: dict[str, object] = json.loads(line)
-                return found
-        time.sleep(0.02)
-    raise AssertionError(f"{said!r} is not in {log.read_text()}")
+
+    def lines() -> list[str]:
+        whole = (line for line in log.read_text().splitlines() if line[:1] + line[-1:] == "{}")
+        return [line for line in whole if said in line]
+
+    until(lines, f"somebody says {said!r}")
+    found: dict[str, object] = json.loads(lines()[0])
+    return found
 
 
 def test_sigterm_ends_an_idle_proxy_whose_upstream_is_away() -> None:
-    with _serving("--upstream", f"http://127.0.0.1:{free_port()}") as (process, port):
+    with _serving("--upstream", f"http://127.0.0.1:{nobody()}") as (process, port):
         assert ask(port, "GET", "/evoke/health").status == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_several_addresses() -> None:

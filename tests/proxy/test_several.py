@@ -20,8 +20,17 @@ from browsing import browser, tab
 from fake_upstream import Exchange, fake_upstream, whole
 from keeping import QUICK, House, decoded
 from prometheus_client.parser import text_string_to_metric_families
-from running import Answer, RunningProxy, ask, llama_server, pool, process_on, server_binary, until
-from talking import FILLER, Talk
+from running import (
+    Answer,
+    RunningProxy,
+    ask,
+    llama_server,
+    pool,
+    process_on,
+    server_binary,
+    until,
+)
+from talking import FILLER, Talk, endless
 
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.processes import free_port
@@ -258,21 +267,11 @@ def test_one_that_still_loads_takes_no_requests() -> None:
 
 def test_requests_at_once_are_spread(mixed: RunningProxy) -> None:
     """Nobody waits while a server is idle."""
-    seen: list[str] = []
-
-    def one(number: int) -> None:
-        body = {"messages": [{"role": "user", "content": f"{number}"}], "max_tokens": 200}
-        sent = json.dumps({**body, "ignore_eos": True}).encode()
-        seen.append(_at(ask(mixed.port, "POST", "/v1/chat/completions", sent, JSON)))
-
-    threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
-    threads[0].start()
-    until(lambda: any(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
-    threads[1].start()
-    until(lambda: all(_server(mixed, name)["in_flight"] for name in ("stock", "patched")))
-    for thread in threads:
-        thread.join()
+    with endless(mixed.port, "one") as one, endless(mixed.port, "other") as other:
+        seen = [each.answer.headers["x-evoke-server"] for each in (one, other)]
+        assert all(_server(mixed, name)["in_flight"] for name in seen)
     assert sorted(seen) == ["patched", "stock"]
+    mixed.quiet()
 
 
 def test_what_is_of_one_server_says_of_which(mixed: RunningProxy) -> None:
@@ -411,7 +410,7 @@ def _answered_by_the_other(
     messages: list[dict[str, Any]] = []
     said: list[Answer] = []
     asking = threading.Thread(
-        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 4 + "So?", "long"))
+        target=lambda: said.append(_say(running.port, messages, f"{LONG} " * 8 + "So?", "long"))
     )
     asking.start()
     until(lambda: any(_server(running, name)["in_flight"] for name in pair.ports))

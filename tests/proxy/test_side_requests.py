@@ -94,6 +94,7 @@ def test_copies_of_a_side_request_are_dropped(patched_port: int) -> None:
         books = json.loads(reply.body)["timings"]["evoke"]
         assert books["n_prompt"] > BUDGET >= books["n_resident_peak"]
         talk.say("Go on.")
+        running.settled()
         own = _sessions(running)[0]["id"]
         blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
         assert {block["name"].partition("/")[0] for block in blocks} == {own}

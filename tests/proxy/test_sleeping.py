@@ -11,14 +11,16 @@ from running import RunningProxy, ask, llama_server, proxy, server_binary, until
 from talking import FILLER, Talk
 
 BUDGET = 320
+# Longer than any pause between the turns of a conversation that it is to be awake for.
+DROWSY = ("--sleep-idle-seconds", "2")
 LOOKED_AT = ("/metrics", "/evoke/ready", "/evoke/health", "/evoke/sessions", "/props", "/health")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["stock", "patched"])
 def sleepy(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
-    """The port of a server that falls asleep after a second, and whether it is patched."""
+    """The port of a server that falls asleep after a while, and whether it is patched."""
     patched: bool = request.param
-    options = ["-np", "1", "--metrics", "--sleep-idle-seconds", "1"]
+    options = ["-np", "1", "--metrics", *DROWSY]
     options += ["--evoke-ram", "64"] if patched else []
     with llama_server(server_binary(patched=patched), *options) as port:
         yield port, patched
@@ -28,15 +30,20 @@ def _sleeps(port: int) -> bool:
     return json.loads(ask(port, "GET", "/props").body)["is_sleeping"] is True
 
 
+def _metrics_of_one_woken(running: RunningProxy) -> bytes:
+    woken = ask(running.port, "POST", "/completion", b'{"prompt":"a","n_predict":1}')
+    assert woken.status == 200
+    return ask(running.port, "GET", "/metrics").body
+
+
 def _await_sleep(port: int) -> None:
-    until(lambda: _sleeps(port), "it falls asleep", 15)
+    until(lambda: _sleeps(port), "it falls asleep")
 
 
 def test_nobody_wakes_it_by_looking(sleepy: tuple[int, bool]) -> None:
     port, _ = sleepy
     with proxy(port) as running:
-        awake = ask(running.port, "GET", "/metrics").body
-        assert b"llamacpp:prompt_tokens_total" in awake
+        until(lambda: b"llamacpp:prompt_tokens_total" in _metrics_of_one_woken(running))
         _await_sleep(port)
         for _ in range(3):
             for path in LOOKED_AT:
@@ -74,7 +81,7 @@ def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) 
 
 
 def test_what_was_copied_before_it_slept_comes_back_by_a_copy() -> None:
-    options = ["-np", "1", "--sleep-idle-seconds", "1", "--evoke-ram", "64"]
+    options = ["-np", "1", *DROWSY, "--evoke-ram", "64"]
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         before, woken, then = _over_a_sleep(running, port)
         books = woken["evoke"]

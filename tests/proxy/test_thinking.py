@@ -55,8 +55,9 @@ class Thinker:
     def ask(self, grammar: str) -> Mapping[str, Any]:
         """The books of one request, and how many tokens are `new` in it."""
         kwargs = {"preserve_thinking": self.keeps}
+        chance = {"temperature": 1, "seed": len(self.prompts)}
         answer = self.talk.post(
-            max_tokens=200, temperature=1, grammar=grammar, chat_template_kwargs=kwargs
+            max_tokens=200, grammar=grammar, chat_template_kwargs=kwargs, **chance
         )
         assert answer.status == 200, answer.body
         reply = json.loads(answer.body)

@@ -48,6 +48,7 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
     assert "You are a helpful assistant." in last
     assert len(_listed(path, sent[-1])) < len(said) - 1
     # One conversation, whatever is left of it on its way.
+    running.quiet()
     sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
     assert [(known["name"], known["turns"]) for known in sessions] == [("cut", 7)]
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
+import virtual_time
 from test_recorded import seated
 
 from evoke_proxy.config import Config
@@ -46,7 +47,7 @@ def with_engine(
         async with engine.keeper:
             await use(engine, known, happened)
 
-    asyncio.run(run())
+    virtual_time.run(run())
     return happened
 
 

@@ -75,11 +75,11 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
 
             of_mine = ahead.run(decode(), 0, mine.id)
             of_other = ahead.run(decode(), 0, other.id)
-            done = await asyncio.wait_for(engine.operator.delete(mine.id), 5)
+            done = await asyncio.wait_for(engine.operator.delete(mine.id), 60)
             assert done["sessions"] == 1
             assert of_mine.cancelled() and not of_other.done()
             wiping = asyncio.get_running_loop().create_task(engine.operator.wipe("nobody"))
-            await asyncio.wait_for(wiping, 5)
+            await asyncio.wait_for(wiping, 60)
             assert of_other.cancelled() and not ended.is_set()
 
     asyncio.run(deleted())

@@ -80,7 +80,7 @@ def test_missing_tools_name_their_packages(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     environment = os.environ | {"PATH": str(tmp_path / "empty")}
     done = subprocess.run(
-        command(llama), capture_output=True, text=True, env=environment, timeout=60
+        command(llama), capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.returncode == 1
     assert "sudo apt-get install -y cmake git make gcc g++" in done.stderr
@@ -108,7 +108,7 @@ def test_a_stopped_build_leaves_nobody_running_and_resumes(
     )
     wait_for(lambda: running(NAP))
     process.send_signal(stop)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "running it again resumes" in stderr
     assert not running(NAP)

@@ -381,7 +381,8 @@ def test_a_record_that_cannot_be_removed_stays_and_nobody_is_told_by_an_error(
         other.execute("BEGIN IMMEDIATE")
         began = time.monotonic()
         it.remove_record("a")
-        assert time.monotonic() - began < 2, "requests wait for that"
+        # As long as another's change takes, and not as SQLite would wait by itself.
+        assert time.monotonic() - began < 4.5, "requests wait for that"
         assert [record.id for record in it.records()] == ["a"]
         other.close()
         it.remove_record("a")
@@ -407,7 +408,7 @@ def test_whoever_stops_waiting_for_files_to_go_leaves_the_others_waiting() -> No
     gone: list[str] = []
 
     def held(_: str) -> None:
-        free.wait(5)
+        free.wait(60)
 
     async def impatient() -> None:
         with pytest.raises(TimeoutError):

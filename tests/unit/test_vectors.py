@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import virtual_time
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.question import Question
@@ -123,11 +124,11 @@ def test_while_a_session_has_a_budget_of_its_own_questions_are_embedded() -> Non
 
 
 def test_a_question_is_embedded_beside_the_rendering_and_only_the_rest_is_waiting() -> None:
-    way = asyncio.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
+    way = virtual_time.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
     assert set(way.vectors) == {"Where is it?", "How is the old one called?"}
-    assert 0.0 <= way.waits["embed"] < 0.14
-    quick = asyncio.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
-    assert quick.waits["embed"] < 0.05
+    assert way.waits["embed"] == pytest.approx(0.05)
+    quick = virtual_time.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
+    assert quick.waits["embed"] == 0.0
 
 
 def test_a_rendering_that_fails_is_not_hidden() -> None:
