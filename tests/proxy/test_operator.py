@@ -75,7 +75,7 @@ def _status(
 ) -> int:
     """Of an answer to a request that may name another host."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in ({"Host": f"127.0.0.1:{port}"} | dict(headers or {})).items():
         connection.putheader(name, value.encode())
     connection.endheaders()
