@@ -37,7 +37,7 @@ from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
 VERSION = "1.18.33"
-TURN_S = 60
+TURN_S = 150
 ARMS = ("evoke", "truncate", "no_eviction")
 BUDGET, STEPS, SEED = 5000, 36, 1
 # Answers of a model with random weights are noise; a little of it is enough.

@@ -28,7 +28,7 @@ from bench.scripted import Relay, calling_in_messages, relayed
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
-BUDGET, TURN_S = 6000, 60
+BUDGET, TURN_S = 6000, 150
 ADMIN = "127.0.0.1:18090"
 FIRST, SECOND = "When does the boat of notes.txt leave?", "And when does it come back?"
 # How likely noise ends: after a few dozens of tokens.

@@ -14,7 +14,7 @@ import pytest
 from bench.npm import INSTALL_S, NotInstalled, installed
 from evoke_proxy.adapters.metrics import BOOK_KINDS
 
-BUDGET, TURN_S = 6000, 60
+BUDGET, TURN_S = 6000, 150
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "claude": ("@anthropic-ai/claude-code", "2.1.330"),

@@ -23,7 +23,7 @@ _OPTIONS = (
     *("--no-first-run", "--disable-extensions", "--disable-background-networking"),
     *("--remote-debugging-port=0", "--hide-scrollbars", "about:blank"),
 )
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def browser() -> str | None:
@@ -119,7 +119,7 @@ async def tab(program: str) -> AsyncIterator[Page]:
                 yield page
         finally:
             process.terminate()
-            process.wait(timeout=20)
+            process.wait(PATIENCE_S)
 
 
 async def _port(file: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,15 @@ def test_a_bench_of_restarts_goes_on_where_it_was_and_tells_what_it_has(tmp_path
 
 def test_processor_time_grows_with_work_not_with_waiting() -> None:
     own = Path("/proc/self")
-    began = decode.cpu_s(own)
-    time.sleep(0.1)
-    asleep = decode.cpu_s(own) - began
-    sum(range(10_000_000))
-    assert asleep < 0.05 < decode.cpu_s(own) - began
+
+    def taken(by: Callable[[], object]) -> float:
+        began = decode.cpu_s(own)
+        by()
+        return decode.cpu_s(own) - began
+
+    # Another thread of ours may have something to do once, and not every time.
+    assert any(taken(lambda: time.sleep(0.1)) < 0.05 for _ in range(9))
+    assert taken(lambda: sum(range(20_000_000))) > 0.05
 
 
 def test_a_server_is_found_by_its_port() -> None:

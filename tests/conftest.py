@@ -1,0 +1,29 @@
+"""Whatever tests have started ends with them, even when they are killed themselves."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes that are started from here on have a mark, and somebody watches over us."""
+    os.environ["TESTED_BY"] = f"{os.getpid()}-{secrets.token_hex(8)}"
+    command = [sys.executable, str(Path(__file__).with_name("reaper.py"))]
+    # In a session of its own: what ends us all does not end it.
+    config.stash[_REAPER] = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """It does its work, and is gone."""
+    if reaper := config.stash.get(_REAPER, None):
+        reaper.communicate()
