@@ -166,11 +166,13 @@ class Engine:
         wrong fields of ours, SlotsBusy when no slot gets free. Anything else that fails here is
         counted, and the request goes on without a plan.
         """
+        arrived = _now()
         inner = await self._models.of(body, client) if await self._routes(client) else None
         if inner is not None:
             for engine in self._models:  # what one decodes ahead, another waits for
                 engine.keeper.stop()
             async with inner.turn(dialect, body, client, patience) as way:
+                way.began = arrived  # it has waited for the model to be loaded
                 yield way
             return
         way = Forwarding(body, _now())

@@ -1,0 +1,34 @@
+"""A turn of a model that a router has to load first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from evoke_proxy.config import Config
+from evoke_proxy.engine.orchestrator import Engine
+
+
+def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:
+    async def turn() -> tuple[float, float]:
+        engine, inner, arrived = Engine(Config()), Engine(Config()), 0.0
+
+        async def routes(_: object) -> bool:
+            return True
+
+        async def loaded(*_: object) -> Engine:
+            nonlocal arrived
+            arrived = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.05)
+            return inner
+
+        monkeypatch.setattr(engine, "_routes", routes)
+        monkeypatch.setattr(engine._models, "of", loaded)
+        monkeypatch.setattr(inner, "_routes", lambda _: asyncio.sleep(0, False))
+        monkeypatch.setattr(inner, "_prepare", lambda *_: asyncio.sleep(0))
+        async with engine.turn("chat", b"{}", {}) as way:
+            way.observe(b"{")
+            return way.began - arrived, way.first_byte_s or 0.0
+
+    began, first_byte_s = asyncio.run(turn())
+    assert began <= 0 and first_byte_s >= 0.05
