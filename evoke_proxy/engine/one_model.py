@@ -73,6 +73,11 @@ class OneModel(Upstream):
         props = await self.call("GET", "/props", client=client)
         return ServerInfo.parse({key: props[key] for key in props if key != "evoke"})
 
+    async def loaded(self) -> bool:
+        """Whether the router has it loaded now; of one that is not, nothing is in any slot."""
+        answer = await self.call("GET", "/v1/models")
+        return any((it.get("status") or {}).get("value") == "loaded" for it in answer["data"])
+
     async def load(self, client: Mapping[str, str] | None) -> None:
         """Have it loaded as a request would; raises UpstreamError when that fails."""
         asked = {"content": ""}

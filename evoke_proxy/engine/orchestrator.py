@@ -98,7 +98,7 @@ class Engine:
         )
         reach = Reach(
             *(self.upstream, self.watch, self._slots, self.conversations, self.keeper),
-            *(self._records, common.embedding, self.feed),
+            *(self._records, common.embedding, self.feed, model),
         )
         self._operator = Operator(reach)
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])

@@ -43,17 +43,18 @@ def test_what_the_router_unloads_comes_back_with_its_model(tmp_path: Path) -> No
                 running.settled()
                 chat.hear()
             assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 2
-            _operated(running, chats["tiny-dense"])
+            _operated(running, *chats.values())
             unknown = json.dumps({"model": "none", "messages": chats["tiny-moe"].messages}).encode()
             answer = ask(running.port, "POST", "/v1/chat/completions", unknown)
             assert answer.status == 400 and b"not found" in answer.body
 
 
-def _operated(running: RunningProxy, dense: Chat) -> None:
-    """Sessions of both models are listed, shown, pinned, exported, and one is deleted; the latest
-    used is the one of the model that the router has loaded."""
-    moe, other = (s["id"] for s in operate(running, "GET", "sessions")["sessions"])
-    for id in (moe, other):
+def _operated(running: RunningProxy, dense: Chat, moe: Chat) -> None:
+    """Sessions of both models are listed, shown, pinned, exported, and the one whose model is not
+    loaded now is deleted."""
+    listed = operate(running, "GET", "sessions")["sessions"]
+    of_dense, of_moe = (row["id"] for row in sorted(listed, key=lambda row: row["used"]))
+    for id in (of_dense, of_moe):
         shown = operate(running, "GET", f"sessions/{id}")
         assert (shown["id"], shown["live"], shown["turns"]) == (id, True, 2)
         assert shown["snapshots"] and shown["history"][-1]["path"] == "restored"
@@ -63,10 +64,17 @@ def _operated(running: RunningProxy, dense: Chat) -> None:
         with tarfile.open(fileobj=io.BytesIO(export.body)) as tar:
             names = tar.getnames()
         assert names[0] == "manifest.json" and len(names) == 1 + len(shown["snapshots"])
-    done = operate(running, "DELETE", f"sessions/{other}")
+    done = operate(running, "DELETE", f"sessions/{of_dense}")
     assert done["sessions"] == 1 and done["snapshots"] >= 1 and done["left"] == []
-    assert [s["id"] for s in operate(running, "GET", "sessions")["sessions"]] == [moe]
-    assert operate(running, "GET", f"sessions/{other}", status=404)
-    # nothing of it is left, in no slot and in no file
-    cached, new = dense.ask(running.port)
-    assert cached < 64 and new > 1500
+    assert [s["id"] for s in operate(running, "GET", "sessions")["sessions"]] == [of_moe]
+    assert operate(running, "GET", f"sessions/{of_dense}", status=404)
+    # Nothing of it is left, in no slot and in no file; the other is there.
+    for chat, kept in ((dense, False), (moe, True)):
+        chat.messages.pop()
+        chat.ask(running.port)
+        running.settled()
+        rows = operate(running, "GET", "sessions")["sessions"]
+        (id,) = [row["id"] for row in rows if (row["id"] == of_moe) is kept]
+        latest = operate(running, "GET", f"sessions/{id}")["history"][-1]
+        assert latest["path"] == ("restored" if kept else "decoded")
+        assert latest["decoded"] <= SLACK if kept else latest["decoded"] > 1500

@@ -115,6 +115,8 @@ class Eraser:
         # It may be in a slot that is none of ours: where requests go one at a time, one is.
         if held is None or not 0 <= held.slot < n_slots:
             return None
+        if self._its.routed is not None and not await self._its.routed.loaded():
+            return None
         looks = await self._its.keeper.looks()
         left = [it.held for it in self._its.conversations if it.held is not None]
         others = [other for other in left if other.slot == held.slot]

@@ -8,6 +8,7 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.turns.waiting import SlotQueue
@@ -17,7 +18,8 @@ from evoke_proxy.engine.watch import ServerWatch
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Of one model: its server and what is known of it, its slots, who is known, what is kept of
-    them, in snapshots, records and vectors; and who is told."""
+    them, in snapshots, records and vectors; and who is told. `routed`: the model itself, behind a
+    router."""
 
     upstream: Upstream
     watch: ServerWatch
@@ -27,3 +29,4 @@ class Reach:
     records: Records
     embedding: Embedding
     feed: Feed
+    routed: OneModel | None
