@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,20 +227,42 @@ def test_one_that_serves_something_else_gets_no_requests(mixed: RunningProxy) ->
     assert [server["name"] for server in status["servers"]] == ["stock", "patched", "foreign"]
 
 
+def _small(name: str, loading: set[str], n_params: Mapping[str, int]) -> Any:
+    """A server of so many parameters, 7 unless it is said; it breaks off what it is asked for."""
+    busy = whole(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
+
+    async def behave(exchange: Exchange) -> None:
+        path = exchange.head.split()[1].decode()
+        if path == "/break":
+            exchange.writer.close()
+            return
+        models = {"data": [{"id": "x", "meta": {"n_params": n_params.get(name, 7)}}]}
+        said = json.dumps(models).encode() if path == "/v1/models" else b"{}"
+        await exchange.say(busy if name in loading else whole(said, b"application/json"))
+
+    return fake_upstream(behave)
+
+
+def test_one_that_may_be_another_is_asked_what_it_is() -> None:
+    loading, n_params = {"a"}, dict[str, int]()
+    with _small("a", loading, n_params) as a, _small("b", loading, n_params) as b:
+        with pool({"a": a.port, "b": b.port}, **EAGER) as running:
+            until(lambda: _server(running, "a")["breaker"] == "open")
+            a.props = b'{"total_slots":3}'  # as it comes back
+            loading.clear()
+            until(lambda: _server(running, "a")["takes"])
+            assert _server(running, "a")["slots"] == 3
+            n_params["a"] = 8  # between two checks, of which it misses none
+            broken = ask(running.port, "GET", "/break", headers={"X-Evoke-Server": "a"})
+            assert broken.status == 503
+            until(lambda: _server(running, "a")["foreign"])
+            assert _server(running, "b")["takes"] and not _server(running, "a")["takes"]
+
+
 def test_one_that_still_loads_takes_no_requests() -> None:
     """It answers, and says 503: nobody is to be told that while another is there."""
     loading: set[str] = set()
-    busy = whole(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
-
-    def server(name: str) -> Any:
-        async def behave(exchange: Exchange) -> None:
-            told = {"/v1/models": b'{"data":[{"id":"x","meta":{"n_params":7}}]}'}
-            said = told.get(exchange.head.split()[1].decode(), b"{}")
-            await exchange.say(busy if name in loading else whole(said, b"application/json"))
-
-        return fake_upstream(behave)
-
-    with server("a") as a, server("b") as b:
+    with _small("a", loading, {}) as a, _small("b", loading, {}) as b:
         b.props = b'{"total_slots":1,"is_sleeping":true}'
         with pool({"a": a.port, "b": b.port}, **EAGER) as running:
             body = b'{"messages":[{"role":"user","content":"Hi"}]}'

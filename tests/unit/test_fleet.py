@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from evoke_proxy.core.conversation.identity import Hint
 from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.affinity import Bound
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.way import SERVER_HEADER
@@ -85,6 +87,59 @@ def test_what_moves_is_the_same_session_and_has_nothing() -> None:
         assert not await move(known.id, source, target, there=False), "it is not there any more"
 
     asyncio.run(moved())
+
+
+def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: Any) -> None:
+    done: list[object] = []
+
+    async def keep() -> None:
+        done.append("saved")
+
+    async def run(slot: int, action: str, body: dict[str, Any], client: object) -> dict[str, Any]:
+        done.append((action, body["names"], body["tenant"]))
+        return {}
+
+    async def moved() -> None:
+        fleet = Fleet(CONFIG)
+        source, target = fleet.servers[0], fleet.servers[1]
+        monkeypatch.setattr(source, "keep", keep)
+        monkeypatch.setattr(source.upstream, "run", run)
+        source.watch.server = ServerInfo("", "", adopts=True)
+        source.conversations.recall(seated())
+        (known,) = source.conversations
+        source._slots.pool.moved(known.id, 0)
+        labels = sorted(known.labels)
+        assert await move(known.id, source, target, there=True)
+        assert done == ["saved", ("block-drop", labels, known.tenant)] and labels
+        assert source._slots.pool.slot_of(known.id) is None
+
+    asyncio.run(moved())
+
+
+def test_one_that_drains_saves_what_it_holds_when_its_last_answer_has_ended(
+    monkeypatch: Any,
+) -> None:
+    saved: list[int] = []
+
+    async def keep() -> None:
+        saved.append(1)
+
+    async def drained(again: bool) -> list[int]:
+        fleet = Fleet(CONFIG)
+        saved.clear()
+        monkeypatch.setattr(fleet.servers[1], "keep", keep)
+        async with fleet.servers._chores as chores:
+            with fleet.servers.one(1):
+                assert fleet.servers.drain("b", True)["draining"]
+                await asyncio.sleep(0.02)
+                assert not saved, "it is still answering"
+                if again:
+                    fleet.servers.drain("b", False)
+            await chores.ended(())
+            return list(saved)
+
+    assert asyncio.run(drained(again=False)) == [1]
+    assert asyncio.run(drained(again=True)) == [], "it does not drain any more"
 
 
 def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> None:
