@@ -15,6 +15,38 @@ PROMPT = np.arange(9, dtype=np.int32)
 LONG, SHORT = list(range(8)), list(range(6))
 
 
+def _saved(begins: bool, elsewhere: bool) -> int:
+    """How often a slot is saved of a session that is forgotten while its server is asked what it
+    is, before that `begins` or not."""
+    known: Any = SimpleNamespace(tenant="t", id="b", elsewhere=elsewhere)
+    known.session = SimpleNamespace(tokens=PROMPT)
+    conversations, saved = {"b": known}, []
+
+    async def fingerprint(_: object) -> str:
+        if not begins:
+            conversations.clear()
+        return "f"
+
+    async def save(*_: object, **__: object) -> bool:
+        saved.append(1)
+        return True
+
+    states = SimpleNamespace(vault=None, save=save, save_in_s=lambda: 0.0)
+    facts = SimpleNamespace(memory=SimpleNamespace(too_short=0))
+    calls = SimpleNamespace(fingerprint=fingerprint)
+    parts: Any = SimpleNamespace(
+        states=states, facts=facts, calls=calls, conversations=conversations
+    )
+    asyncio.run(WholeSlots(parts, None, None).save(0, known, {}))  # type: ignore[arg-type]
+    return len(saved)
+
+
+def test_what_is_deleted_is_not_saved_any_more_and_what_moves_is() -> None:
+    assert _saved(begins=True, elsewhere=False) == 1
+    assert _saved(begins=False, elsewhere=False) == 0
+    assert _saved(begins=False, elsewhere=True) == 1
+
+
 def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
     """What the slot of session `b` is filled from on a server `f`, and how often that is asked what
     it is."""

@@ -69,6 +69,8 @@ class WholeSlots:
         if states.save_in_s() > 0 or len(tokens) <= self._parts.facts.memory.too_short:
             return
         fingerprint = await self._parts.calls.fingerprint(client)
+        if self._parts.conversations.get(known.id) is not known and not known.elsewhere:
+            return  # deleted meanwhile: nobody would know of a save that begins now
         # How long they take to decode is not known: of two the longer is worth more.
         label = Label(known.tenant, fingerprint, known.id, STEP, float(len(tokens)))
         await states.save(slot, tokens, label, client, begins=True)

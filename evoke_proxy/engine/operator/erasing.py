@@ -35,11 +35,10 @@ class Eraser:
         for item in known:  # at once: nothing is to go on from them any more
             self._its.conversations.forget(item)
         ids = {item.id for item in known}
-        await self._its.keeper.quiet(ids)
+        await self._its.keeper.quiet(ids)  # from now on nothing of it is on its way to the disk
         left: list[str] = []
         for item in known:
             left += await self._forget(item)
-        await self._its.keeper.quiet(ids)  # only now nothing of it is on its way to the disk
         gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
         for id in ids | {item.branch for item in gone}:
             self._its.feed.tell("deleted", session=id)
