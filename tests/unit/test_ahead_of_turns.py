@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import virtual_time
 from test_recorded import seated
 
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, SnapshotsConfig
+from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept import whole_slots
@@ -117,3 +121,44 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
         await engine._records.keep(known, view, (), {})
 
     assert len(with_engine(monkeypatch, use)) == 1
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_it_goes_on_in_steps_until_somebody_wants_the_server(
+    wanted: bool, monkeypatch: Any
+) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        monkeypatch.setitem(TIMINGS["evoke"], "marker", "ok")
+        whole, tokens = engine.keeper.whole, np.arange(1100, dtype=np.int32)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(whole.go_on(0, known, tokens, {}))
+            await asyncio.sleep(0.01)
+            if wanted:
+                lease = await engine._slots.acquire("other", "t", slot=0)
+        assert known.epoch == 5
+        if wanted:
+            engine._slots.release(lease)
+
+    steps = ["begun", "decoded"]
+    assert with_engine(monkeypatch, use) == (steps if wanted else 3 * steps)
+
+
+def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
+    tmp_path: Path,
+) -> None:
+    async def written() -> Orders:
+        engine = Engine(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
+        async with engine.shared, engine.keeper:
+            engine.conversations.recall(seated())
+            (known,) = engine.conversations
+            known.pinned = False
+            view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
+            keeping = engine._records.keep(known, view, {}, {})
+            task = asyncio.get_running_loop().create_task(keeping)
+            await asyncio.sleep(0)
+            engine.operator.pin(known.id, True)
+            await task
+            (record,) = engine.keeper.vault.records(known.id)
+            return read(zlib.decompress(record.packed)).orders
+
+    assert asyncio.run(written()).pinned

@@ -185,6 +185,32 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
     asyncio.run(passed())
 
 
+def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
+    monkeypatch: Any,
+) -> None:
+    urls = ("a=http://one:1", "b=http://two:2", "c=http://three:3")
+
+    async def sent(reached: bool) -> int:
+        fleet, asked = Fleet(Config(pool=PoolConfig(urls))), list[int]()
+        pool = fleet.servers.pool
+        assert pool.due(0.0)
+        for at in range(3):
+            pool.found(at, 0.0, 1, "m")
+
+            async def broken(*_: object, at: int = at) -> str:
+                asked.append(at)
+                raise UpstreamUnavailable("it broke off", f"http://{at}", reached=reached)
+
+            monkeypatch.setattr(fleet.servers[at], "answer", broken)
+        with pytest.raises(UpstreamUnavailable if reached else NoServer):
+            await fleet.answer("chat", BODY, {}, lambda *_: asyncio.sleep(0, ""))
+        assert len(set(asked)) == len(asked)
+        return len(asked)
+
+    assert asyncio.run(sent(reached=True)) == 2
+    assert asyncio.run(sent(reached=False)) == 3
+
+
 def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
     """While a request waited for its slot, the next of its conversation was sent elsewhere."""
 

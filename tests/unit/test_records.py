@@ -24,3 +24,5 @@ def test_a_copy_that_was_made_anew_is_not_on_disk_because_the_one_before_was() -
     assert records._noted(known, {"version": 3, "blocks": []}) == {"s/a", "s/b"}
     records.copied(known, ["s/a"])
     assert records._noted(known, {"version": 3, "blocks": []}) == {"s/b"}
+    begun_anew = {"version": 1, "blocks": [{"name": "s/c", "on_disk": True}]}
+    assert records._noted(known, begun_anew) == {"s/c"}
