@@ -21,7 +21,7 @@ test: build .venv/clients
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy --strict evoke_proxy
+	$(BIN)/mypy --strict evoke_proxy bench
 	$(BIN)/python -m pytest -q tests/unit/test_floors.py
 
 # All of them, one after the other, hours: on a machine that does nothing else. A bench that misses

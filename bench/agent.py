@@ -211,7 +211,7 @@ class Session:
     def _turn(self, kind: str, known: Sequence[int] = ()) -> Json:
         reply = chat(self.front, self._body(), {"X-Evoke-Session": f"agent-{self.arm}"})
         books = reply.timings["evoke"]
-        turn = {key: int(books[key]) for key in (*BOOK_KINDS, "n_prompt")}
+        turn: Json = {key: int(books[key]) for key in (*BOOK_KINDS, "n_prompt")}
         turn |= {"peak": int(books["n_resident_peak"]), "kind": kind, "file_rows": 0}
         turn |= {"breaches": int(books["budget_breaches"]), "file_there": 0, "file_back": 0}
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}

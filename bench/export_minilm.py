@@ -113,7 +113,7 @@ def read_safetensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
     """Tensors by name: a length, a JSON header with ranges, then bytes; float32 and int64 only."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    kinds = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
+    kinds: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
     found = {}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -185,7 +185,7 @@ class _Graph:
 
         names = ("input_ids", "attention_mask", "token_type_ids")
         ids = [helper.make_tensor_value_info(n, TensorProto.INT64, ["n", "t"]) for n in names]
-        shape = ["n", "t", size]
+        shape: list[str | int | None] = ["n", "t", size]
         out = helper.make_tensor_value_info("last_hidden_state", TensorProto.FLOAT, shape)
         constants = list(self._constants.values())
         graph = helper.make_graph(self._nodes, "bert", ids, [out], constants)

@@ -75,7 +75,7 @@ class Bench:
             finally:
                 self.reading_s += time.thread_time() - began
 
-        self.engine._reader.read = timed  # type: ignore[method-assign]
+        self.engine._reader.read = timed  # type: ignore[method-assign,assignment]
 
     def grow(self, talk: Talk, blocks: int) -> None:
         """So many blocks of talk that nobody has seen yet."""
@@ -104,7 +104,7 @@ class Bench:
             await asyncio.sleep(0.001)
         after = time.thread_time() - began - (self.server.own_s - others)
         if not way.marked:
-            raise RuntimeError(f"no plan: {way.summary()}")
+            raise RuntimeError(f"no plan: {way.facts()}")
         talk.add([("assistant", paragraph(self.random, 1), 16)])
         moved, self.before = _bytes(self.before, body), body
         found = {"own": own, "after": after * 1000, "reading": reading, "planning": own - reading}

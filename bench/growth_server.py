@@ -139,7 +139,7 @@ class SilentServer:
                 "from": since,
                 "edges": [[end, hashes[end]] for end in last],
                 "tokens_b64": base64.b64encode(prompt[since:].tobytes()).decode(),
-                "stops_b64": base64.b64encode(bits).decode(),
+                "stops_b64": base64.b64encode(bits.tobytes()).decode(),
                 "generation": len(talk.tokens),
                 "spans": {
                     "index": list(range(first, count)),

@@ -160,9 +160,9 @@ def measure(args: argparse.Namespace, arm: str, upstream: int, saved: Path) -> d
             "rows_unseen": seen.unseen,
             "rows_differ": seen.differ,
         }
-        again = [one for one in watch.books if one["file_rows"]]
-        whole = sum(one["file_there"] == one["file_rows"] for one in again)
-        found |= {"files_again": len(again), "files_whole": whole}
+        reread = [one for one in watch.books if one["file_rows"]]
+        whole = sum(one["file_there"] == one["file_rows"] for one in reread)
+        found |= {"files_again": len(reread), "files_whole": whole}
     return found
 
 

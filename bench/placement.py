@@ -26,7 +26,7 @@ from .llama import Llama, running
 
 ARMS = ("never", "original", "tail", "native", "discard")
 _COLUMNS = ("distance", "arm", "sessions", "recalled", "share", "interval_95")
-_ANSWER = {"n_predict": 32, "stop": ["<|im_end|>"]}
+_ANSWER: dict[str, Any] = {"n_predict": 32, "stop": ["<|im_end|>"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
