@@ -283,6 +283,8 @@ def test_one_that_still_loads_takes_no_requests() -> None:
             heads = [exchange.head.split()[1] for exchange in b.requests]
             assert b"/lora-adapters" not in heads, "it sleeps"
             loading.add("b")
+            told = ask(running.port, "GET", "/slots")
+            assert told.status == 503 and _at(told) == "b", "that is of one, whichever it is"
             refused = ask(running.port, "POST", "/v1/chat/completions", body, named)
             assert refused.status == 503 and b"no_server" in refused.body
 

@@ -1,4 +1,4 @@
-"""What an operator deletes while it is on its way to the disk."""
+"""What an operator deletes while it is on its way to the disk, and what goes for room."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 from test_vault import TOKENS, whole_files, written
 
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.config import Config, SnapshotsConfig, UpstreamConfig
+from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.engine.kept.vault import Label
 from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import SnapshotUnusable
 
 EMPTY = Rendered(np.array([], np.int32), 0, ())
@@ -83,3 +84,23 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
             assert of_other.cancelled() and not ended.is_set()
 
     asyncio.run(deleted())
+
+
+def test_what_is_forgotten_for_room_is_not_written_down_any_more(tmp_path: Path) -> None:
+    config = Config(
+        upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),
+        snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),
+        limits=LimitsConfig(sessions=1),
+    )
+
+    async def forgotten() -> None:
+        async with Engine(config) as engine:
+            old, new = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
+            for known in (old, new):
+                record = Record(known.id, known.tenant, time.time(), b"x")
+                engine.keeper.vault.put_record(record)
+            engine._concluding.conclude(Forwarding(b"", 0.0), {})
+            assert [known.id for known in engine.conversations] == [new.id]
+            assert [record.id for record in engine.keeper.vault.records()] == [new.id]
+
+    asyncio.run(forgotten())

@@ -185,6 +185,22 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
     asyncio.run(passed())
 
 
+def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -> None:
+    async def checked() -> None:
+        fleet = Fleet(CONFIG)
+        assert fleet.servers.pool.due(0.0) == [0, 1]
+
+        async def odd(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(fleet.servers[0].upstream, "call", odd)
+        with pytest.raises(ZeroDivisionError):
+            await fleet.servers._check(0)
+        assert fleet.servers.pool.due(asyncio.get_running_loop().time() + 60) == [0]
+
+    asyncio.run(checked())
+
+
 def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
     monkeypatch: Any,
 ) -> None:

@@ -22,6 +22,8 @@ def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:
             await asyncio.sleep(0.05)
             return inner
 
+        engine._models._known["other"] = inner
+        monkeypatch.setattr(inner.keeper, "stop", lambda: stopped.append(1))
         monkeypatch.setattr(engine, "_routes", routes)
         monkeypatch.setattr(engine._models, "of", loaded)
         monkeypatch.setattr(inner, "_routes", lambda _: asyncio.sleep(0, False))
@@ -30,5 +32,7 @@ def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:
             way.observe(b"{")
             return way.began - arrived, way.first_byte_s or 0.0
 
+    stopped: list[int] = []
     began, first_byte_s = asyncio.run(turn())
     assert began <= 0 and first_byte_s >= 0.05
+    assert stopped == [1], "what is decoded ahead for a model, another would wait for"

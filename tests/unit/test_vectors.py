@@ -95,6 +95,15 @@ def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
     assert set(known.awaited) == {"s/1"} and "The first one is here." not in fake.submitted
 
 
+def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
+    vectors_of(fake).submit(known)
+    fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
+    monkeypatch.setattr("evoke_proxy.engine.vectors._AT_ONCE", 2)
+    vectors_of(fake).collect(known)
+    assert len(known.embedded) == 2 and not known.session.lacking(9)
+
+
 def test_an_embedder_that_is_off_is_asked_nothing() -> None:
     fake, known = FakeEmbedding(on=False), conversation("text")
     vectors_of(fake).submit(known)
