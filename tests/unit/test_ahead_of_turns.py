@@ -20,6 +20,7 @@ from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept import whole_slots
 from evoke_proxy.engine.orchestrator import Engine
 from evoke_proxy.engine.stock.stock_calls import Prefilled
+from evoke_proxy.engine.turns.forwarding import Forwarding
 
 TOKENS = np.arange(9, dtype=np.int32)
 TIMINGS = {"evoke": {"marker": "stale"}}
@@ -162,3 +163,19 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             return read(zlib.decompress(record.packed)).orders
 
     assert asyncio.run(written()).pinned
+
+
+def test_what_begins_while_a_guest_waits_for_its_slot_is_stopped(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        begun: list[asyncio.Task[None]] = []
+
+        async def queue(*_: object) -> None:
+            begun.append(engine.keeper._ahead.run(asyncio.sleep(60), 0, known.id))
+
+        monkeypatch.setattr(engine._seating, "queue", queue)
+        way: Any = Forwarding(b"", 0.0)
+        await engine.keeper._guest(way, None, "t", "media")  # type: ignore[arg-type]
+        await asyncio.wait(begun, timeout=5)
+        assert begun[0].cancelled() and way.decision == "guest:media"
+
+    with_engine(monkeypatch, use)

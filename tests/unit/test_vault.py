@@ -499,3 +499,24 @@ def on_a_full_disk(where: str) -> None:
     with vault(folder) as opened:
         assert {item.id for item in opened.snapshots} == {second.id, third.id}
         asyncio.run(opened.verify(second))
+
+
+@pytest.mark.parametrize("reason", ["disk", "cipher"])
+def test_only_what_cannot_be_decrypted_is_set_aside_and_not_what_finds_no_room(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lend(_: str) -> str:
+        raise SnapshotUnusable(reason, "it is not lent")
+
+    async def tried(it: Vault, snapshot: Snapshot) -> None:
+        it.begin_restore(snapshot)
+        async with it.lent(snapshot):
+            pass
+
+    with vault(tmp_path) as it:
+        snapshot = kept(it)
+        monkeypatch.setattr(it.files, "lend", lend)
+        with pytest.raises(SnapshotUnusable):
+            asyncio.run(tried(it, snapshot))
+        left = [item.suspect for item in it.snapshots]
+    assert left == ([False] if reason == "disk" else [])
