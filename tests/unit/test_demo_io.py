@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,24 @@ def test_no_server_is_said_as_such() -> None:
 def test_comments_and_the_end_mark_are_no_events() -> None:
     assert len(list(events(iter(STREAM.splitlines(keepends=True))))) == 4
     assert content({"choices": []}) == "" == content({"usage": {}})
+
+
+def test_a_free_port_is_none_that_the_system_gives_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tmp_path / "range"
+    monkeypatch.setattr(processes, "_GIVEN", given)
+    for said, most in (("32768 60999", 32767), ("20050 60999", 20049), ("1024 65535", 65535)):
+        given.write_text(said)
+        assert all(1024 <= free_port() <= most for _ in range(50)), said
+    given.unlink()
+    assert free_port() > 1024
+    with socket.socket() as other:  # the only one that is not given is taken: any will do
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(processes, "_LOWEST_PORT", taken)
+        given.write_text(f"{taken + 1} 65535")
+        assert free_port() != taken
 
 
 def test_a_process_is_reachable_inside_the_block_and_gone_behind_it(tmp_path: Path) -> None:
