@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     front = Embedding(config, Metrics())
     rows = asyncio.run(measure(front, args.sizes, args.repeats))
-    summary = summed(rows) | {"encoder": front.described(), "threads": args.threads}
+    encoder = front.described().replace(str(directory), directory.name)
+    summary = summed(rows) | {"encoder": encoder, "threads": args.threads}
     print(record.table(rows, _COLUMNS))
     print(f"{summary['encoder']}, {args.threads} threads; {record.machine()}")
     print(f"written to {record.write('embedding', rows, summary, args.out)}")
