@@ -1,4 +1,4 @@
-"""The plan of the house as a test: who may import whom, how pure core is, how big things get.
+"""The plan of the house as a test: which package may import which, and how pure core is.
 
 The rules are functions over source text, so that each is also shown to catch what it is for.
 """
@@ -6,9 +6,7 @@ The rules are functions over source text, so that each is also shown to catch wh
 from __future__ import annotations
 
 import ast
-import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +43,6 @@ OUTSIDE_WORLD = {
 }  # fmt: skip
 COMPUTING = {"numpy", "pybase64"}  # foreign, but they only compute
 OUTSIDE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
-MAX_FUNCTION, MAX_MODULE, MEDIAN_FUNCTION = 60, 300, 10
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "types", "base"}
 
 
@@ -107,14 +104,6 @@ def impurities(module: str, source: str) -> set[str]:
     return foreign | (tops & OUTSIDE_WORLD) | (calls & OUTSIDE_CALLS)
 
 
-def functions(source: str) -> Iterator[tuple[str, int]]:
-    """Name and number of lines of every function and method, nested ones too."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
-
-
 MODULES = pytest.mark.parametrize("module", SOURCES)
 
 
@@ -136,13 +125,6 @@ def test_core_is_pure(module: str) -> None:
 
 
 @MODULES
-def test_modules_and_functions_stay_small(module: str) -> None:
-    source = SOURCES[module]
-    assert len(source.splitlines()) <= MAX_MODULE
-    assert [(name, lines) for name, lines in functions(source) if lines > MAX_FUNCTION] == []
-
-
-@MODULES
 def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
     assert module.split(".")[-1] not in VAGUE_NAMES
     tree = ast.parse(SOURCES[module])
@@ -150,12 +132,6 @@ def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
     only_version = module == f"{HOUSE}.__init__"
     empty = all(isinstance(node, ast.Expr) for node in tree.body)
     assert only_version or empty or "from __future__ import annotations" in SOURCES[module]
-
-
-def test_half_of_the_functions_are_shorter_than_ten_lines() -> None:
-    sizes = [lines for source in SOURCES.values() for _, lines in functions(source)]
-    assert len(sizes) > 50
-    assert statistics.median(sizes) < MEDIAN_FUNCTION
 
 
 @pytest.mark.parametrize(
@@ -200,8 +176,3 @@ def test_the_floor_rule_catches(module: str, source: str, wrong: set[str]) -> No
 )
 def test_the_purity_rule_catches(source: str, found: set[str]) -> None:
     assert impurities(f"{HOUSE}.core.policies.x", source) == found
-
-
-def test_functions_are_measured_from_def_to_last_line() -> None:
-    source = "@mark\ndef f():\n    def g():\n        pass\n    return g\nclass C:\n  def h(): 1"
-    assert dict(functions(source)) == {"f": 4, "g": 2, "h": 1}
