@@ -208,7 +208,7 @@ json server_blocks::run_view(const server_blocks_call & call, const std::vector<
         one["n_common"] = std::min<int64_t>(slot.prompt->tokens.get_common_prefix(tokens), state[slot.id].reuse);
         res.push_back(one);
     }
-    return json { {"slots", res} };
+    return json { {"slots", res}, {"instance", instance()} };
 }
 
 // which copies of a tenant are new, have other names or are elsewhere since this was last asked

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <random>
 
 //
 // range sets
@@ -95,9 +96,22 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
     }
 }
 
+// drawn once per process: a client that sees another value knows that nothing it left here is here any more
+const std::string & server_blocks::instance() {
+    static const std::string id = [] {
+        std::random_device device;
+        std::string digits;
+        for (int i = 0; i < 16; ++i) {
+            digits += "0123456789abcdef"[device() % 16];
+        }
+        return digits;
+    }();
+    return id;
+}
+
 json server_blocks::props() const {
     if (!enabled()) {
-        return why_not ? json { {"version", 1}, {"features", json::array()}, {"unsupported", why_not} } : json();
+        return why_not ? json { {"version", 1}, {"instance", instance()}, {"features", json::array()}, {"unsupported", why_not} } : json();
     }
     json features = json::array({ "blocks", "plan", "render", "reuse", "stream" });
     if (!kind.windowed && !kind.recurrent) {
@@ -115,6 +129,7 @@ json server_blocks::props() const {
     }
     return json {
         {"version",  1},
+        {"instance", instance()},
         {"features", features},
         {"memory",   kind.name},
         {"limits",   json {

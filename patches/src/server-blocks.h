@@ -104,6 +104,9 @@ public:
 
     json props() const;
 
+    // 16 hexadecimal digits that name this process
+    static const std::string & instance();
+
     // ---- hooks (upstream -> here)
 
     // request body -> task: the marker, and what a holed cache cannot have

@@ -18,6 +18,21 @@ def test_the_feature_table_of_a_patched_server(two: Llama) -> None:
     assert limits["n_cells"] == two.slot(0)["n_cells"]
 
 
+def test_each_process_has_an_instance_id_of_its_own_and_keeps_it(two: Llama) -> None:
+    def named(server: Llama) -> set[str]:
+        prompt = {"messages": [{"role": "user", "content": "Hello."}]}
+        rendered = server.post("/evoke/render", {"dialect": "chat", "body": prompt})
+        return {server.get("/props")["evoke"]["instance"], rendered["instance"]}
+
+    first = named(two)
+    two.complete(two.tokens("The river. "), 0)
+    assert named(two) == first and len(first) == 1
+    (id,) = first
+    assert len(id) == 16 and not set(id) - set("0123456789abcdef")
+    with running(True, "-c", "512", "--evoke-ram", "8") as another:
+        assert len(named(another)) == 1 and named(another) != first
+
+
 def test_stock_has_no_table(stock: Llama) -> None:
     assert "evoke" not in stock.get("/props")
 
@@ -41,5 +56,6 @@ def test_speculative_decoding_is_refused_with_a_reason() -> None:
     with running(True, "-c", "512", "--evoke-ram", "8", "--spec-type", "ngram-simple") as server:
         table = server.get("/props")["evoke"]
         assert table["features"] == [] and "speculative" in table["unsupported"]
+        assert len(table["instance"]) == 16
         status, answer = server.ask("GET", "/slots/0/blocks")
         assert (status, answer["error"]["type"]) == (501, "not_supported_error")
