@@ -89,3 +89,10 @@ def test_what_a_client_is_to_be_told_can_be_read() -> None:
     for row in rows:
         tested = row.rstrip("| ").rpartition("| ")[2].strip("` ")
         assert tested == "**not run**" or (ROOT / tested).exists(), row
+
+
+def test_no_page_links_to_what_is_not_reported_yet() -> None:
+    """Faults of other projects stay out of published pages until a person has reported them."""
+    pages = [*ROOT.glob("*.md"), *DOCS, *(ROOT / "deploy").glob("*.md"), ROOT / "patches/README.md"]
+    assert [page.name for page in pages if "patches/upstream" in page.read_text("utf-8")] == []
+    assert [page.name for page in pages if "keeps-reading" in page.read_text("utf-8")] == []
