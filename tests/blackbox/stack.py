@@ -1,0 +1,269 @@
+"""Starts llama-server and evoke-proxy as processes and talks to them over HTTP.
+
+Nothing here imports evoke_proxy: tests that use this module only see what a user sees (command
+line, environment, files, HTTP), so they stay valid however the package is built inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "evoke_proxy/models/tiny-recall-f16.gguf"
+START_S = 120.0
+_LISTENS = re.compile(rb"^evoke-proxy listens on http://[^\s:]+:(\d+)", re.MULTILINE)
+_OPERATED = re.compile(rb"^evoke-proxy is operated at http://[^\s:]+:(\d+)", re.MULTILINE)
+_CHAT = "/v1/chat/completions"
+
+
+def wait_until(holds: Callable[[], object], what: str, limit_s: float = START_S) -> None:
+    """Return as soon as `holds()` is true; AssertionError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@functools.cache
+def server_binary(patched: bool) -> Path:
+    """Return the path of llama-server: from the environment, or built by the command line."""
+    if named := os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER"):
+        return Path(named)
+    command = [sys.executable, "-m", "evoke_proxy", "build-server", "--print-path"]
+    command += [] if patched else ["--stock"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    return Path(done.stdout.strip())
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this process's environment without settings of a proxy or server, plus `more`."""
+    plain = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("EVOKE_", "LLAMA_")) or key == "EVOKE_CACHE"
+    }
+    plain["PYTHONPATH"] = os.environ.get("PYTHONPATH") or str(ROOT)
+    return plain | more
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete HTTP response; header names are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+def request(
+    port: int,
+    method: str,
+    target: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+) -> Answer:
+    """Send one request on its own connection and read the whole response."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    usual = {} if data is None else {"Content-Type": "application/json"}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    try:
+        connection.request(method, target, data, {**usual, **(headers or {})})
+        response = connection.getresponse()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, named, response.read())
+    finally:
+        connection.close()
+
+
+@dataclass(slots=True)
+class Process:
+    """A running process with the port it serves and the file its output goes to."""
+
+    popen: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    admin_port: int = 0
+
+    @property
+    def output(self) -> str:
+        """All that it has written so far."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still running."""
+        return self.popen.poll() is None
+
+    def kill(self) -> None:
+        """Send SIGKILL and wait."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def stop(self, limit_s: float = 60.0) -> int:
+        """Send SIGTERM, wait, return the exit code."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(limit_s)
+
+
+@contextmanager
+def _running(command: Sequence[str], folder: Path | None, env: Mapping[str, str]) -> Iterator[Any]:
+    """Run a command until the block ends; yields the process and its log file."""
+    with tempfile.TemporaryDirectory() as logs:
+        log = Path(logs) / "output"
+        with log.open("wb") as output:
+            popen = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env=dict(env),
+            )
+        try:
+            yield popen, log
+        finally:
+            if popen.poll() is None:
+                popen.terminate()
+                try:
+                    popen.wait(20)
+                except subprocess.TimeoutExpired:
+                    popen.kill()
+            popen.wait()
+
+
+@contextmanager
+def server(
+    *options: str, patched: bool, port: int = 0, folder: Path | None = None, model: str = ""
+) -> Iterator[Process]:
+    """Run a llama-server with the bundled model (or `model`) and these options."""
+    port = port or free_port()
+    command = [str(server_binary(patched)), "-m", model or str(MODEL), "-t", "1"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    with _running(command, folder, environment()) as (popen, log):
+        started = Process(popen, port, log)
+        wait_until(lambda: _healthy(started), "llama-server answers")
+        yield started
+
+
+def _healthy(process: Process) -> bool:
+    assert process.alive, process.output[-4000:]
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return request(process.port, "GET", "/health", timeout_s=5).status == 200
+    return False
+
+
+@contextmanager
+def proxy(
+    upstream: int | None, *options: str, folder: Path | None = None, **settings: object
+) -> Iterator[Process]:
+    """Run evoke-proxy in front of a port; `policy__budget=512` sets EVOKE_POLICY_BUDGET."""
+    command = [sys.executable, "-m", "evoke_proxy", "serve"]
+    command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
+    if upstream is not None:
+        command += ["--upstream", f"http://127.0.0.1:{upstream}"]
+    given = {f"EVOKE_{name.replace('__', '_').upper()}": str(v) for name, v in settings.items()}
+    with _running([*command, *options], folder, environment(**given)) as (popen, log):
+        found: list[bytes] = []
+
+        def listens() -> bool:
+            output = log.read_bytes()
+            assert popen.poll() is None, output.decode(errors="replace")[-4000:]
+            first, second = _LISTENS.search(output), _OPERATED.search(output)
+            found[:] = [match[1] for match in (first, second) if match]
+            return len(found) == 2
+
+        wait_until(listens, "evoke-proxy listens")
+        started = Process(popen, int(found[0]), log, int(found[1]))
+        yield started
+
+
+def command_line(
+    *arguments: str, folder: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `evoke-proxy ARGUMENTS` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "evoke_proxy", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env=environment(**env),
+    )
+
+
+def sample(exposition: str, name: str, **labels: str) -> float:
+    """Return one sample of a Prometheus exposition; 0 when it is missing."""
+    total = 0.0
+    for line in exposition.splitlines():
+        head, _, value = line.rpartition(" ")
+        if head.partition("{")[0] != name:
+            continue
+        if all(f'{key}="{wanted}"' in head for key, wanted in labels.items()):
+            total += float(value)
+    return total
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation that resends its whole history each turn, as agents do."""
+
+    session: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    messages: list[Json] = field(default_factory=list)
+
+    def say(self, port: int, text: str, **fields: Any) -> Json:
+        """Send one turn, which must succeed; returns the response body."""
+        self.messages.append({"role": "user", "content": text})
+        answer = self.post(port, **fields)
+        assert answer.status == 200, answer.body
+        reply: Json = answer.json
+        content = reply["choices"][0]["message"]["content"]
+        self.messages.append({"role": "assistant", "content": content})
+        return reply
+
+    def post(self, port: int, **fields: Any) -> Answer:
+        """Send the history as it is."""
+        body = {"messages": self.messages, "max_tokens": 12, "temperature": 0}
+        headers = {"X-Evoke-Session": self.session} if self.session else {}
+        return request(port, "POST", _CHAT, {**body, **self.fields, **fields}, headers)
+
+
+def text_of(reply: Json) -> str:
+    """The answer's text."""
+    return str(reply["choices"][0]["message"]["content"])
+
+
+def accounting(reply: Json) -> Json:
+    """How the prompt's tokens were provided: decoded, recovered, resident_before, omitted."""
+    found: Json = reply["timings"]["evoke"]
+    return found
