@@ -8,7 +8,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
 
-BENCHES := support latency copies capture decode limit overhead embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long opencode
+BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long opencode
 
 .PHONY: demo test check bench fuzz patches-check help venv build tools clean
 
@@ -66,6 +66,7 @@ help:
 	@echo "make bench-copies    save and load against a memcpy of as many bytes"
 	@echo "make bench-latency-gpu  the two on an NVIDIA GPU, against the link and decoding again"
 	@echo "make bench-overhead  what the proxy adds to a request and to a budgeted turn"
+	@echo "make bench-stall     the longest stall that one client causes another"
 	@echo "make bench-embedding what a vector of a question or of a block costs"
 	@echo "make bench-retrieval how often the block with the answer is found, and how fast"
 	@echo "make bench-ceiling   how often the bundled model recalls when nothing is evicted"

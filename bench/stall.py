@@ -1,0 +1,457 @@
+"""The longest stall that one client causes another: the event loop's lag beside heavy requests.
+
+Answers: how late does the proxy serve a small request while another client, an operator or the
+proxy's own background work does something large? Against: an idle arm of the same run. It fails
+when the 99.9th percentile of the loop's lag is more than 20 ms above that of the idle arm.
+
+The real proxy runs in a process of its own (`bench.stall_processes`) in front of a server that
+computes nothing; a client sends a small relayed request every 5 ms. `lag` is how late a timer of
+the loop fires, `client` the delay of the small request, both in ms, over time. `callback_cpu` is
+the processor time of the longest callback of the loop: it does not depend on other processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import http.client
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from evoke_proxy.adapters.snapshot_files import INDEX
+from evoke_proxy.adapters.store import Record, Store
+from evoke_proxy.demo.processes import free_port, healthy
+from evoke_proxy.demo.script import paragraph
+from evoke_proxy.engine.intake.reading import tenant_of
+
+MOST_MS = 20.0
+_MIB = 1 << 20
+_START_S = 60.0
+_TIMEOUT_S = 900.0
+_RECORDED_TOKENS = 8192
+_BYTES_A_TOKEN = 4
+_PAGES = 20
+_PAGE_S = 0.15
+_OTHER = {"Authorization": "Bearer another-tenant"}
+_COLUMNS = (
+    *("arm", "times", "lag_p50", "lag_p99", "lag_p99.9", "lag_worst"),
+    *("client_p50", "client_p99", "client_p99.9", "client_worst", "callback_cpu_ms"),
+)
+
+
+@dataclass(slots=True)
+class Stage:
+    """A running proxy, and until when an arm repeats what it does.
+
+    `scale` multiplies the sizes of what is sent; `times` counts repetitions.
+    """
+
+    port: int
+    admin: int
+    scale: float
+    until: float = 0.0
+    times: int = 0
+    texts: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def again(self) -> bool:
+        """Count one more repetition; False when the time of the arm is over."""
+        if self.times and time.monotonic() >= self.until:
+            return False
+        self.times += 1
+        return True
+
+    def size(self, n: int) -> int:
+        """A size to the stage's scale."""
+        return max(1, int(n * self.scale))
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        port: int = 0,
+    ) -> tuple[int, bytes]:
+        """One request on a connection of its own: status and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=_TIMEOUT_S)
+        try:
+            given = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, {**given, **(headers or {})})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def operate(self, method: str, path: str) -> Any:
+        """A call of the admin API; RuntimeError when it fails."""
+        status, answer = self.ask(method, path, port=self.admin)
+        if status != 200:
+            raise RuntimeError(f"{method} {path}: {status} {answer[:300]!r}")
+        return json.loads(answer)
+
+    def chat(self, body: Mapping[str, Any] | bytes, **headers: str) -> tuple[int, bytes]:
+        """A chat, refused or answered."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        status, answer = self.ask("POST", "/v1/chat/completions", data, named)
+        if status >= 500:
+            raise RuntimeError(f"chat: {status} {answer[:300]!r}")
+        return status, answer
+
+    def prose(self, n_bytes: int) -> str:
+        """Text of about so many bytes, never the same twice."""
+        piece = paragraph(self.texts, 60)
+        marks = (f" Note {self.texts.random():.9f}. " for _ in range(n_bytes // len(piece) + 1))
+        return "".join(piece + mark for mark in marks)[: max(1, n_bytes)]
+
+    def talk(self, tokens: int, messages: int) -> list[dict[str, str]]:
+        """A conversation of so many tokens in so many messages, a user's first."""
+        text = self.prose(tokens * _BYTES_A_TOKEN)
+        step = max(1, len(text) // messages)
+        roles = ("user", "assistant")
+        parts = [text[i * step : (i + 1) * step] for i in range(messages)]
+        return [{"role": roles[i % 2], "content": part} for i, part in enumerate(parts)]
+
+
+def _idle(stage: Stage) -> None:
+    while stage.again():
+        time.sleep(0.5)
+
+
+def _prompt(stage: Stage) -> None:
+    """One message of 1 MiB."""
+    while stage.again():
+        text = stage.prose(stage.size(_MIB))
+        stage.chat({"messages": [{"role": "user", "content": text}]})
+
+
+def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
+    def run(stage: Stage) -> None:
+        """A conversation that is new to the proxy, then three more turns of it."""
+        while stage.again():
+            said = stage.talk(stage.size(tokens), max(3, stage.size(messages) | 1))
+            for _ in range(4):
+                stage.chat({"messages": said})
+                said.append({"role": "assistant", "content": "Yes."})
+                asked = f"What about {' '.join(said[0]['content'].split()[3:9])}?"
+                said.append({"role": "user", "content": asked})
+
+    return run
+
+
+def _large_body(stage: Stage) -> None:
+    """A chat with an image of nearly 64 MiB in its last message."""
+    while stage.again():
+        noise = base64.b64encode(os.urandom(stage.size(47 * _MIB))).decode()
+        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{noise}"}}
+        content = [{"type": "text", "text": "What is this?"}, image]
+        stage.chat({"messages": [{"role": "user", "content": content}]})
+
+
+def _large_relayed(stage: Stage) -> None:
+    """A body of nearly 64 MiB for a path that the proxy does not read."""
+    while stage.again():
+        data = b'{"input":"' + b"a" * stage.size(63 * _MIB) + b'"}'
+        stage.ask("POST", "/embeddings", data)
+
+
+def _many_messages(stage: Stage) -> None:
+    """A million small messages, with a field of ours in the first."""
+    one = b'{"role":"user","content":"a"}'
+    first = b'{"role":"user","content":"a","evoke_keep":"pin"}'
+    body = b'{"messages":[%s]}' % b",".join([first, *[one] * stage.size(1_000_000)])
+    while stage.again():
+        stage.chat(body)
+
+
+def _white_space(stage: Stage) -> None:
+    """A question that is mostly white space, of several kinds."""
+    kinds = (" ", "\n", "\t \n", "\u00a0", " .", "now ", "a, ")
+    while stage.again():
+        for kind in kinds:
+            text = f"Is it{kind * stage.size(_MIB // 8)}so?"
+            stage.chat({"messages": [{"role": "user", "content": text}]})
+
+
+def _large_answer(stage: Stage) -> None:
+    """An answer of 64 MiB to a client that asked for the token accounting."""
+    while stage.again():
+        message = {"role": "user", "content": stage.prose(200)}
+        body = {"model": f"bytes-{stage.size(64 * _MIB)}", "messages": [message]}
+        stage.chat(body, X_Evoke_Session=uuid.uuid4().hex)
+
+
+def _vectors(stage: Stage) -> None:
+    """Sessions of 2,048 blocks whose vectors are embedded and stored after their turns."""
+    while stage.again():
+        said = stage.talk(stage.size(131072), max(3, stage.size(800) | 1))
+        for _ in range(2):
+            stage.chat({"messages": said})
+            time.sleep(1.5)
+            said += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "More?"}]
+
+
+def _pages(stage: Stage) -> None:
+    """Admin pages that show the largest session, while chats make events."""
+    rows = stage.operate("GET", "/evoke/sessions")["sessions"]
+    shown = max(rows, key=lambda row: row["tokens"] if row["live"] else 0)["id"]
+    ended = threading.Event()
+
+    def page() -> None:
+        """What web/page/page.js asks for at every event, at most once in 150 ms."""
+        while not ended.is_set():
+            for path in ("status", "servers", "sessions", f"sessions/{shown}"):
+                stage.operate("GET", f"/evoke/{path}")
+            ended.wait(_PAGE_S)
+
+    def follow() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", stage.admin, timeout=_TIMEOUT_S)
+        connection.request("GET", "/evoke/events")
+        response = connection.getresponse()
+        while not ended.is_set() and response.readline():
+            pass
+        connection.close()
+
+    n_pages = max(2, stage.size(_PAGES))
+    threads = [threading.Thread(target=work, daemon=True) for work in (page, follow) * n_pages]
+    for thread in threads:
+        thread.start()
+    try:
+        while stage.again():
+            stage.chat({"messages": [{"role": "user", "content": stage.prose(400)}]})
+    finally:
+        ended.set()
+        stage.chat({"messages": [{"role": "user", "content": "The last event."}]})
+        for thread in threads:
+            thread.join(30)
+
+
+def _scrapes(stage: Stage) -> None:
+    """Metrics and the list of sessions, with a thousand sessions."""
+    while stage.again():
+        stage.ask("GET", "/metrics")
+        stage.operate("GET", "/evoke/sessions")
+
+
+def _deletion(stage: Stage) -> None:
+    """Single sessions are deleted, one after the other, then all the rest of a tenant."""
+    rows = stage.operate("GET", "/evoke/sessions")["sessions"]
+    ours = [row["id"] for row in rows if not row["tenant"] and row["live"]]
+    for id in ours[: max(2, len(ours) // 50)]:
+        if stage.again():
+            stage.operate("DELETE", f"/evoke/sessions/{id}")
+    stage.operate("DELETE", f"/evoke/tenants/{tenant_of(_OTHER)}")
+    stage.times += 1
+
+
+ARMS: Mapping[str, Callable[[Stage], None]] = {
+    "idle": _idle,
+    "prompt of 1 MiB": _prompt,
+    "32K tokens, 400 messages": _conversation(32768, 400),
+    "128K tokens, 1600 messages": _conversation(131072, 1600),
+    "chat of 64 MiB": _large_body,
+    "relayed 64 MiB": _large_relayed,
+    "a million messages": _many_messages,
+    "white space": _white_space,
+    "answer of 64 MiB": _large_answer,
+    "vectors stored": _vectors,
+    "20 admin pages": _pages,
+    "metrics, 1000 sessions": _scrapes,
+    "deletion of 1000 records": _deletion,
+}
+
+
+class Measured:
+    """One of the processes that measure; see `bench.stall_processes`."""
+
+    def __init__(self, *args: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.stall_processes", *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tell(self, command: str) -> dict[str, Any]:
+        """`begin` or `end` a measurement; what was measured."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a process that measures has ended")
+        row: dict[str, Any] = json.loads(line)
+        return row
+
+    def peak_mib(self) -> float:
+        """The most memory that it has had."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) / 1024
+
+    def end(self) -> None:
+        """End it, and wait until it has ended."""
+        self._process.terminate()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, Measured]]:
+    """The server and the proxy; both end with the block."""
+    server, port, admin = free_port(), free_port(), free_port()
+    settings = {
+        "listen": [f"127.0.0.1:{port}"],
+        "security.admin_listen": [f"127.0.0.1:{admin}"],
+        "upstream.url": f"http://127.0.0.1:{server}",
+        "policy.budget": 8192,
+        "limits.sessions": 10 * args.sessions,
+        "snapshots.directory": str(folder),
+        "snapshots.min_free_mib": 0,
+        "embedder.directory": "none",
+    }
+    where = ["--where"] if args.where else []
+    with ExitStack() as stack:
+        upstream = Measured("server", str(server), "--nice", "5")
+        stack.callback(upstream.end)
+        _wait(server)
+        proxy = Measured("proxy", str(port), "--settings", json.dumps(settings), *where)
+        stack.callback(proxy.end)
+        _wait(port)
+        yield Stage(port, admin, args.scale), proxy
+
+
+def _wait(port: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while not healthy(port):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nothing answers on port {port}")
+        time.sleep(0.05)
+
+
+def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
+    """Have the proxy record one session, and copy its record for each of the others."""
+    with _processes(folder, args) as (stage, _):
+        said = stage.talk(stage.size(_RECORDED_TOKENS), 101)
+        stage.chat({"messages": said}, X_Evoke_Session="recorded")
+        deadline = time.monotonic() + _START_S
+        while not _has_record(folder / INDEX):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the proxy records no session")
+            time.sleep(0.1)
+    store = Store(folder / INDEX)
+    try:
+        (first,) = [item for item in store.records() if not item.is_part]
+        said_of = json.loads(zlib.decompress(first.packed))
+        for number in range(args.sessions):
+            id, tenant = f"{number:012x}", tenant_of(_OTHER) if number % 2 else ""
+            mine = said_of | {"id": id, "tenant": tenant, "hint": None}
+            packed = zlib.compress(json.dumps(mine).encode(), 1)
+            store.put_record(Record(id, tenant, time.time(), packed))
+    finally:
+        store.close()
+
+
+def _has_record(index: Path) -> bool:
+    try:
+        with sqlite3.connect(index) as database:
+            return bool(
+                database.execute("SELECT id FROM records WHERE id NOT GLOB '*#*'").fetchone()
+            )
+    except sqlite3.Error:
+        return False
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each arm."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="evoke-stall-") as name:
+        folder = Path(name)
+        _record_sessions(folder, args)
+        with _processes(folder, args) as (stage, proxy):
+            client = Measured("client", str(stage.port))
+            try:
+                time.sleep(1.0)
+                for arm in args.arms:
+                    rows.append(_arm(arm, stage, (proxy, client), args.seconds))
+                    print(record.table(rows[-1:], _COLUMNS), flush=True)
+                    for line, count in rows[-1].get("where", ()):
+                        print(f"    {count:4d}  {line}", flush=True)
+            finally:
+                client.end()
+    return rows
+
+
+def _arm(
+    name: str, stage: Stage, measured: tuple[Measured, Measured], seconds: float
+) -> dict[str, Any]:
+    proxy, client = measured
+    stage.times, stage.until = 0, time.monotonic() + seconds
+    proxy.tell("begin")
+    client.tell("begin")
+    began = time.monotonic()
+    ARMS[name](stage)
+    row: dict[str, Any] = {"arm": name, "times": stage.times, "seconds": time.monotonic() - began}
+    loop, seen = proxy.tell("end"), client.tell("end")
+    row |= {f"lag_{key}": value for key, value in loop.pop("lag").items()}
+    row |= {f"client_{key}": value for key, value in seen.items()}
+    return row | loop | {"peak_mib": proxy.peak_mib()}
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The worst of the arms beside the idle one, and those that miss the bar."""
+    idle = next(row for row in rows if row["arm"] == "idle")
+    others = [row for row in rows if row["arm"] != "idle"]
+    above = {row["arm"]: round(row["lag_p99.9"] - idle["lag_p99.9"], 2) for row in others}
+    return {
+        "bar_ms": MOST_MS,
+        "idle_lag_p99.9_ms": round(idle["lag_p99.9"], 2),
+        "above_idle_ms": above,
+        "worst_lag_ms": round(max((row["lag_worst"] for row in others), default=0.0), 2),
+        "worst_client_ms": round(max((row["client_worst"] for row in others), default=0.0), 2),
+        "missed": [arm for arm, ms in above.items() if ms > MOST_MS],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write `out/bench/stall.json`; 1 when an arm misses the bar."""
+    args = _parser().parse_args(argv)
+    if "idle" not in args.arms:
+        args.arms = ["idle", *args.arms]
+    rows = measure(args)
+    print(record.table(rows, _COLUMNS))
+    summary = summarise(rows)
+    record.tell("stall", rows, summary, args.out)
+    return 1 if summary["missed"] else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = record.parser("stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5 --where")
+    parser.add_argument("--seconds", type=float, default=10.0, help="each arm, at least (10)")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all sizes (1)")
+    parser.add_argument("--sessions", type=int, default=1000, help="recorded sessions (1000)")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--where", action="store_true", help="note where the loop stood when late")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

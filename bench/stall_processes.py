@@ -1,0 +1,347 @@
+"""The three processes beside `bench.stall`: the proxy with its probe, a server, a quick client.
+
+`proxy` and `client` measure between the lines `begin` and `end` on their standard input, and write
+what they measured as one line of JSON. Their percentiles are over time, not over samples: while
+the event loop stands still, every sample that was due counts with the time it had to wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+
+from bench.growth_server import SilentServer, Tokens
+from evoke_proxy.config import EmbedderConfig, load
+from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.engine import shared
+from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.web.serve import serve
+
+TICK_S = 0.002
+ASK_S = 0.005
+# The client's small request; its answer is relayed without being read.
+SMALL = ("POST", "/tokenize", b'{"content":"hello"}')
+_STUCK_S = 0.015
+_BYTES_A_TOKEN = 4
+_BEGINS = np.array([1, 2, 3, 4], np.int32)
+_DIMENSIONS = 384
+
+
+class Delays:
+    """Delays of things that are due every `interval_s`; percentiles over time."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._delays = array("d")
+
+    def late(self, due: float, now: float) -> float:
+        """Record all that was due until now; when the next is due."""
+        while due <= now:
+            self._delays.append(now - due)
+            due += self._interval_s
+        return due
+
+    def row(self) -> dict[str, float]:
+        """Milliseconds: median, 99 and 99.9 percent, the worst."""
+        ms = np.asarray(self._delays) * 1000 if self._delays else np.zeros(1)
+        p50, p99, p999 = np.percentile(ms, [50, 99, 99.9])
+        return {
+            "p50": float(p50),
+            "p99": float(p99),
+            "p99.9": float(p999),
+            "worst": float(ms.max()),
+        }
+
+
+class LoopProbe:
+    """Measures the event loop it runs in: its lag, and the longest of its callbacks.
+
+    With `where` a thread notes on which line the loop stood when it was late.
+    """
+
+    def __init__(self, where: bool = False) -> None:
+        self._where = where
+        self._due = 0.0
+        self._thread = threading.get_ident()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was measured."""
+        self._lags = Delays(TICK_S)
+        self._processor_s = self._wall_s = 0.0
+        self._lines: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Begin; called in the loop."""
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + TICK_S
+        self._loop.call_at(self._due, self._tick)
+        run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            wall, processor = time.perf_counter(), time.thread_time()
+            run(handle)
+            if threading.get_ident() == self._thread:
+                self._processor_s = max(self._processor_s, time.thread_time() - processor)
+                self._wall_s = max(self._wall_s, time.perf_counter() - wall)
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign,assignment]
+        if self._where:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def row(self) -> dict[str, Any]:
+        """The lag in ms; processor and wall time of the longest callback."""
+        row: dict[str, Any] = {"lag": self._lags.row()}
+        row |= {"callback_cpu_ms": self._processor_s * 1000, "callback_ms": self._wall_s * 1000}
+        if self._where:
+            row["where"] = sorted(self._lines.items(), key=lambda item: -item[1])[:8]
+        return row
+
+    def _tick(self) -> None:
+        self._due = self._lags.late(self._due, self._loop.time())
+        self._loop.call_at(self._due, self._tick)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(TICK_S)
+            if self._loop.time() - self._due > _STUCK_S:
+                frame = sys._current_frames().get(self._thread)
+                lines = traceback.extract_stack(frame)[-7:]
+                said = " < ".join(
+                    f"{os.path.basename(line.filename)}:{line.lineno} {line.name}"
+                    for line in reversed(lines)
+                )
+                self._lines[said] = self._lines.get(said, 0) + 1
+
+
+class NoEncoder:
+    """Makes a vector of anything in no time."""
+
+    fingerprint = bytes(32)
+
+    def __init__(self, _: EmbedderConfig) -> None:
+        vector = np.ones(_DIMENSIONS, np.float32)
+        self._vector = vector / np.linalg.norm(vector)
+
+    def described(self) -> str:
+        """One line for a person."""
+        return "vectors without a model"
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        """The same vector for each."""
+        return np.tile(self._vector, (len(texts), 1))
+
+    documents = queries
+
+
+def run_proxy(settings: dict[str, Any], where: bool) -> None:
+    """Serve with these settings, as `evoke-proxy serve` does, and measure the loop."""
+    config = load(None, {}, settings)
+    vars(shared)["Embedding"] = partial(Embedding, load=NoEncoder)
+    logging.basicConfig(level=logging.ERROR)
+    probe = LoopProbe(where)
+
+    async def served() -> None:
+        probe.start()
+        await serve(config, lambda: config)
+
+    _measure_on_command(probe.reset, probe.row)
+    asyncio.run(served())
+
+
+def run_client(port: int) -> None:
+    """Send a small request every few milliseconds, and measure how long each answer takes."""
+    delays = Delays(ASK_S)
+
+    def reset() -> None:
+        nonlocal delays
+        delays = Delays(ASK_S)
+
+    _measure_on_command(reset, lambda: delays.row())
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    method, path, body = SMALL
+    due = time.perf_counter()
+    while True:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{path}: {response.status}")
+        due = delays.late(due, time.perf_counter())
+
+
+def _measure_on_command(reset: Callable[[], None], row: Callable[[], dict[str, Any]]) -> None:
+    def follow() -> None:
+        for line in sys.stdin:
+            if line.strip() == "begin":
+                reset()
+            print(json.dumps(row() if line.strip() == "end" else {}), flush=True)
+        os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+class Said:
+    """The messages of a request as tokens: one for every four bytes of text."""
+
+    def __init__(self, messages: Sequence[dict[str, Any]]) -> None:
+        self.messages = [{"role": str(message.get("role", "user"))} for message in messages]
+        self.ends: list[int] = []
+        self.stops: list[int] = []
+        parts, at = [np.zeros(0, np.int32)], 0
+        for message in messages:
+            content = message.get("content", "")
+            text = (content if isinstance(content, str) else "[image]").encode() or b"none"
+            padded = text + b" " * (-len(text) % _BYTES_A_TOKEN)
+            ids = (np.frombuffer(padded, "<u4") % 100_000 + 10).astype(np.int32)
+            if message.get("role") == "assistant":
+                ids = np.concatenate([_BEGINS, ids])
+            ends = np.flatnonzero(np.frombuffer(padded, np.uint8) == ord(".")) // _BYTES_A_TOKEN
+            self.stops += (at + ends[ends > 0]).tolist()
+            parts.append(ids)
+            at += len(ids)
+            self.ends.append(at)
+        self.tokens: Tokens = np.concatenate(parts)
+
+
+class SilentLlama(SilentServer):
+    """As SilentServer, for whatever is asked of it; remembers the names of saved copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[str, dict[str, Any]] = {}
+
+    def render(self, data: bytes) -> bytes:
+        """The answer to /evoke/render."""
+        self._ask(orjson.loads(data)["body"])
+        return self._answer("/evoke/render", data)
+
+    def act(self, target: str, data: bytes) -> bytes:
+        """The answer to a block call."""
+        call = orjson.loads(data or b"{}")
+        for op in call.get("ops", ()):
+            if op["op"] == "save":
+                tenant = call.get("tenant", "")
+                copy = {"name": op["name"], "p0": op["p0"], "p1": op["p1"], "tenant": tenant}
+                self.copies[op["name"]] = copy
+        if "block-drop" in target:
+            for name in call.get("names", ()):
+                self.copies.pop(name, None)
+        if "action=block-plan" in target:
+            return self._answer(target, data)
+        return orjson.dumps({"epoch": self._epoch})
+
+    def slot(self, tenant: str, latest: bool) -> bytes:
+        """The answer to GET /slots/0/blocks."""
+        copies = [] if latest else [c for c in self.copies.values() if c["tenant"] == tenant]
+        return orjson.dumps(self._slot() | {"tokens_hash": "", "blocks": copies})
+
+    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The timings of an answer to a chat."""
+        self._ask(body)
+        prompt = self._prompt()
+        n = min(len(prompt), len(self._tokens))
+        differs = prompt[:n] != self._tokens[:n]
+        common = min(int(differs.argmax()) if differs.any() else n, len(prompt) - 1)
+        self._tokens, self._rows = self._tokens[:common], self._rows[:common]
+        resident = int(self._rows.sum())
+        recovered = min(self._before[1], resident)
+        self._before = (resident - recovered, recovered)
+        timings = self.decode()
+        self._before = (0, 0)
+        return timings
+
+    def _ask(self, body: dict[str, Any]) -> None:
+        self.talk = Said(body.get("messages", ()))  # type: ignore[assignment]
+
+
+def server_app() -> web.Application:
+    """A llama-server that computes nothing, with our calls and over HTTP.
+
+    A chat whose `model` is `bytes-N` is answered with so many bytes of text.
+    """
+    llama = SilentLlama()
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_get("/health", partial(_answered, b'{"status":"ok"}'))
+    app.router.add_get("/props", partial(_answered, llama._answer("/props", b"{}")))
+    app.router.add_get("/metrics", partial(_answered, b"# none\n"))
+    app.router.add_get("/slots/{id}/blocks", partial(_slot, llama))
+    app.router.add_post("/slots/{id}", partial(_act, llama))
+    app.router.add_post("/evoke/render", partial(_render, llama))
+    app.router.add_post("/v1/chat/completions", partial(_chat, llama))
+    app.router.add_route("*", "/{path:.*}", _small)
+    return app
+
+
+async def _answered(body: bytes, _: web.Request) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+async def _small(request: web.Request) -> web.Response:
+    async for _ in request.content.iter_any():
+        pass
+    return web.Response(body=b'{"tokens":[1]}', content_type="application/json")
+
+
+async def _slot(llama: SilentLlama, request: web.Request) -> web.Response:
+    answer = llama.slot(request.query.get("tenant", ""), request.query.get("since") == "latest")
+    return await _answered(answer, request)
+
+
+async def _act(llama: SilentLlama, request: web.Request) -> web.Response:
+    return await _answered(llama.act(request.path_qs, await request.read()), request)
+
+
+async def _render(llama: SilentLlama, request: web.Request) -> web.Response:
+    return await _answered(llama.render(await request.read()), request)
+
+
+async def _chat(llama: SilentLlama, request: web.Request) -> web.Response:
+    body = orjson.loads(await request.read())
+    timings = llama.reply(body)
+    kind, _, size = str(body.get("model", "")).partition("-")
+    text = "a" * int(size) if kind == "bytes" else "Yes."
+    message = {"role": "assistant", "content": text}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+    answer = {"choices": choices, "usage": usage, "timings": timings}
+    return await _answered(orjson.dumps(answer), request)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run as one of the three."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("role", choices=("proxy", "client", "server"))
+    parser.add_argument("port", type=int)
+    parser.add_argument("--settings", type=json.loads, default={})
+    parser.add_argument("--where", action="store_true")
+    parser.add_argument("--nice", type=int, default=0)
+    args = parser.parse_args(argv)
+    os.nice(args.nice)
+    if args.role == "proxy":
+        run_proxy(args.settings, args.where)
+    elif args.role == "client":
+        run_client(args.port)
+    else:
+        web.run_app(server_app(), host="127.0.0.1", port=args.port, print=lambda *_: None)
+
+
+if __name__ == "__main__":
+    main()

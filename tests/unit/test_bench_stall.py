@@ -1,0 +1,38 @@
+"""What the bench of stalls makes of its measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.stall import summarise
+from bench.stall_processes import Delays, Said
+
+
+def test_percentiles_are_over_time_not_over_samples() -> None:
+    delays = Delays(0.01)
+    due = 0.0
+    for _ in range(100):
+        due = delays.late(due, due)  # served at once
+    delays.late(due, due + 1.0)  # then nothing is served for a second
+    row = delays.row()
+    assert row["p50"] == pytest.approx(0, abs=20), "half of the time nothing was late"
+    assert row["p99"] > 900 and row["worst"] == pytest.approx(1000)
+
+
+def test_the_summary_compares_with_the_idle_arm_of_the_same_run() -> None:
+    def row(arm: str, lag: float) -> dict[str, Any]:
+        return {"arm": arm, "lag_p99.9": lag, "lag_worst": 2 * lag, "client_worst": 3 * lag}
+
+    summary = summarise([row("idle", 5.0), row("quick", 24.0), row("slow", 26.0)])
+    assert summary["missed"] == ["slow"]
+    assert (summary["worst_lag_ms"], summary["worst_client_ms"]) == (52.0, 78.0)
+
+
+def test_a_conversation_has_the_tokens_of_the_one_it_goes_on_from() -> None:
+    first = [{"role": "user", "content": "One. Two."}]
+    longer = [*first, {"role": "assistant", "content": "Yes."}]
+    tokens = Said(longer).tokens.tolist()
+    before = Said(first).tokens.tolist()
+    assert tokens[: len(before)] == before and tokens[len(before) :][:4] == [1, 2, 3, 4]
