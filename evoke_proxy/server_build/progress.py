@@ -9,6 +9,8 @@ from typing import TextIO
 
 _STEP = 10
 _BAR_CELLS = 24
+# Below this much progress and time an estimate of the rest is a guess.
+_ESTIMATE_PERCENT, _ESTIMATE_SECONDS = 4, 10
 _NINJA = re.compile(r"^\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\[ *(\d+)%\]")
 
@@ -42,6 +44,7 @@ class Progress:
         """Starts a new measured step at 0 %."""
         self.end()
         self._title = title
+        self._begun = self._clock()
         self._shown = -1
         self._show(0)
 
@@ -62,13 +65,25 @@ class Progress:
             print(f"\r{self._line(percent)}\033[K", end="", file=self._stream, flush=True)
         elif percent // _STEP > self._shown // _STEP:
             self._shown = percent
-            print(f"{self._title}: {percent} % {self._elapsed()}", file=self._stream, flush=True)
+            line = f"{self._title}: {percent} % {self._elapsed(percent)}"
+            print(line, file=self._stream, flush=True)
 
     def _line(self, percent: int) -> str:
         filled = _BAR_CELLS * percent // 100
         bar = "#" * filled + "." * (_BAR_CELLS - filled)
-        return f"{self._title} [{bar}] {percent:3d} % {self._elapsed()}"
+        return f"{self._title} [{bar}] {percent:3d} % {self._elapsed(percent)}"
 
-    def _elapsed(self) -> str:
-        seconds = int(self._clock() - self._begun)
-        return f"{seconds // 60}:{seconds % 60:02d}"
+    def _elapsed(self, percent: int) -> str:
+        """The time since `begin`, and what is left of the step at the speed measured so far."""
+        seconds = self._clock() - self._begun
+        text = f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+        if percent < _ESTIMATE_PERCENT or percent >= 100 or seconds < _ESTIMATE_SECONDS:
+            return text
+        return f"{text}, about {_rounded(seconds * (100 - percent) / percent)} left"
+
+
+def _rounded(seconds: float) -> str:
+    """A duration as precise as an estimate can be: steps of ten seconds, then minutes."""
+    if seconds < 90:
+        return f"{max(10, round(seconds / 10) * 10)} s"
+    return f"{round(seconds / 60)} min"

@@ -94,6 +94,34 @@ class Llama:
         self.post(f"/slots/{slot}?action=erase", {})
 
 
+# How far two log probabilities may differ that were computed from the same rows in batches of
+# another shape or in other cells: sums in another order round differently, on each CPU in its way.
+ROUNDING = 0.05
+_UNLIKELY = -6.0
+
+
+def distributions(answer: Json) -> list[dict[int, float]]:
+    """The log probabilities by token id of each generated token; the request asks by `n_probs`."""
+    steps = answer["completion_probabilities"]
+    return [{p["id"]: p["logprob"] for p in step["top_logprobs"]} for step in steps]
+
+
+def largest_difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
+    """The largest difference of two log probabilities, up to the first token chosen differently.
+
+    Both list the same tokens in each step: the whole vocabulary. Tokens less likely than one in
+    400 are left out: their log probabilities amplify rounding.
+    """
+    most = 0.0
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        likely = [token for token in a if max(a[token], b[token]) > _UNLIKELY]
+        most = max(most, *(abs(a[token] - b[token]) for token in likely))
+        if max(a, key=a.__getitem__) != max(b, key=b.__getitem__):
+            break
+    return most
+
+
 @contextmanager
 def running(patched: bool, *options: str, model: Path = MODEL) -> Iterator[Llama]:
     """A server on a free loopback port; ends with the block. A start that fails shows its log."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama import Llama, running, story
+from llama import Llama, distributions, largest_difference, running, story
 
 from bench.random_models import SHAPES, ensure
 
@@ -35,20 +35,9 @@ def read(server: Llama, prompt: list[int], slot: int = 0) -> tuple[list[dict[int
     """All logprobs of every greedy step, and how many tokens were decoded for them."""
     how = {"n_predict": STEPS, "n_probs": VOCABULARY, "grammar": "root ::= [ -~]*"}
     answer = server.complete(prompt, slot, **how)
-    steps = answer["completion_probabilities"]
-    found = [{p["id"]: p["logprob"] for p in step["top_logprobs"]} for step in steps]
+    found = distributions(answer)
+    assert all(len(step) == VOCABULARY for step in found)
     return found, answer["timings"]["evoke"]["decoded"]
-
-
-def apart(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
-    """The largest difference of two log probabilities, up to the first other token."""
-    most = 0.0
-    for a, b in zip(one, other, strict=True):
-        assert len(a) == len(b) == VOCABULARY
-        most = max(most, *(abs(a[token] - b[token]) for token in a))
-        if max(a, key=a.__getitem__) != max(b, key=b.__getitem__):
-            break
-    return most
 
 
 def begun(server: Llama) -> list[int]:
@@ -79,7 +68,7 @@ def round_trips(server: Llama, count: int) -> float:
         server.complete(prompt, n_predict=1)  # keys are turned now, not together with the next
     again, decoded = read(server, prompt + tail)
     assert decoded == len(tail)
-    return apart(whole, again)
+    return largest_difference(whole, again)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -340,14 +340,18 @@ def test_two_servers_share_a_folder_and_only_what_is_the_same_is_shared(tmp_path
         first = stack.enter_context(running(True, *options(folder)))
         second = stack.enter_context(running(True, *options(folder)))
         held = talk(first)
-        reference = first.complete(held + held[:9], n_predict=20)["tokens"]
         first.erase()
-        first.complete(held)
+        first.complete(held, n_predict=1)
         names = save_each(first, held)
+        # from the saved rows, in a batch of the same nine tokens as the second server's below
+        reference = first.complete(held + held[:9], n_predict=20)
+        assert reference["timings"]["prompt_n"] == 9
         assert second.refuse("block-adopt", tokens=held, names=names)["type"] == "unknown_block"
         spill(first)
         assert second.act("block-adopt", tokens=held, names=names)["bit_exact"]
-        assert second.complete(held + held[:9], n_predict=20)["tokens"] == reference
+        answer = second.complete(held + held[:9], n_predict=20)
+        assert answer["timings"]["prompt_n"] == 9
+        assert answer["tokens"] == reference["tokens"]
         first.post("/slots/0?action=block-drop", {"names": names[:1]})
         assert wait_until(lambda: len(files(folder)) == len(names) - 1)
         assert second.slot()["ram"]["used"] > 0  # its own copies stay

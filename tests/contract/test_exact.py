@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llama import Llama, running, story
+from llama import Llama, distributions, largest_difference, running, story
 
 STEPS = 26
 VOCABULARY = 2048
@@ -77,13 +77,20 @@ def test_a_copy_of_scattered_cells_is_exact(kv: str) -> None:
         assert logprobs(server, history, 0) == reference
 
 
-def test_other_cells_give_the_same_tokens(one: Llama) -> None:
+def test_rows_in_other_cells_change_only_the_rounding(one: Llama) -> None:
     """Rows that come back elsewhere change the order of a sum, not the information."""
     one.erase()
     history = one.tokens(story(400))
     one.complete(history, n_predict=1)
-    reference = one.complete(history, n_predict=STEPS)["tokens"]
+
+    def answer() -> list[dict[int, float]]:
+        return distributions(one.complete(history, n_predict=STEPS, n_probs=VOCABULARY))
+
+    reference = answer()
     one.act("block-save", name="moved", p0=60, p1=300, evict=True)
+    without = answer()
     loaded = one.act("block-load", names=["moved"], place="contig")
     assert loaded["n_loaded"] == 240
-    assert one.complete(history, n_predict=STEPS)["tokens"] == reference
+    effect = largest_difference(reference, without)
+    assert effect > 0.1
+    assert largest_difference(reference, answer()) < effect / 3

@@ -40,7 +40,9 @@ def test_a_loaded_block_is_recovered_once_and_resident_after(server: Llama) -> N
 
 def test_an_unmarked_request_on_a_holed_slot_gets_a_whole_answer(server: Llama) -> None:
     history = server.tokens(story(500))
-    whole = server.complete(history, n_predict=20)
+    server.complete(history[:64], n_predict=1)
+    whole = server.complete(history, n_predict=20)  # in the same batches as below
+    assert whole["timings"]["cache_n"] == 64
     server.act("block-save", name="b", p0=64, p1=320, evict=True)
     before = server.epoch()
     answer = server.complete(history, marked=False, n_predict=20)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from llama import Json, Llama, binary, running, story
+from llama import ROUNDING, Json, Llama, binary, distributions, largest_difference, running, story
 from nonsense import torment
 from operations import play
 
@@ -15,6 +15,7 @@ from bench.random_models import SHAPES, ensure
 from bench.support import CASES, TABLE, Case, document, probe, row
 
 WINDOWED, HYBRIDS = "tiny-gemma", ("tiny-jamba", "tiny-lfm2", "tiny-qwen35")
+VOCABULARY = 4096  # more than any of them has: all log probabilities are listed
 STREAM = {"budget": 192, "sink": 4, "recent": 32, "block": 32}
 
 
@@ -92,14 +93,17 @@ def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
         first = server.complete(prompt)
         more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
         server.erase()
-        whole = server.complete(more, marked=False)["tokens"]
+        whole = distributions(server.complete(more, marked=False, n_probs=VOCABULARY))
         server.erase()
         assert server.complete(prompt)["tokens"] == first["tokens"]
         server.act("block-evict", p0=40, p1=160)
-        answer = server.complete(more, marked=False)
+        holed = distributions(server.complete(more, n_probs=VOCABULARY))
+        answer = server.complete(more, marked=False, n_probs=VOCABULARY)
         assert answer["timings"]["cache_n"] <= 40
         assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(more)
-        assert answer["tokens"] == whole
+        # in batches of another shape: what is cached differs from what the first one began with
+        rounding = largest_difference(whole, distributions(answer))
+        assert rounding < min(ROUNDING, largest_difference(whole, holed) / 3)
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, *HYBRIDS])
@@ -113,18 +117,19 @@ def test_a_marked_request_goes_on_from_no_more_than_it_may_reuse(shape: str) -> 
 
     with serving(shape) as server:
         prompt = server.tokens(story(300))
-        whole = server.complete(prompt)["tokens"]
+        first = server.complete(prompt, n_probs=VOCABULARY)
         server.act("block-evict", p0=40, p1=160)
         reuse(server, 40)
         assert common(server, prompt) == 40
-        answer = server.complete(prompt)
-        assert answer["tokens"] == whole
+        answer = server.complete(prompt, n_probs=VOCABULARY)
+        # in batches of another shape
+        assert largest_difference(distributions(first), distributions(answer)) < ROUNDING
         books = answer["timings"]["evoke"]
         assert books["omitted"] == 0 and books["resident_before"] <= 40
         assert common(server, prompt) == len(prompt), "said once, for one request"
         reuse(server, 0)
         assert server.complete(prompt)["timings"]["evoke"]["decoded"] == len(prompt)
-        ops = [{"op": "reuse", "n_tokens": len(prompt) + len(whole)}]
+        ops = [{"op": "reuse", "n_tokens": len(prompt) + len(first["tokens"])}]
         assert server.refuse("block-plan", ops=ops)["code"] == 400
 
 
@@ -148,14 +153,15 @@ def again(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
         prompt = server.tokens(story(1200))
         assert len(prompt) > 2000
         server.complete(prompt, n_predict=1)
-        whole = server.complete(prompt, n_predict=12)["tokens"]
+        whole = server.complete(prompt, n_predict=12, n_probs=VOCABULARY)
         server.erase()
         server.complete(prompt, n_predict=1)
         p0, p1 = hole(len(prompt))
         server.act("block-evict", p0=p0, p1=p1)
-        answer = server.complete(prompt, n_predict=12)
+        answer = server.complete(prompt, n_predict=12, n_probs=VOCABULARY)
         assert answer["timings"]["evoke"]["omitted"] == 0
-        assert answer["tokens"] == whole
+        # in batches of another shape
+        assert largest_difference(distributions(whole), distributions(answer)) < ROUNDING
         books: Json = answer["timings"]["evoke"]
         return books
 

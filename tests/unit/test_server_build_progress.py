@@ -53,6 +53,8 @@ def test_a_log_file_gets_a_line_every_ten_percent() -> None:
         str(percent) for percent in range(0, 101, 10)
     ]
     assert lines[0] == "building: 0 % 0:00"
+    assert lines[1] == "building: 10 % 0:11, about 2 min left"
+    assert lines[9] == "building: 90 % 1:31, about 10 s left"
     assert lines[-1] == "building: 100 % 1:41"
 
 
@@ -65,7 +67,10 @@ def test_a_terminal_gets_one_line_rewritten() -> None:
     progress.end()
     text = stream.getvalue()
     assert text.count("\n") == 1 and text.endswith("\n")
-    assert text.split("\r")[-1] == f"building [{'#' * 12}{'.' * 12}]  50 % 1:15\033[K\n"
+    assert (
+        text.split("\r")[-1]
+        == f"building [{'#' * 12}{'.' * 12}]  50 % 1:15, about 80 s left\033[K\n"
+    )
 
 
 def test_a_terminal_line_keeps_its_clock_moving_between_percents() -> None:
@@ -76,6 +81,22 @@ def test_a_terminal_line_keeps_its_clock_moving_between_percents() -> None:
         clock.now += 10
         progress.see("[1/300] Building")
     assert [part[-7:-3] for part in stream.getvalue().split("\r")[1:]] == ["0:00", "0:10", "0:20"]
+
+
+def test_the_time_left_follows_the_measured_speed_of_this_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(stream, clock)
+    clock.now += 1000  # what happened before the step, a download for example, does not count
+    progress.begin("building")
+    clock.now += 60
+    progress.see("[ 10%] Building")
+    clock.now += 240
+    progress.see("[ 20%] Building")
+    assert stream.getvalue().splitlines() == [
+        "building: 0 % 0:00",
+        "building: 10 % 1:00, about 9 min left",
+        "building: 20 % 5:00, about 20 min left",
+    ]
 
 
 def test_a_message_does_not_land_on_the_rewritten_line() -> None:
