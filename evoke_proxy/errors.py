@@ -134,10 +134,11 @@ class NoServer(CapacityError):
 
 class UpstreamError(EvokeError):
     """llama-server did not do its part; `url` says which, where that is known. One that was not
-    `reached` knows nothing of the request."""
+    `reached` knows nothing of the request. `counted`: the metric of failures has this one."""
 
     status = 502
     code = "upstream_error"
+    counted = False
 
     def __init__(self, message: str, url: str = "", reached: bool = True) -> None:
         super().__init__(message)

@@ -86,7 +86,7 @@ class Engine:
         self._records = Records(self.upstream, whole, self.conversations, common)
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
-            *(self._vectors, self._records, lambda: self.server),
+            *(self._vectors, self._records, self.watch),
         )
         self._degrading = Degrading(self.metrics, self._planner, lambda: self.config.policy)
         self._chores = Chores()
@@ -145,11 +145,13 @@ class Engine:
         return self.keeper.on and self.server.routes
 
     def upstream_failed(self, error: UpstreamError) -> None:
-        """Count a failure of llama-server; it is asked again what it is when it may be another."""
-        self.metrics.upstream_errors.labels(kind=error.code).inc()
+        """Count a failure once; the server is asked what it is before the next request."""
+        if not error.counted:
+            error.counted = True
+            self.metrics.upstream_errors.labels(kind=error.code).inc()
         cannot = isinstance(error, UpstreamRejected) and error.status in (404, 501)
         if cannot or isinstance(error, UpstreamUnavailable | UpstreamProtocolError):
-            self.watch.lost()
+            self.watch.doubt()
 
     @asynccontextmanager
     async def turn(
@@ -272,7 +274,7 @@ class Engine:
         return checks
 
     def _started(self, server: ServerInfo) -> None:
-        """A server has appeared: whatever was in the one before is gone."""
+        """Another instance of llama-server answers: what was in the one before is gone."""
         self._slots.restart(self.keeper.n_places(server))
         for id, slot in self.conversations.lost(server.adopts).items():
             if slot < len(self._slots.pool):

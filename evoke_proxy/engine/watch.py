@@ -1,4 +1,8 @@
-"""What llama-server is and whether it is there: asked at start, and again after it went away."""
+"""Knows what llama-server is, whether it answers, and whether it was started again.
+
+Only calls of our own decide that, `GET /props` here and `GET /health` of a pool. A relayed request
+that fails is a reason to ask, never an answer: a client can make its own request fail.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,26 @@ from typing import Any
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
-from evoke_proxy.errors import EvokeError, UpstreamRejected, UpstreamTimeout
+from evoke_proxy.errors import (
+    EvokeError,
+    UpstreamError,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
 
 _log = logging.getLogger(__name__)
+_LOADING = 503
 
 
 class ServerWatch:
-    """The last known answer of `GET /props`; `on_start` is called with each server that appears.
+    """`server` is the latest answer of `GET /props`, UNKNOWN_SERVER while there is none.
 
-    `config` may be replaced by another one of the same server.
+    `on_start` is called with each instance that answers for the first time: with the first one, and
+    with each that replaces another. A patched server names its instance. A server that does not is
+    another one when it describes itself otherwise, or when it answers after its port was closed or
+    its model was being loaded. (One that restarts between two calls shows in its task counter: see
+    `core.kept.held.restarted`.) `config` may be replaced by another one of the same server.
     """
 
     def __init__(
@@ -28,28 +43,71 @@ class ServerWatch:
         self._upstream = upstream
         self.config = config
         self._on_start = on_start
+        self._latest = UNKNOWN_SERVER  # the instance that answered last
+        self._ended = False  # its process is known to have ended
+        self._doubts, self._settled_doubts = 0, 0
+        self._one = asyncio.Lock()
         self._again_at = 0.0
 
     async def ask(self, client: Mapping[str, str] | None = None) -> None:
         """Ask now; raises UpstreamError when there is no answer."""
-        self._learn(await self._upstream.info(client))
+        async with self._one:
+            await self._ask(client)
 
     async def look(self, client: Mapping[str, str] | None = None) -> None:
-        """Ask when nothing is known, with the credentials of a client; failures are only logged.
+        """Ask when the server is unknown or in doubt, with the credentials of a client.
 
-        A server that says no says so at once and is asked every time. One that keeps silent holds
-        up a request for the connect timeout, and is left alone for the probe interval.
+        Failures are only logged. A server that says no says so at once and is asked every time. One
+        that keeps silent holds up a request for the connect timeout, and is left alone for the
+        probe interval.
         """
-        now = asyncio.get_running_loop().time()
-        if self.server is not UNKNOWN_SERVER or now < self._again_at:
+        if self._is_certain():
             return
+        async with self._one:  # what another request has learnt meanwhile is enough
+            now = asyncio.get_running_loop().time()
+            if self._is_certain() or now < self._again_at:
+                return
+            try:
+                await self._ask(client)
+            except UpstreamTimeout as error:
+                loop = asyncio.get_running_loop()
+                self._again_at = loop.time() + self.config.upstream.probe_interval_s
+                _log.warning("%s", error)
+            except EvokeError as error:
+                _log.warning("%s", error)
+
+    def doubt(self) -> None:
+        """Have the next `look` ask again: a request failed, the server may be another one."""
+        self._doubts += 1
+
+    async def confirm(self, instance: str, client: Mapping[str, str]) -> None:
+        """Ask when an answer names another instance than the one that is known."""
+        if instance and instance != self.server.instance:
+            self.doubt()
+            await self.look(client)
+
+    def missed(self, error: UpstreamError) -> None:
+        """Take in that a call of our own has failed."""
+        if isinstance(error, UpstreamRejected):
+            if error.status != _LOADING:
+                return  # it answers, but not to everybody
+            self._ended = True
+        elif isinstance(error, UpstreamUnavailable) and not error.reached:
+            self._ended = True
+        self.server = UNKNOWN_SERVER
+
+    def _is_certain(self) -> bool:
+        return self.server is not UNKNOWN_SERVER and self._doubts == self._settled_doubts
+
+    async def _ask(self, client: Mapping[str, str] | None) -> None:
+        doubts = self._doubts
         try:
-            await self.ask(client)
-        except UpstreamTimeout as error:
-            self._again_at = now + self.config.upstream.probe_interval_s
-            _log.warning("%s", error)
-        except EvokeError as error:
-            _log.warning("%s", error)
+            server = await self._upstream.info(client)
+        except UpstreamError as error:
+            self.missed(error)
+            raise
+        self._settled_doubts = doubts
+        self._learn(server)
 
     async def check(self) -> dict[str, Any]:
         """Whether requests can be answered: `ok`, and a `detail` for a person."""
@@ -62,11 +120,6 @@ class ServerWatch:
         except EvokeError as error:
             return {"ok": False, "detail": str(error)}
         return {"ok": True, "detail": f"{self._upstream.url} answers"}
-
-    def lost(self) -> None:
-        """Its connection broke: what comes back may be another one."""
-        self.server = UNKNOWN_SERVER
-        self._again_at = 0.0
 
     def described(self) -> str:
         """One line for a person: what requests through this proxy get."""
@@ -86,7 +139,9 @@ class ServerWatch:
         return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}{back}"
 
     def _learn(self, server: ServerInfo) -> None:
-        before, self.server = self.server, server
-        if before is UNKNOWN_SERVER:
+        before, ended = self._latest, self._ended
+        self.server, self._latest, self._ended = server, server, False
+        ended &= not server.instance  # an id tells for certain
+        if before is UNKNOWN_SERVER or ended or server.is_other_than(before):
             self._on_start(server)
             _log.log(logging.INFO if server.patched else logging.WARNING, "%s", self.described())

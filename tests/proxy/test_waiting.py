@@ -84,13 +84,50 @@ def test_a_cancelled_waiter_gives_its_place_to_the_next(
     _run(work())
 
 
-def test_leases_of_a_server_with_other_slots_are_released_to_the_old_pool() -> None:
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_a_running_turn_keeps_its_slot_when_llama_server_restarts(n_slots: int) -> None:
     async def work() -> None:
         queue = SlotQueue(LIMITS)
-        old = await queue.acquire("a", "")
         queue.restart(2)
-        assert [(await queue.acquire(name, "")).slot for name in "xy"] == [0, 1]
-        queue.release(old)
-        assert repr(queue.pool) == "<SlotPool [x* y*] queued=0>"
+        other, running = await queue.acquire("a", ""), await queue.acquire("b", "")
+        assert running.slot == 1
+        queue.release(other)
+        queue.restart(n_slots)
+        second = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
+        await asyncio.sleep(0)
+        assert not second.done(), "two turns of one session run at once"
+        assert queue.pool.slot_of("a") is None and len(queue.pool) == n_slots
+        queue.release(running)
+        assert (await second).slot == min(1, n_slots - 1)
+
+    _run(work())
+
+
+def test_waiters_move_into_the_slots_of_a_larger_server() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        await queue.acquire("a", "")
+        waiting = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
+        await asyncio.sleep(0)
+        queue.restart(2)
+        assert (await waiting).slot == 1
+
+    _run(work())
+
+
+def test_a_waiter_for_a_slot_that_a_smaller_server_lacks_takes_any() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        queue.restart(2)
+        first, second = await queue.acquire("a", ""), await queue.acquire("b", "")
+        waiting = asyncio.get_running_loop().create_task(queue.acquire("c", "", slot=1))
+        await asyncio.sleep(0)
+        queue.restart(1)
+        queue.release(second)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        queue.release(first)
+        assert (await waiting).slot == 0
+        assert repr(queue.pool) == "<SlotPool [c*] queued=0>"
 
     _run(work())

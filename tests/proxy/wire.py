@@ -18,11 +18,20 @@ class Wire:
     struck: threading.Event = field(default_factory=threading.Event)
     _asked: bytes = b""
     _strike: Callable[[], None] = lambda: None
+    _broken: bytes = b""
 
     def at(self, asked: bytes, strike: Callable[[], None]) -> None:
         """Do this once, as soon as the server has been sent a request with these bytes in it."""
         self.struck.clear()
         self._asked, self._strike = asked, strike
+
+    def break_at(self, asked: bytes) -> None:
+        """From now on break every connection on which these bytes are sent; none when empty."""
+        self._broken = asked
+
+    def breaks(self, data: bytes) -> bool:
+        """Whether the connection is to break instead of carrying this."""
+        return bool(self._broken) and self._broken in data
 
     def saw(self, data: bytes) -> None:
         if self._asked and self._asked in data:
@@ -43,29 +52,32 @@ def wire(server: int) -> Iterator[Wire]:
                 while True:
                     near, _ = listener.accept()
                     ends.callback(_end, near)
-                    _run(_connect, near, server, made.saw)
+                    _run(_connect, near, server, made)
 
         ends.callback(_end, listener)
         _run(accept)
         yield made
 
 
-def _connect(near: socket.socket, server: int, saw: Callable[[bytes], None]) -> None:
+def _connect(near: socket.socket, server: int, watched: Wire) -> None:
     try:
         far = socket.create_connection(("127.0.0.1", server))
     except OSError:
         _end(near)
         return
-    _run(_carry, far, near, lambda _: None)
-    _carry(near, far, saw)
+    _run(_carry, far, near)
+    _carry(near, far, watched)
 
 
-def _carry(source: socket.socket, sink: socket.socket, saw: Callable[[bytes], None]) -> None:
+def _carry(source: socket.socket, sink: socket.socket, watched: Wire | None = None) -> None:
     """All that comes, until either is gone; then both are."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
+            if watched is not None and watched.breaks(data):
+                break
             sink.sendall(data)
-            saw(data)
+            if watched is not None:
+                watched.saw(data)
     _end(source)
     _end(sink)
 

@@ -19,6 +19,12 @@ def _well(n: int = 2, n_slots: int = 1) -> ServerPool:
     return pool
 
 
+def _missed(pool: ServerPool, at: int, now: float) -> bool:
+    """A check that fails; whether it opens the breaker."""
+    pool.members[at].checking = True
+    return pool.missed(at, now)
+
+
 def test_nobody_is_asked_anything_before_a_check_was_answered() -> None:
     pool = ServerPool(["a", "b"], RULES)
     assert pool.choose(None, [0, 0]) is None
@@ -45,11 +51,12 @@ def test_home_first_then_least_to_do_for_each_slot_then_fewest_conversations() -
 
 def test_failures_in_a_row_open_it_and_one_trial_after_a_back_off_closes_it() -> None:
     pool = _well()
-    assert not pool.failed(0, 0.1) and not pool.failed(0, 0.2)
+    assert not _missed(pool, 0, 0.1) and not _missed(pool, 0, 0.2)
     pool.served(0)
-    assert not pool.failed(0, 0.3) and not pool.failed(0, 0.4)
-    assert pool.failed(0, 0.5) and pool.members[0].breaker == OPEN
-    assert not pool.failed(0, 0.6), "one that began before says nothing"
+    assert not _missed(pool, 0, 0.3) and not _missed(pool, 0, 0.4)
+    assert _missed(pool, 0, 0.5) and pool.members[0].breaker == OPEN
+    pool.doubted(0, 0.6)
+    assert pool.members[0].check_at == 1.5, "one that began before says nothing"
     assert pool.choose(0, [0, 0]) == 1
     assert pool.due(1.4) == []
     assert pool.due(1.5) == [0] and pool.members[0].breaker == HALF_OPEN
@@ -71,8 +78,31 @@ def test_the_back_off_doubles_up_to_a_bound_and_begins_anew() -> None:
     assert waits == [1.0, 2.0, 4.0, 6.0, 6.0, 6.0]
     assert pool.due(now) == [0] and pool.found(0, now, 1, "model")
     for _ in range(3):
-        pool.failed(0, now)
+        _missed(pool, 0, now)
     assert pool.members[0].check_at - now == 1.0
+
+
+def test_requests_that_fail_open_no_breaker_of_a_server_that_answers_a_check() -> None:
+    pool = _well()
+    for now in range(1, 50):
+        for _ in range(7):
+            pool.doubted(0, now)
+        assert 0 in pool.due(now), "it is checked at once"
+        pool.doubted(0, now)
+        assert not pool.found(0, now, 1, "model") and pool.takes(0)
+        assert 0 in pool.due(now), "one that failed after the check began asks for another"
+        pool.found(0, now, 1, "model")
+        if pool.members[1].checking:
+            pool.found(1, now, 1, "model")
+    assert pool.members[0].openings == 0
+
+
+def test_requests_that_fail_count_when_the_check_fails_too() -> None:
+    pool = _well()
+    pool.doubted(0, 0.5)
+    assert pool.due(0.5) == [0] and not pool.missed(0, 0.6)
+    pool.doubted(0, 0.7)
+    assert pool.due(0.7) == [0] and pool.missed(0, 0.8), "two requests and two checks"
 
 
 def test_one_that_was_tried_may_be_again_once_it_is_back() -> None:
@@ -80,7 +110,7 @@ def test_one_that_was_tried_may_be_again_once_it_is_back() -> None:
     tried = {0: 0, 1: 0}
     assert pool.choose(0, [0, 0], tried) is None
     for _ in range(3):
-        pool.failed(0, 1.0)
+        _missed(pool, 0, 1.0)
     assert pool.choose(0, [0, 0], tried) is None
     assert 0 in pool.due(2.0)
     pool.found(0, 2.0, 1, "model")
@@ -117,7 +147,7 @@ def test_what_all_serve_is_what_the_first_served_as_long_as_anybody_does() -> No
     assert [pool.is_foreign(at) for at in range(3)] == [True, False, False]
     assert pool.choose(0, [0, 0, 0]) == 1
     for _ in range(3):
-        pool.failed(1, 1.0)
+        _missed(pool, 1, 1.0)
     assert pool.choose(0, [0, 0, 0]) == 2, "one that is down keeps what all serve"
     pool.members[2].draining = True
     assert pool.choose(0, [0, 0, 0]) is None, "rather nothing than another model"
@@ -131,7 +161,7 @@ def test_it_says_when_to_ask_again() -> None:
     pool = _well()
     for at, when in ((0, 10.0), (1, 13.0)):
         for _ in range(3):
-            pool.failed(at, when)
+            _missed(pool, at, when)
     assert pool.retry_after(10.2) == 1.0  # never sooner than a second
     pool.members[0].check_at = 15.5
     pool.members[1].check_at = 14.5
@@ -159,7 +189,7 @@ def test_whatever_happens_only_those_that_are_well_are_chosen(
         was = member.breaker
         match kind:
             case "fail":
-                pool.failed(at, now)
+                pool.doubted(at, now)
             case "served":
                 pool.served(at)
             case "begin":
@@ -184,7 +214,7 @@ def test_whatever_happens_only_those_that_are_well_are_chosen(
         if was == OPEN:
             assert member.breaker == OPEN or kind == "check"
         if was == CLOSED and member.breaker == OPEN:
-            assert kind in ("fail", "miss") and member.check_at == now + RULES.backoff_s
+            assert kind == "miss" and member.check_at == now + RULES.backoff_s
         assert 0.0 <= member.backoff_s <= RULES.backoff_max_s
         assert all(m.in_flight >= 0 for m in pool.members)
         assert 1.0 <= pool.retry_after(now) <= max(RULES.backoff_max_s, 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from test_recorded import seated
@@ -16,6 +17,10 @@ def test_a_server_with_fewer_slots_than_a_session_was_in_is_taken() -> None:
     for id, slot in (("first", 1), ("far", 7)):
         was = seated()
         engine.conversations.recall(replace(was, slot=slot, session=replace(was.session, id=id)))
-    engine._started(ServerInfo("", "", n_slots=2))
+
+    async def start() -> None:
+        engine._started(ServerInfo("", "", n_slots=2))
+
+    asyncio.run(start())
     pool = engine._slots.pool
     assert (pool.slot_of("first"), pool.slot_of("far")) == (1, None)

@@ -181,3 +181,52 @@ def test_a_session_that_names_a_slot_moves_there() -> None:
     assert pool.request("a", "", 1, slot=1) == Wait(1)  # its own request runs
     assert pool.release(0, 2) == [(1, Grant(1))]
     assert (pool.slot_of("a"), pool.holder(0)) == (1, None)
+
+
+def test_a_session_moved_to_a_busy_slot_does_not_free_the_session_that_runs_there() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    pool.request("b", "", 1)
+    pool.moved("a", 1)  # llama-server has put it there
+    assert pool.request("b", "", 2) == Wait(1), "its first request still runs"
+    assert pool.release(0, 3) == []
+    assert pool.release(1, 4) == [(1, Grant(0))]
+
+
+@given(st.lists(st.tuples(st.sampled_from("rfsm"), st.integers(0, 5)), max_size=80))
+def test_no_two_requests_of_a_session_run_at_once(steps: list[tuple[str, int]]) -> None:
+    """Whatever restarts, with whatever number of slots, and wherever sessions are moved."""
+    pool = SlotPool(2, 9)
+    running: dict[int, str] = {}
+    waiting: dict[int, str] = {}
+
+    def granted(slot: int, session: str) -> None:
+        assert slot not in running and session not in running.values() and slot < len(pool)
+        running[slot] = session
+
+    def served(tickets: list[tuple[int, Grant]]) -> None:
+        for ticket, grant in tickets:
+            granted(grant.slot, waiting.pop(ticket))
+
+    for now, (kind, who) in enumerate(steps):
+        session = f"s{who % 3}"
+        if kind == "r":
+            answer = pool.request(session, f"t{who // 3}", now)
+            if isinstance(answer, Grant):
+                granted(answer.slot, session)
+            elif isinstance(answer, Wait):
+                waiting[answer.ticket] = session
+        elif kind == "f" and running:
+            slot = sorted(running)[who % len(running)]
+            del running[slot]
+            served(pool.release(slot, now))
+        elif kind == "s":
+            served(pool.restart(who % 3 + 1, now))
+        elif kind == "m":
+            pool.moved(session, who % len(pool))
+    for step in range(200):
+        if not running:
+            break
+        slot, _ = running.popitem()
+        served(pool.release(slot, 1000 + step))
+    assert not waiting and not running

@@ -92,7 +92,7 @@ class Rendered:
     """A request as the tokens llama-server would decode; its answer begins at `generation`.
     Each of `stops` is the first token of a sentence or a line behind the first of its message.
     `edges` are where the last messages end, each with llama-server's hash of all that it said up to
-    there: what it need not say again."""
+    there: what it need not say again. `instance` names the process that rendered it."""
 
     tokens: Tokens
     generation: int
@@ -100,6 +100,7 @@ class Rendered:
     slots: tuple[SlotView, ...] = ()
     stops: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
     edges: tuple[tuple[int, str], ...] = ()
+    instance: str = ""
     _memory: tuple[Grown, Grown] | None = None  # of tokens and stops
 
     @classmethod
@@ -119,7 +120,8 @@ class Rendered:
         if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
             raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
         views = tuple(SlotView.parse(slot) for slot in slots)
-        return cls(tokens, generation, spans, views, stops, edges, memory)
+        instance = str(answer.get("instance") or "")
+        return cls(tokens, generation, spans, views, stops, edges, instance, memory)
 
     @property
     def user_ends(self) -> Positions:

@@ -2,7 +2,8 @@
 
 Pure bookkeeping: events come in, decisions go out; times are seconds and are handed in. A breaker
 is *closed* while its server does its part, *open* after so many failures in a row, and *half open*
-while one trial finds out whether it does again.
+while one trial finds out whether it does again. Only checks of our own open one: a request that
+fails may have failed of what its client sent, so it only brings the next check forward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _NONE: Mapping[int, int] = {}
 class Member:
     """One server as it is known. `in_flight` are requests that run there or wait for a slot there,
     `failures` those in a row, `model` what it serves (empty: nobody knows); nobody is `checking`
-    it before `check_at`."""
+    it before `check_at`. `unconfirmed` are requests that failed since the latest check began: they
+    count as failures when the next check fails, too, of which `confirming` the one under way."""
 
     name: str
     breaker: str = HALF_OPEN
@@ -30,10 +32,12 @@ class Member:
     n_slots: int = 1
     in_flight: int = 0
     failures: int = 0
+    unconfirmed: int = 0
     openings: int = 0
     backoff_s: float = 0.0
     check_at: float = 0.0
     checking: bool = False
+    confirming: int = 0
     model: str = ""
 
     @property
@@ -101,25 +105,21 @@ class ServerPool:
         if self.members[at].breaker == CLOSED:
             self.members[at].failures = 0
 
-    def failed(self, at: int, now: float) -> bool:
-        """A request failed there; whether that has opened its breaker.
+    def doubted(self, at: int, now: float) -> None:
+        """A request failed there: a check is to find out at once whether the server is well.
 
         Says nothing while it is not closed: such a request began before."""
         member = self.members[at]
-        if member.breaker != CLOSED:
-            return False
-        member.failures += 1
-        if member.failures < self.rules.failures:
-            return False
-        self._open(member, self.rules.backoff_s, now)
-        return True
+        if member.breaker == CLOSED:
+            member.unconfirmed += 1
+            member.check_at = min(member.check_at, now)
 
     def due(self, now: float) -> list[int]:
         """Whom to check now, each to be followed by `found` or `missed`; for an open one that is
         its trial."""
         due = [i for i, m in enumerate(self.members) if not m.checking and m.check_at <= now]
         for member in (self.members[i] for i in due):
-            member.checking = True
+            member.checking, member.confirming = True, member.unconfirmed
             member.breaker = HALF_OPEN if member.breaker == OPEN else member.breaker
         return due
 
@@ -135,6 +135,9 @@ class ServerPool:
         closed = member.breaker == HALF_OPEN
         member.checking, member.check_at = False, now + self.rules.health_interval_s
         member.failures, member.backoff_s, member.breaker = 0, 0.0, CLOSED
+        member.unconfirmed -= member.confirming
+        if member.unconfirmed:  # these failed after it began
+            member.check_at = now
         member.n_slots, member.model = n_slots, model or member.model
         self._compare()
         return closed
@@ -149,7 +152,12 @@ class ServerPool:
             self._compare()
             return True
         member.check_at = now + self.rules.health_interval_s
-        return self.failed(at, now)
+        member.failures += 1 + member.unconfirmed
+        member.unconfirmed = 0
+        if member.failures < self.rules.failures:
+            return False
+        self._open(member, self.rules.backoff_s, now)
+        return True
 
     def retry_after(self, now: float) -> float:
         """Seconds until it is worth asking again when none takes requests."""
@@ -168,4 +176,5 @@ class ServerPool:
     def _open(member: Member, backoff_s: float, now: float) -> None:
         member.breaker, member.backoff_s = OPEN, backoff_s
         member.failures, member.check_at = 0, now + backoff_s
+        member.unconfirmed = 0
         member.openings += 1

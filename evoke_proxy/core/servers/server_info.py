@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _NEEDED = frozenset(("blocks", "plan", "render", "reuse", "stream"))
@@ -20,7 +20,7 @@ class ServerInfo:
     to disk, where a restart leaves them. `whole`: some of a slot is in no copy. `capturable` are
     the layers whose attention it can capture. `probes`: a request can be decoded only to see what
     it looks for. `n_ctx` is how many tokens a slot's context may have, resident or not; None where
-    only the server knows.
+    only the server knows. `instance` names its process; empty where it is not patched.
     """
 
     lacking: str
@@ -35,6 +35,17 @@ class ServerInfo:
     capturable: tuple[int, ...] = ()
     probes: bool = False
     n_ctx: int | None = None
+    instance: str = ""
+
+    def is_other_than(self, before: ServerInfo) -> bool:
+        """Whether this is another process than the one that answered before.
+
+        Instance ids decide. Without them only another description tells: of two processes that
+        describe themselves alike this cannot know.
+        """
+        if self.instance or before.instance:
+            return self.instance != before.instance
+        return replace(self, sleeping=False) != replace(before, sleeping=False)
 
     @property
     def patched(self) -> bool:
@@ -58,6 +69,7 @@ class ServerInfo:
             capturable=_capturable(props.get("evoke")),
             probes="probe" in _features(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),
+            instance=_instance(props.get("evoke")),
         )
 
 
@@ -91,6 +103,11 @@ def _n_ctx(evoke: object) -> int | None:
     limits = evoke.get("limits") if isinstance(evoke, dict) else None
     n_ctx = limits.get("n_ctx_logical") if isinstance(limits, dict) else None
     return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
+
+
+def _instance(evoke: object) -> str:
+    instance = evoke.get("instance") if isinstance(evoke, dict) else None
+    return instance if isinstance(instance, str) else ""
 
 
 def _memory(evoke: object) -> object:

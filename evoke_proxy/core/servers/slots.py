@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,10 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Slot:
+    """`session` is the one whose request runs here; None when it is idle or runs a guest."""
+
     holder: str | None = None
+    session: str | None = None
     busy: bool = False
     guest: bool = False
     used: float = 0.0
@@ -57,6 +60,8 @@ class SlotPool:
     """
 
     def __init__(self, n_slots: int, max_queue: int) -> None:
+        self._n_slots = n_slots
+        # Longer while requests run in slots that the server does not have any more.
         self._slots = [_Slot() for _ in range(n_slots)]
         self.max_queue = max_queue
         self._queues: dict[str, deque[_Waiter]] = {}
@@ -67,7 +72,7 @@ class SlotPool:
         return f"<SlotPool [{slots}] queued={self.queued}>"
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return self._n_slots
 
     @property
     def queued(self) -> int:
@@ -90,6 +95,8 @@ class SlotPool:
         Nobody overtakes a waiter of the same tenant, but for one that waits for `slot` and no
         other. IndexError when there is no such slot.
         """
+        if slot is not None and not 0 <= slot < self._n_slots:
+            raise IndexError(f"there is no slot {slot}")
         waiter = _Waiter(self._next_ticket + 1, session, guest, slot)
         queue = self._queues.get(tenant, ())
         if not any(_behind(waiter, other) for other in queue):
@@ -107,6 +114,8 @@ class SlotPool:
         given_back = self._slots[slot]
         given_back.used = given_back.used if given_back.guest else now
         given_back.busy = given_back.guest = False
+        given_back.session = None
+        self._trim()
         return list(self._serve(now))
 
     def cancel(self, ticket: int, now: float) -> list[tuple[int, Grant]]:
@@ -135,10 +144,27 @@ class SlotPool:
             if slot.holder == session:
                 slot.holder = None
 
-    def forget_all(self) -> None:
-        """llama-server restarted: no slot holds anything. Requests that run keep their slot."""
+    def restart(self, n_slots: int, now: float) -> list[tuple[int, Grant]]:
+        """llama-server restarted with `n_slots`: no idle slot holds anything.
+
+        Requests that run keep their slot until it is released, even where the new server has fewer.
+        Returns the tickets that get a slot because there are more of them.
+        """
         for slot in self._slots:
-            slot.holder = None
+            slot.holder = slot.session
+        self._n_slots = n_slots
+        self._slots += [_Slot() for _ in range(n_slots - len(self._slots))]
+        self._trim()
+        for queue in self._queues.values():
+            for at, waiter in enumerate(queue):
+                if waiter.slot is not None and waiter.slot >= n_slots:
+                    queue[at] = replace(waiter, slot=None)
+        return list(self._serve(now))
+
+    def _trim(self) -> None:
+        """Remove idle slots that the server does not have."""
+        while len(self._slots) > self._n_slots and not self._slots[-1].busy:
+            self._slots.pop()
 
     def _serve(self, now: float) -> Iterator[tuple[int, Grant]]:
         while (served := self._serve_one(now)) is not None:
@@ -162,13 +188,13 @@ class SlotPool:
         """The slot it names. Else its own, else an empty one, else the one idle for longest. None
         if it must wait.
 
-        A session whose own request runs waits for it: its tokens are there. It does not wait for a
-        guest in its slot while another slot is idle.
+        A session whose own request runs waits for it, wherever that is: no two requests of one
+        session run at once. It does not wait for a guest in its slot while another slot is idle.
         """
-        own = self.slot_of(waiter.session)
-        if own is not None and self._slots[own].busy and not self._slots[own].guest:
+        if any(slot.session == waiter.session for slot in self._slots):
             return None
-        idle = [i for i, slot in enumerate(self._slots) if not slot.busy]
+        own = self.slot_of(waiter.session)
+        idle = [i for i in range(self._n_slots) if not self._slots[i].busy]
         if waiter.slot is not None:
             idle = [waiter.slot] if not self._slots[waiter.slot].busy else []
         elif own in idle:
@@ -185,6 +211,7 @@ class SlotPool:
         if not guest:
             self.forget(session)
             slot.holder, slot.used = session, now
+            slot.session = session
         return Grant(index, victim)
 
 

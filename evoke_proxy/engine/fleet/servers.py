@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class Servers:
         self._fingerprints = [""] * len(engines)
         self._told = [""] * len(engines)
         self._waiting: list[list[_Waiting]] = [[] for _ in engines]
+        self._doubted = asyncio.Event()
         self._unsure: set[int] = set()  # those that may be another than they were
         self._chores = Chores()
         self._watching: asyncio.Task[None] | None = None
@@ -137,15 +138,17 @@ class Servers:
         _log.warning("a request goes on to another server than %s: %s", name, error)
 
     def failed(self, error: UpstreamError) -> None:
-        """A request has failed of one; which, and whether that counts, the error says."""
+        """A request has failed of one; the error says of which. It is checked at once: only that
+        tells whether the server or what the client sent is the reason."""
         at = next((i for i, e in enumerate(self._each) if e.upstream.url == error.url), None)
         if at is None:
             self._metrics.upstream_errors.labels(kind=error.code).inc()
             return
         self._each[at].upstream_failed(error)
         self._unsure.add(at)
-        if not isinstance(error, UpstreamRejected) and self.pool.failed(at, _now()):
-            self._opened(at, str(error))
+        if not isinstance(error, UpstreamRejected):
+            self.pool.doubted(at, _now())
+            self._doubted.set()
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
         """Whether conversations are to leave a server; the server then."""
@@ -209,11 +212,14 @@ class Servers:
 
     async def _watch(self) -> None:
         while True:
+            self._doubted.clear()
             now = _now()
             for at in self.pool.due(now):
                 self._chores.run(self._check(at), _CHECKING)
             due = self.pool.next_check()
-            await asyncio.sleep(min(max(0.05, (due or now + 1.0) - now), 1.0))
+            wait_s = min(max(0.05, (due or now + 1.0) - now), 1.0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._doubted.wait(), wait_s)
 
     async def _check(self, at: int) -> None:
         """Ask one whether it is well, and after it was away, what it is."""
@@ -227,8 +233,10 @@ class Servers:
             self.pool.found(at, _now(), engine.server.n_slots, model)
             self._tell()
         except (UpstreamError, TimeoutError) as error:
-            if isinstance(error, UpstreamError) and not isinstance(error, UpstreamRejected):
-                engine.upstream_failed(error)
+            if isinstance(error, UpstreamError):
+                engine.watch.missed(error)
+                if not isinstance(error, UpstreamRejected):
+                    engine.upstream_failed(error)
             answered = True
             if self.pool.missed(at, _now()):
                 self._opened(at, str(error))
@@ -242,7 +250,7 @@ class Servers:
         if self.pool.is_well(at) and at not in self._unsure:
             return ""
         if self.pool.members[at].openings and not self.pool.is_well(at):  # it may be another one
-            engine.watch.lost()
+            engine.watch.doubt()
         await engine.watch.look()
         try:
             props = await engine.upstream.call("GET", "/props")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import orjson
@@ -22,7 +22,6 @@ from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
-from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.turns.attending import Attending
@@ -31,6 +30,7 @@ from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.probing import Probing
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.vectors import BlockVectors
+from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Planner:
         conversations: Conversations,
         vectors: BlockVectors,
         records: Records,
-        server: Callable[[], ServerInfo],
+        watch: ServerWatch,
     ) -> None:
         self._upstream = upstream
         self._metrics = metrics
@@ -55,9 +55,9 @@ class Planner:
         self._conversations = conversations
         self._vectors = vectors
         self._records = records
-        self._attending = Attending(upstream, server)
-        self.probing = Probing(upstream, metrics, self._attending, server)
-        self._server = server
+        self._watch = watch
+        self._attending = Attending(upstream, lambda: watch.server)
+        self.probing = Probing(upstream, metrics, self._attending, lambda: watch.server)
 
     async def prepare(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
@@ -69,7 +69,7 @@ class Planner:
         does. The lease is in `way` as soon as there is one and stays the caller's to release.
         """
         began = asyncio.get_running_loop().time()
-        rendering = self._upstream.render(request.dialect, way.body, client, way.known)
+        rendering = self._render(request.dialect, way.body, client, way.known)
         rendered = await self._vectors.beside(rendering, way, request, tenant)
         way.stage = "session"
         known = way.conversation = self._conversations.of_request(
@@ -85,7 +85,7 @@ class Planner:
         request, changed = self._truncated(way, request, rendered)
         if changed or moved:
             way.stage = "render"
-            rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
+            rendered = await self._render(request.dialect, way.body, client, rendered)
         if left is not None and left != lease.slot:
             await self._seating.make_room(known, slot_in(rendered, left), client)
         victim = self._conversations.get(lease.victim)
@@ -100,6 +100,18 @@ class Planner:
             asyncio.get_running_loop().time() - began - way.waits["queue"]
         )
 
+    async def _render(
+        self,
+        dialect: str,
+        body: bytes,
+        client: Mapping[str, str],
+        known: Rendered | None = None,
+    ) -> Rendered:
+        """The tokens of a request, from the instance of the server that is known then."""
+        rendered = await self._upstream.render(dialect, body, client, known)
+        await self._watch.confirm(rendered.instance, client)
+        return rendered
+
     async def _brought_back(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
     ) -> Rendered:
@@ -113,7 +125,7 @@ class Planner:
         if not await self._records.restored(known, rendered.tokens, view, client):
             return rendered
         way.stage = "render"
-        rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
+        rendered = await self._render(request.dialect, way.body, client, rendered)
         known.epoch = slot_in(rendered, way.lease.slot).epoch
         return rendered
 
@@ -126,7 +138,7 @@ class Planner:
         known = way.conversation
         if way.lease is None or known is None:
             return
-        rendered = await self._upstream.render(request.dialect, way.body, client)
+        rendered = await self._render(request.dialect, way.body, client)
         view = slot_in(rendered, way.lease.slot)
         if known.epoch != view.epoch:
             view = await self._without_foreign_holes(view, known, client)
@@ -163,7 +175,7 @@ class Planner:
         except PlanRefused as refused:
             await self._learn(way, refused, client)
             way.stage = "render"
-            rendered = await self._upstream.render(request.dialect, way.body, client, rendered)
+            rendered = await self._render(request.dialect, way.body, client, rendered)
             try:
                 await self._attempt(way, request, rendered, client)
             except PlanRefused as again:
@@ -213,7 +225,7 @@ class Planner:
         if recalled is None:
             return turn, plan, None
         way.stage = "render"
-        rendered = await self._upstream.render(request.dialect, recalled.body, client)
+        rendered = await self._render(request.dialect, recalled.body, client)
         way.stage = "decide"
         view = slot_in(rendered, turn.slot.id)
         longer = session.begin(rendered, view, recalled.request, way.vectors)
@@ -225,7 +237,7 @@ class Planner:
 
     def _too_long(self, rendered: Rendered, answer: int) -> bool:
         """Whether a prompt and an answer of so many tokens exceed the context of a slot."""
-        n_ctx = self._server().n_ctx
+        n_ctx = self._watch.server.n_ctx
         return n_ctx is not None and len(rendered.tokens) + max(answer, 1) > n_ctx
 
     async def _without_foreign_holes(

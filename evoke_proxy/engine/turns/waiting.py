@@ -60,11 +60,8 @@ class SlotQueue:
         self._pool.max_queue = limits.queue
 
     def restart(self, n_slots: int) -> None:
-        """A server with so many empty slots; leases of another one go on being released to it."""
-        if n_slots == len(self._pool):
-            self._pool.forget_all()
-        else:
-            self._pool = SlotPool(n_slots, self._limits.queue)
+        """Another server with so many empty slots; requests that run keep their leases."""
+        self._wake(self._pool, self._pool.restart(n_slots, self._now()))
 
     async def acquire(
         self,
