@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack
 from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.errors import EvokeError, RequestError
 
@@ -26,22 +26,32 @@ E = TypeVar("E", bound=_Engine)
 
 
 class Models(Generic[E]):
-    """`make` gives the engine of a model by its name."""
+    """Engines by model; use as an async context manager. `make` gives the engine of a model.
+
+    Each engine is entered and left by a task of its own: a request that is cancelled while its
+    model is entered leaves nothing half done, and the next request finds the engine entered.
+    """
 
     def __init__(self, router: Upstream, make: Callable[[str], E]) -> None:
         self._router = router
         self._make = make
         self._known: dict[str, E] = {}
         self._names: dict[str, str] = {}
-        self._entered = AsyncExitStack()
+        self._entering: dict[str, asyncio.Future[E]] = {}
+        self._owners = Chores()
+        self._closing = asyncio.Event()
         self._one = asyncio.Lock()
 
-    def __iter__(self) -> Iterator[E]:
-        return iter(self._known.values())
+    async def __aenter__(self) -> Self:
+        await self._owners.__aenter__()
+        return self
 
-    async def close(self) -> None:
-        """Leave all of them."""
-        await self._entered.aclose()
+    async def __aexit__(self, *_: object) -> None:
+        self._closing.set()
+        await self._owners.__aexit__()
+
+    def __iter__(self) -> Iterator[E]:
+        return iter(list(self._known.values()))
 
     async def of(self, body: bytes, client: Mapping[str, str]) -> E | None:
         """The engine of the model that a request names, which is loaded then as the request itself
@@ -61,13 +71,30 @@ class Models(Generic[E]):
         async with self._one:
             if name not in self._names:
                 await self._list(client)
-            id = self._names.get(name)
-            if id is not None and id not in self._known:
-                engine = self._make(id)
-                await engine.__aenter__()
-                self._entered.push_async_exit(engine.__aexit__)
+        id = self._names.get(name)
+        if id is None:
+            return None
+        if id not in self._entering:
+            entering = self._entering[id] = asyncio.get_running_loop().create_future()
+            self._owners.run(self._own(id, entering), f"keeping the engine of {id}")
+        return await asyncio.shield(self._entering[id])
+
+    async def _own(self, id: str, entering: asyncio.Future[E]) -> None:
+        """Enter the engine of a model, and leave it when all are left."""
+        try:
+            async with self._make(id) as engine:
                 self._known[id] = engine
-            return self._known[id] if id is not None else None
+                entering.set_result(engine)
+                await self._closing.wait()
+        except BaseException as error:
+            if not entering.done():  # the next request tries again
+                del self._entering[id]
+                if isinstance(error, Exception):
+                    entering.set_exception(error)
+                    entering.exception()  # retrieved, even if nobody waits any more
+                else:
+                    entering.cancel()
+            raise
 
     async def _list(self, client: Mapping[str, str]) -> None:
         answer = await self._router.call("GET", "/v1/models", client=client)

@@ -104,17 +104,21 @@ class Engine:
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
     async def __aenter__(self) -> Engine:
-        if self._alone:
-            await self._entered.enter_async_context(self.shared)
-        await self._entered.enter_async_context(self.upstream)
-        await self._entered.enter_async_context(self.keeper)
-        await self._entered.enter_async_context(self._chores)
-        self._records.recall()
-        await self.watch.look()
+        try:
+            if self._alone:
+                await self._entered.enter_async_context(self.shared)
+            await self._entered.enter_async_context(self.upstream)
+            await self._entered.enter_async_context(self.keeper)
+            await self._entered.enter_async_context(self._chores)
+            await self._entered.enter_async_context(self._models)
+            self._records.recall()
+            await self.watch.look()
+        except BaseException:  # what was entered is left
+            await self._entered.aclose()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._models.close()
         await self._entered.aclose()
 
     @property

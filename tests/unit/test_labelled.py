@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import virtual_time
 from prometheus_client.parser import text_string_to_metric_families
 
 from evoke_proxy.adapters.metrics import Metrics
@@ -61,3 +62,30 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
     servers = {"": Gateway(UpstreamConfig())}
     text = asyncio.run(exposition(servers, Metrics())).decode()
     assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1
+
+
+def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
+    metrics, delays = Metrics(), [0.0, 99.0, 0.1]
+
+    class Slow(Upstream):
+        async def info(self, client: object = None) -> ServerInfo:
+            await asyncio.sleep(delays.pop(0))
+            return ServerInfo("unpatched", "", sleeping=True)
+
+    def up() -> float | None:
+        return metrics.registry.get_sample_value("evoke_upstream_up")
+
+    async def scrapes() -> None:
+        servers = {"": Slow(UpstreamConfig())}
+        await exposition(servers, metrics)
+        assert up() == 1
+        async with asyncio.TaskGroup() as tasks:
+            abandoned = tasks.create_task(exposition(servers, metrics))
+            await asyncio.sleep(0)
+            assert up() == 1, "one that has just begun knows nothing"
+            await exposition(servers, metrics)
+            assert up() == 1
+            abandoned.cancel()
+        assert up() == 1
+
+    virtual_time.run(scrapes())

@@ -1,0 +1,120 @@
+"""Engines of the models behind a router: entered once, and left by the task that entered them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import pytest
+
+from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.config import Config, UpstreamConfig
+from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.orchestrator import Engine
+
+BODY = b'{"model":"one"}'
+
+
+class Router(Upstream):
+    """Knows two models, and loads them at once."""
+
+    def __init__(self) -> None:
+        super().__init__(UpstreamConfig())
+
+    async def call(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {"data": [{"id": "one", "aliases": ["first"]}, {"id": "two"}]}
+
+
+@dataclass
+class Entered:
+    """An engine that is entered when it may."""
+
+    may: asyncio.Event
+    failures: list[BaseException]
+    upstream: Upstream = field(default_factory=Router)
+    tasks: list[asyncio.Task[Any] | None] = field(default_factory=list)
+    scope: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
+
+    async def __aenter__(self) -> Self:
+        await self.scope.__aenter__()
+        self.tasks.append(asyncio.current_task())
+        await self.may.wait()
+        if self.failures:
+            await self.scope.__aexit__(None, None, None)
+            raise self.failures.pop()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.tasks.append(asyncio.current_task())
+        await self.scope.__aexit__(None, None, None)
+
+
+async def _request(models: Models[Entered], body: bytes = BODY) -> Entered | None:
+    return await models.of(body, {})
+
+
+def test_a_request_that_is_cancelled_while_its_model_is_entered_leaves_nothing_half_done() -> None:
+    async def run() -> None:
+        may, made = asyncio.Event(), list[Entered]()
+
+        def make(_: str) -> Entered:
+            made.append(Entered(may, []))
+            return made[-1]
+
+        loop = asyncio.get_running_loop()
+        async with Models(Router(), make) as models:
+            leaving = loop.create_task(_request(models))
+            staying = loop.create_task(_request(models, b'{"model":"first"}'))
+            while not made or not made[0].tasks:
+                await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.sleep(0)
+            assert leaving.cancelled() and not list(models)
+            may.set()
+            assert await staying is made[0] and list(models) == made
+            assert await _request(models) is made[0]
+            assert await _request(models, b'{"model":"none"}') is None
+        (engine,) = made
+        entered, left = engine.tasks
+        assert entered is left and entered not in (leaving, staying, asyncio.current_task())
+
+    asyncio.run(run())
+
+
+def test_a_model_that_could_not_be_entered_is_tried_again() -> None:
+    async def run() -> None:
+        may, made, failures = asyncio.Event(), list[Entered](), [OSError("once")]
+        may.set()
+
+        def make(_: str) -> Entered:
+            made.append(Entered(may, failures))  # type: ignore[arg-type]
+            return made[-1]
+
+        async with Models(Router(), make) as models:
+            with pytest.raises(OSError, match="once"):
+                await _request(models)
+            assert not list(models)
+            assert await _request(models) is made[1]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_cancelled_while_it_is_entered_is_left(monkeypatch: Any) -> None:
+    async def run() -> None:
+        engine, hangs = Engine(Config()), asyncio.Event()
+
+        async def look(*_: object) -> None:
+            hangs.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(engine.watch, "look", look)
+        entering = asyncio.get_running_loop().create_task(engine.__aenter__())
+        await hangs.wait()
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        client = engine.upstream._client
+        assert client is not None and client.closed
+
+    asyncio.run(run())
