@@ -9,6 +9,7 @@
         PinBudgetExceeded         400 evoke_pin_budget_exceeded
         Unauthenticated           401 invalid_api_key        no key, or one that nobody has
         Forbidden                 403 evoke_forbidden        a path that is not for clients
+        MethodRefused             405 method_not_allowed     501 when the method is unknown
       CapacityError               503 capacity_exceeded      sends Retry-After
         SlotsBusy                 503 slots_busy             queue full, or waited too long
         Draining                  503 draining               stopping: answers end, none begin
@@ -30,6 +31,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -100,6 +102,21 @@ class Forbidden(RequestError):
     code = "evoke_forbidden"
 
 
+class MethodRefused(RequestError):
+    """The method is not accepted here; `allow` lists those that are."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, method: str, allow: Iterable[str], known: bool = True) -> None:
+        self.allow = ", ".join(allow)
+        super().__init__(
+            f"method {method} is not accepted, {self.allow} are",
+            None if known else "method_not_implemented",
+            None if known else 501,
+        )
+
+
 class CapacityError(EvokeError):
     """No room now; trying again after `retry_after` seconds may help."""
 
@@ -134,16 +151,23 @@ class NoServer(CapacityError):
 
 class UpstreamError(EvokeError):
     """llama-server did not do its part; `url` says which, where that is known. One that was not
-    `reached` knows nothing of the request. `counted`: the metric of failures has this one."""
+    `reached` knows nothing of the request. `counted`: the metric of failures has this one.
+
+    The message is for operators; `public` is the message for clients, without the internal URL.
+    """
 
     status = 502
     code = "upstream_error"
     counted = False
 
-    def __init__(self, message: str, url: str = "", reached: bool = True) -> None:
+    def __init__(self, message: str, url: str = "", reached: bool = True, public: str = "") -> None:
         super().__init__(message)
         self.url = url
         self.reached = reached
+        hidden = (
+            message.replace(f" at {url}", "").replace(url, "(llama-server)") if url else message
+        )
+        self.public = public or hidden
 
 
 class UpstreamUnavailable(UpstreamError):
@@ -151,6 +175,7 @@ class UpstreamUnavailable(UpstreamError):
 
     status = 503
     code = "upstream_unavailable"
+    retry_after: float = 5.0
 
 
 class UpstreamTimeout(UpstreamError):

@@ -25,9 +25,12 @@ from yarl import URL
 
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.request_head import check_head, malformed_header
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
     PlanRefused,
+    RequestError,
+    UpstreamError,
     UpstreamProtocolError,
     UpstreamRejected,
     UpstreamTimeout,
@@ -43,6 +46,8 @@ _KEEPALIVE_S = 2.0
 _NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LINE_BYTES = 64 * 1024
 _PIECE_BYTES = 256 * 1024
+# The largest answer to a call of our own: a rendering of some million tokens fits.
+_ANSWER_BYTES = 256 * 1024 * 1024
 LATEST = "latest"
 _AUTHENTICATION = ("Authorization", "X-Api-Key")
 # Seconds that `call` has waited in the current task, by name, where somebody wants to know.
@@ -58,19 +63,29 @@ class Reply:
     headers: CIMultiDict[str]
     url: str
     _response: aiohttp.ClientResponse
+    _pause_s: float | None = None
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives, undecoded. Raises UpstreamError when it breaks off."""
+        """The body as it arrives, undecoded. Raises UpstreamError when it breaks off, or when
+        nothing arrives for longer than `upstream.read_timeout_s`."""
         while True:
             with _mapped(self.url):
-                chunk = await self._response.content.readany()
+                async with asyncio.timeout(self._pause_s):
+                    chunk = await self._response.content.readany()
             if not chunk:
                 return
             yield chunk
 
-    async def read(self) -> bytes:
-        """The whole body."""
-        return b"".join([chunk async for chunk in self.chunks()])
+    async def read(self, limit: int = _ANSWER_BYTES) -> bytes:
+        """The whole body. Raises UpstreamProtocolError when it is longer than `limit` bytes."""
+        chunks: list[bytes] = []
+        size = 0
+        async for chunk in self.chunks():
+            size += len(chunk)
+            if size > limit:
+                raise UpstreamProtocolError(f"llama-server answered over {limit} bytes", self.url)
+            chunks.append(chunk)
+        return b"".join(chunks)
 
 
 class _ResponseHandler(ResponseHandler):
@@ -79,12 +94,22 @@ class _ResponseHandler(ResponseHandler):
     After a streamed answer it closes without saying so: a request written into such a connection
     would be lost, and a POST must not be sent twice. Its router ends some 204 like a chunked body,
     which aiohttp takes for nonsense: whatever follows the head of a 204 is cut off.
+    After an error (status 400 and above) it may take what is left of the request for another one:
+    that connection is closed and never used again. So is one on which a head that has begun is not
+    complete in `head_timeout_s`; before its first byte there is no limit, since prefill is slow.
     """
 
+    # Whether nothing of an answer has arrived, whether its head is not complete.
     _head_expected = False
+    _head_open = False
+    _head_due: asyncio.TimerHandle | None = None
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, head_timeout_s: float) -> None:
+        super().__init__(loop)
+        self._head_timeout_s = head_timeout_s
 
     def set_response_params(self, **options: Any) -> None:
-        self._head_expected = True
+        self._head_expected = self._head_open = True
         super().set_response_params(**options)
 
     def data_received(self, data: bytes) -> None:
@@ -94,11 +119,50 @@ class _ResponseHandler(ResponseHandler):
             self.force_close()
         self._head_expected = False
         super().data_received(data)
+        if self._head_open and self._head_due is None and self.transport is not None:
+            self._head_due = self._loop.call_later(self._head_timeout_s, self._head_too_late)
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
-        if data[0].chunked:
+        message = data[0]
+        if message.code >= 200:
+            self._head_ends()
+        if message.chunked or message.code >= 400:
             self.force_close()
         super().feed_data(data, size)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_ends()
+        super().connection_lost(exc)
+
+    def _head_ends(self) -> None:
+        self._head_open = False
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _head_too_late(self) -> None:
+        self.set_exception(aiohttp.SocketTimeoutError("the head of the answer does not end"))
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class _ClientBody:
+    """A body that is read from a client while it is sent to llama-server.
+
+    `failure` is what went wrong on the client's side: that is no failure of llama-server.
+    """
+
+    def __init__(self, pieces: AsyncIterable[bytes]) -> None:
+        self._pieces = pieces
+        self.failure: Exception | None = None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._pieces:
+                yield piece
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 def _noticing(address: aiohttp.AddrInfoType) -> socket.socket:
@@ -124,7 +188,9 @@ class Upstream:
             limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_noticing
         )
         # There is no public place for it; a test on a 204 tells when this one moves.
-        factory: Any = partial(_ResponseHandler, asyncio.get_running_loop())
+        factory: Any = partial(
+            _ResponseHandler, asyncio.get_running_loop(), self.config.read_timeout_s
+        )
         connector._factory = factory
         self._client = aiohttp.ClientSession(
             connector=connector,
@@ -152,19 +218,42 @@ class Upstream:
         """Send a request, give its answer; leaving early closes the connection, which cancels it.
 
         `target` is the raw path with query. Waits for the head without limit: prefill is slow.
+        Raises RequestError, and sends nothing, when llama-server could not parse the head; also
+        when the body breaks off on the client's side.
         """
         assert self._client is not None, "used outside its context"
         url = URL(self.url + target, encoded=True)
         sent = CIMultiDict(headers)
+        streamed: _ClientBody | None = None
         if isinstance(body, bytes):
             sent["Content-Length"], body = str(len(body)), _pieces(body)
-        with _mapped(self.url):
-            response = await self._client.request(
-                method, url, headers=sent, data=body, allow_redirects=False
-            )
+        elif body is not None:
+            body = streamed = _ClientBody(body)
+        chunked = body is not None and "Content-Length" not in sent
+        check_head(method, target, sent, chunked)
+        try:
+            with _mapped(self.url):
+                response = await self._client.request(
+                    method, url, headers=sent, data=body, allow_redirects=False
+                )
+        except UpstreamError as error:
+            failure = streamed.failure if streamed is not None else None
+            if isinstance(failure, ConnectionError):
+                raise ConnectionResetError("the client is gone") from error
+            if failure is not None:
+                raise RequestError("the request body broke off, or is malformed") from error
+            raise
         try:
             status, reason = response.status, response.reason or ""
-            yield Reply(status, reason, _decoded(response), self.url, response)
+            answered = _decoded(response)
+            malformed = malformed_header(answered) or malformed_header({"reason": reason})
+            if malformed is not None:
+                message = f"llama-server at {self.url} sent control characters in {malformed!r}"
+                raise UpstreamProtocolError(message, self.url)
+            # A GET that is answered with events may have nothing to tell for hours.
+            listens = method == "GET" and response.content_type == "text/event-stream"
+            pause_s = None if listens else self.config.read_timeout_s
+            yield Reply(status, reason, answered, self.url, response, pause_s)
         finally:
             response.close()
 
@@ -282,13 +371,16 @@ def _mapped(url: str) -> Iterator[None]:
     except (TimeoutError, aiohttp.ServerTimeoutError) as error:
         raise UpstreamTimeout(
             f"llama-server at {url} did not answer in time: see its log, or raise the timeout",
-            *(url, not isinstance(error, aiohttp.ConnectionTimeoutError)),
+            url,
+            reached=not isinstance(error, aiohttp.ConnectionTimeoutError),
         ) from error
     except aiohttp.ClientConnectorError as error:
         raise UpstreamUnavailable(
             f"llama-server at {url} cannot be reached ({error.strerror or error.os_error});"
             " start it, or point --upstream at the right address",
-            *(url, False),
+            url,
+            reached=False,
+            public="llama-server cannot be reached; try again later",
         ) from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise UpstreamUnavailable(

@@ -5,6 +5,7 @@ Defaults live in these classes and nowhere else. `config/evoke.example.yaml` nam
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +25,10 @@ from evoke_proxy.config.strict import (
 from evoke_proxy.errors import ConfigError
 
 __all__ = [
-    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "POLICIES", "POOLINGS", "RECALLS",
-    "RECOVERIES", "Config", "EmbedderConfig", "LimitsConfig", "LogConfig", "NormaliseConfig",
-    "PageConfig", "PolicyConfig", "PoolConfig", "SecurityConfig", "SnapshotsConfig",
-    "UpstreamConfig", "env_name", "keys", "load", "parse_listen", "value_at",
+    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "MAX_HEADERS", "MAX_LINE_BYTES",
+    "POLICIES", "POOLINGS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig", "LimitsConfig",
+    "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig", "PoolConfig", "SecurityConfig",
+    "SnapshotsConfig", "UpstreamConfig", "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
 POLICIES = (
@@ -43,6 +44,10 @@ RECALLS = ("text", "model", "fused", "none")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
 POOLINGS = ("cls", "mean")
+# The most that llama-server can parse, with room to spare: cpp-httplib refuses a header line over
+# 8,192 bytes and more than 100 headers. See core/request/request_head.py.
+MAX_LINE_BYTES = 8000
+MAX_HEADERS = 90
 _MAY_BE_ZERO = frozenset(
     (
         *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
@@ -62,6 +67,7 @@ class UpstreamConfig:
     api_key: str = ""
     connect_timeout_s: float = 5.0
     call_timeout_s: float = 60.0
+    read_timeout_s: float = 300.0
     probe_interval_s: float = 2.0
 
 
@@ -70,8 +76,8 @@ class LimitsConfig:
     """What a client may ask of the proxy."""
 
     body_bytes: int = 64 * 1024 * 1024
-    header_bytes: int = 64 * 1024
-    headers: int = 128
+    header_bytes: int = MAX_LINE_BYTES
+    headers: int = MAX_HEADERS
     connections: int = 512
     idle_timeout_s: float = 60.0
     body_timeout_s: float = 120.0
@@ -258,19 +264,43 @@ def _check(config: Config) -> None:
     _one_of("log.level", config.log.level, LOG_LEVELS)
     _one_of("log.format", config.log.format, LOG_FORMATS)
     _check_numbers(config)
+    _check_heads(config.limits)
     _check_budget(config.policy)
     _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
     _require(config.snapshots.stall_share <= 1, "snapshots.stall_share", "must be at most 1")
 
 
 def _check_admin(config: Config) -> None:
-    named = "admin_listen" if config.security.admin_listen else "listen"
-    for address in config.security.admin_listen or config.listen:
+    security = config.security
+    shared = bool(security.keys_file) and not security.admin_listen
+    message = (
+        "empty, so that clients may operate the proxy at `listen`, keys or not:"
+        " name an address of its own, or set security.admin_token_file"
+    )
+    safe = not shared or bool(security.admin_token_file)
+    _require(safe, "security.admin_listen", message)
+    named = "admin_listen" if security.admin_listen else "listen"
+    for address in security.admin_listen or config.listen:
         host, _ = parse_listen(address)
-        loopback = host in ("localhost", "::1") or host.startswith("127.")
-        safe = loopback or bool(config.security.admin_token_file)
+        safe = _is_loopback(host) or bool(security.admin_token_file)
         message = f"{address} is open to others: it needs security.admin_token_file"
         _require(safe, f"security.{named}" if named != "listen" else named, message)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine alone; no name but localhost is one."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_heads(limits: LimitsConfig) -> None:
+    """What llama-server cannot parse must not be let in: see core/request/request_head.py."""
+    why = "llama-server does not parse more, and takes what it does not parse for another request"
+    for key, most in (("header_bytes", MAX_LINE_BYTES), ("headers", MAX_HEADERS)):
+        value = getattr(limits, key)
+        _require(value <= most, f"limits.{key}", f"must be at most {most}, not {value}: {why}")
 
 
 def _check_budget(policy: PolicyConfig) -> None:

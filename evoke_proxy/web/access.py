@@ -18,9 +18,17 @@ from evoke_proxy.web.guard import DOOR, is_ours
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
+# The headers that llama-server gets of a client with a key of ours. It reads none but these; of the
+# others X-Conversation-Id would let tenants end each other's streams, and would have a stream go on
+# when its client has gone.
+FORWARDED = frozenset(
+    """
+    accept accept-encoding accept-language access-control-request-headers
+    access-control-request-method anthropic-beta anthropic-version content-encoding content-length
+    content-type origin traceparent tracestate user-agent x-evoke-server x-request-id
+    """.split()
+)
 _CALLER = web.RequestKey("caller", Caller)
-# Said to whoever asks: a load balancer has no key, and they tell nothing of anybody.
-_OPEN = frozenset(("/health", "/v1/health"))
 # What a tenant may ask of llama-server, spelled just so: it decodes %73lots, so anything else might
 # be a way to what belongs to others (/slots, /lora-adapters, loading and unloading of models).
 _TENANTS = {
@@ -50,7 +58,9 @@ class Access:
     def check(self, request: web.Request) -> None:
         """Raises Unauthenticated without a key that counts, Forbidden when the path is for none."""
         ours = is_ours(request) and request.raw_path.startswith("/evoke/")
-        if self._file is None or request.raw_path in _OPEN or ours:  # that has a guard of its own
+        if (
+            self._file is None or request.raw_path in dialects.HEALTH_PATHS or ours
+        ):  # that has a guard of its own
             return
         if request.method == "OPTIONS" and _for_tenants(request):
             return  # a browser asks with it whether it may send a key
@@ -68,12 +78,12 @@ class Access:
         return caller
 
     def forwarded(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
-        """What llama-server gets of a client's headers: with keys of ours, none of them."""
+        """The client's headers as llama-server gets them: all without keys of ours, with keys those
+        in FORWARDED and our own credentials."""
         if self._file is None:
             return headers
-        kept = CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in CREDENTIALS)
-        if self._api_key:
-            kept["Authorization"] = f"Bearer {self._api_key}"
+        kept = CIMultiDict((k, v) for k, v in headers.items() if k.lower() in FORWARDED)
+        self._add_credentials(kept)
         return kept
 
     def client(self, request: web.Request) -> Mapping[str, str]:
@@ -81,9 +91,15 @@ class Access:
         caller = request.get(_CALLER)
         if caller is None:
             return request.headers
-        known = self.forwarded(request.headers.copy())
-        known[TENANT] = caller.tenant
-        return known
+        headers = request.headers.items()
+        seen = CIMultiDict((k, v) for k, v in headers if k.lower() not in CREDENTIALS)
+        self._add_credentials(seen)
+        seen[TENANT] = caller.tenant
+        return seen
+
+    def _add_credentials(self, headers: CIMultiDict[str]) -> None:
+        if self._api_key:
+            headers["Authorization"] = f"Bearer {self._api_key}"
 
 
 ACCESS = web.AppKey("access", Access)

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from evoke_proxy.engine import Front
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
-from evoke_proxy.web import admin, dialects, logs, relay
+from evoke_proxy.web import admin, connections, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
 from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.draining import TRAFFIC, Traffic
@@ -25,8 +25,16 @@ _CLIENT_GONE = 499
 
 def create_app(engine: Front) -> web.Application:
     """The proxy in front of `engine`, which the caller has entered and will close."""
-    middlewares = [_accounted(engine), punctual, _translated(engine), apart, guarded]
-    limit = engine.config.limits.body_bytes
+    limits = engine.config.limits
+    middlewares = [
+        _accounted(engine),
+        punctual,
+        _translated(engine),
+        connections.checked_head(limits),
+        apart,
+        guarded,
+    ]
+    limit = limits.body_bytes
     app = web.Application(middlewares=middlewares, client_max_size=limit)
     app[DOOR] = Door(engine.config)
     app[ACCESS] = Access(engine.config)
@@ -53,6 +61,8 @@ async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
         return await answer_chat(request, engine, dialects.ANSWER_PATHS[request.path])
     if request.method == "POST" and request.path in dialects.COUNT_PATHS:
         return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
+    if request.path in dialects.HEALTH_PATHS:
+        return await relay.health(request, engine.upstream)
     return await relay.passthrough(request, engine.upstream)
 
 
@@ -61,23 +71,27 @@ def _translated(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        failure: EvokeError
         try:
             return await handler(request)
         except EvokeError as error:
             if isinstance(error, UpstreamError):
                 engine.upstream_failed(error)
-            return dialects.error_response(request.path, error)
+            failure = error
         except web.HTTPRequestEntityTooLarge:
-            return dialects.error_response(request.path, _too_large(engine))
+            failure = _too_large(engine)
         except web.HTTPException as error:
-            refused = RequestError(error.text or error.reason, "not_found", error.status)
-            return dialects.error_response(request.path, refused)
+            failure = RequestError(error.text or error.reason, "not_found", error.status)
         except ConnectionResetError:  # the client is gone: nobody reads this
             return web.Response(status=_CLIENT_GONE)
         except Exception:
             _log.exception("unexpected failure in %s %r", request.method, request.path)
             failure = EvokeError("evoke-proxy failed; see its log")
-            return dialects.error_response(request.path, failure)
+        if request.writer.output_size and request.transport is not None:
+            # Part of an answer is out: a second head would be read as its body.
+            _log.warning("answer to %s %r broke off: %s", request.method, request.path, failure)
+            request.transport.abort()
+        return dialects.error_response(request.path, failure)
 
     return middleware
 

@@ -7,7 +7,7 @@ import math
 import orjson
 from aiohttp import web
 
-from evoke_proxy.errors import EvokeError, UpstreamRejected
+from evoke_proxy.errors import EvokeError, MethodRefused, UpstreamError, UpstreamRejected
 
 # The paths that make llama-server generate, with the name of their dialect. Raw prompts carry no
 # conversation, but take a slot as every other.
@@ -28,6 +28,9 @@ COUNT_PATHS = {
     "/v1/responses/input_tokens": "responses",
     "/v1/messages/count_tokens": "messages",
 }
+
+# Answered by a call of our own, for everybody: a load balancer has no key.
+HEALTH_PATHS = frozenset(("/health", "/v1/health"))
 
 _OTHER_PATHS = COUNT_PATHS.keys() | frozenset(
     """
@@ -79,6 +82,8 @@ def error_response(path: str, error: EvokeError) -> web.Response:
     retry_after = getattr(error, "retry_after", None)
     if retry_after is not None:
         response.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
+    if isinstance(error, MethodRefused):
+        response.headers["Allow"] = error.allow
     return response
 
 
@@ -97,10 +102,15 @@ def _body(path: str, error: EvokeError) -> dict[str, object]:
 def _openai(error: EvokeError) -> dict[str, object]:
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _OPENAI_TYPES.get(error.status, fallback)
-    return {"error": {"message": str(error), "type": kind, "code": error.code, "param": None}}
+    return {"error": {"message": _message(error), "type": kind, "code": error.code, "param": None}}
 
 
 def _anthropic(error: EvokeError) -> dict[str, object]:
     fallback = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(error.status, fallback)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+
+
+def _message(error: EvokeError) -> str:
+    """What a client is told: never where llama-server is."""
+    return error.public if isinstance(error, UpstreamError) else str(error)

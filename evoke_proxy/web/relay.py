@@ -7,13 +7,13 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.upstream import Reply
 from evoke_proxy.core.reply.usage import StreamEdit, with_books
 from evoke_proxy.engine.front import Way
-from evoke_proxy.errors import RequestError, UpstreamError
+from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.access import ACCESS
 from evoke_proxy.web.patience import PATIENCE
 
@@ -28,6 +28,7 @@ _HOP_BY_HOP = frozenset(
 _REQUEST_ONLY = frozenset(("host", "expect"))
 # aiohttp fills these in when absent; a faithful relay takes them out again.
 _FILLED_IN = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
+_HEALTH_METHODS = ("GET", "HEAD", "OPTIONS")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -76,9 +77,21 @@ def raw_target(request: web.Request) -> str:
 
 async def passthrough(request: web.Request, upstream: Way) -> web.StreamResponse:
     """Forward any request, streaming its body up and the answer down."""
-    body = request.content if request.can_read_body else None
+    body = request.content.iter_any() if request.can_read_body else None
     headers = request_headers(request)
     async with upstream.open(request.method, raw_target(request), headers, body) as reply:
+        return await send(request, reply)
+
+
+async def health(request: web.Request, upstream: Way) -> web.StreamResponse:
+    """Answer with the health of llama-server, by a call of our own.
+
+    Nothing of the client's request is forwarded, since it needs no key. Raises MethodRefused for
+    all but GET, HEAD and OPTIONS.
+    """
+    if request.method not in _HEALTH_METHODS:
+        raise MethodRefused(request.method, _HEALTH_METHODS)
+    async with upstream.open(request.method, "/health", {}) as reply:
         return await send(request, reply)
 
 
@@ -116,7 +129,10 @@ async def send(
         _log.warning("answer to %r broke off: %s", request.path, error)
         response.broken = error
         if request.transport is not None:
-            request.transport.close()
+            if request.version >= HttpVersion11:
+                request.transport.close()
+            else:  # there the end of the connection is the end of the answer
+                request.transport.abort()
     return response
 
 

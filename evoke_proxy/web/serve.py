@@ -20,6 +20,7 @@ from evoke_proxy.engine import Front, front
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
+from evoke_proxy.web.connections import ClientRunner
 from evoke_proxy.web.crowd import ClientSite, Crowd, make_room
 from evoke_proxy.web.draining import TRAFFIC
 from evoke_proxy.web.guard import DOOR
@@ -36,17 +37,16 @@ _CUT_S = 1.0
 def make_runner(engine: Front) -> web.AppRunner:
     """A runner that cancels a handler when its client goes away and never touches bodies."""
     limits = engine.config.limits
-    return web.AppRunner(
+    return ClientRunner(
         create_app(engine),
+        limits,
+        engine.metrics,
         handler_cancellation=True,
         auto_decompress=False,
         access_log=None,
         logger=_http_log(),
         shutdown_timeout=_CUT_S,
         keepalive_timeout=limits.idle_timeout_s,
-        max_line_size=limits.header_bytes,
-        max_field_size=limits.header_bytes,
-        max_headers=limits.headers,
     )
 
 

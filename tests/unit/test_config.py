@@ -122,3 +122,33 @@ def test_listen_forms() -> None:
 
 def test_environment_names() -> None:
     assert env_name("upstream.url") == "EVOKE_UPSTREAM_URL"
+
+
+@pytest.mark.parametrize(("key", "most"), [("header_bytes", 8000), ("headers", 90)])
+def test_heads_that_llama_server_cannot_parse_are_never_allowed(key: str, most: int) -> None:
+    assert getattr(load(None, {}, {f"limits.{key}": most}).limits, key) == most
+    with pytest.raises(ConfigError, match=f"limits.{key}: must be at most {most}, not {most + 1}"):
+        load(None, {}, {f"limits.{key}": most + 1})
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.evil.example:1", "127.0.0.1.evil.example:1", "0.0.0.0:1", ":1", "[::]:1", "evil:1"],
+)
+def test_the_admin_needs_a_token_at_every_address_but_loopback(address: str) -> None:
+    with pytest.raises(ConfigError, match="needs security.admin_token_file"):
+        load(None, {}, {"security.admin_listen": [address]})
+    load(None, {}, {"security.admin_listen": [address], "security.admin_token_file": "token"})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.1.2.3:1", "localhost:1", "[::1]:1"])
+def test_the_admin_needs_no_token_on_loopback(address: str) -> None:
+    assert load(None, {}, {"security.admin_listen": [address]}).security.admin_listen == (address,)
+
+
+def test_clients_with_keys_may_not_be_operators_by_default() -> None:
+    shared = {"security.admin_listen": [], "security.keys_file": "keys"}
+    with pytest.raises(ConfigError, match="security.admin_listen: empty, so that clients"):
+        load(None, {}, shared)
+    assert load(None, {}, shared | {"security.admin_token_file": "token"})
+    assert load(None, {}, {"security.admin_listen": []})

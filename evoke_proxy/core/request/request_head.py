@@ -1,0 +1,88 @@
+"""Checks request heads against what the HTTP parser of llama-server accepts.
+
+llama-server uses cpp-httplib. Up to version 0.58 that library answers 400 to a head it cannot parse
+and then parses the bytes that follow on the same connection as a new request. A client could hide a
+request in a header that way, so a head that cpp-httplib would refuse never leaves the proxy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from evoke_proxy.config import MAX_HEADERS, MAX_LINE_BYTES
+from evoke_proxy.errors import MethodRefused, RequestError
+
+# The methods for which llama-server has handlers. cpp-httplib cannot parse methods it does not
+# know, and routes CONNECT, TRACE and PRI nowhere.
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_KNOWN_ELSEWHERE = frozenset(("CONNECT", "TRACE"))
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# Control characters, and bytes that are not UTF-8: aiohttp would drop those without a word.
+_FORBIDDEN = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
+_FORBIDDEN_IN_TARGET = re.compile("[\x00-\x20\x7f\ud800-\udfff]")
+
+
+def check_method(method: str) -> None:
+    """Raise MethodRefused (405 or 501) for a method that llama-server has no handler for."""
+    if method not in METHODS:
+        raise MethodRefused(method, METHODS, known=method in _KNOWN_ELSEWHERE)
+
+
+def check_target(target: str, limit: int = MAX_LINE_BYTES) -> None:
+    """Raise RequestError for a request target that is too long or has forbidden characters."""
+    if _n_bytes(target) > limit:
+        raise target_too_long(limit)
+    if _FORBIDDEN_IN_TARGET.search(target):
+        raise RequestError("the request target has control characters, spaces, or bytes not UTF-8")
+
+
+def check_headers(
+    headers: Mapping[str, str], limit: int = MAX_LINE_BYTES, most: int = MAX_HEADERS
+) -> None:
+    """Raise RequestError when there are too many headers, or one is too long or malformed."""
+    if len(headers) > most:
+        raise too_many_headers(most)
+    for name, value in headers.items():
+        if len(name) + len(": ") + _n_bytes(value) > limit:
+            raise header_too_long(limit)
+        if not _TOKEN.fullmatch(name):
+            raise RequestError("the name of a header is not a token")
+        if _FORBIDDEN.search(value):
+            raise RequestError(f"header {name} has control characters, or bytes that are not UTF-8")
+
+
+def check_head(method: str, target: str, headers: Mapping[str, str], chunked: bool) -> None:
+    """Check a whole head as it is sent to llama-server, with the headers that aiohttp adds."""
+    check_method(method)
+    check_target(target)
+    added = 1 + (1 if chunked else 0)  # Host, Transfer-Encoding
+    check_headers(headers, most=MAX_HEADERS - added)
+
+
+def malformed_header(headers: Mapping[str, str]) -> str | None:
+    """The name of the first header that cannot be sent on to a client; None when all can."""
+    for name, value in headers.items():
+        if not _TOKEN.fullmatch(name) or _CONTROL.search(value):
+            return name
+    return None
+
+
+def target_too_long(limit: int) -> RequestError:
+    """The refusal of a request target over `limit` bytes."""
+    return RequestError(f"the request target is over {limit} bytes", "target_too_long", 414)
+
+
+def header_too_long(limit: int) -> RequestError:
+    """The refusal of a header line over `limit` bytes."""
+    return RequestError(f"a header line is over {limit} bytes", "headers_too_large", 431)
+
+
+def too_many_headers(most: int) -> RequestError:
+    """The refusal of a request with more than `most` headers."""
+    return RequestError(f"the request has more than {most} headers", "headers_too_large", 431)
+
+
+def _n_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogateescape"))

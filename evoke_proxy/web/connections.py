@@ -1,0 +1,159 @@
+"""Connections of clients: bounds on their heads, and a deadline for every write to them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.request import request_head
+from evoke_proxy.errors import MethodRefused, RequestError
+from evoke_proxy.web import dialects
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_REQUEST_LINE = re.compile(rb"([!-~]{1,32}) (/[!-~]{0,64})")
+_SEPARATOR = len(": ")
+
+
+def checked_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """A middleware that refuses heads over the limits, and bytes that could be misread."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        request_head.check_target(request.raw_path, limits.header_bytes)
+        request_head.check_headers(request.headers, limits.header_bytes, limits.headers)
+        return await handler(request)
+
+    return middleware
+
+
+class ClientConnection(RequestHandler):
+    """One connection of a client.
+
+    It is cut off when what was written to it is not read within `limits.write_timeout_s`, whatever
+    was written: also an error, also by aiohttp itself, and also while the connection is closing.
+    A request that cannot be parsed is answered in the dialect of its path.
+    """
+
+    def __init__(self, manager: web.Server, limits: LimitsConfig, metrics: Metrics, **options: Any):
+        super().__init__(manager, **options)
+        self._limits = limits
+        self._dropped = metrics.clients_dropped.labels(reason="slow_reader")
+        self._socket: asyncio.Transport | None = None
+        self._write_due: asyncio.TimerHandle | None = None
+        self._request_line = (b"", b"")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._socket = transport
+        # Writing is paused, and the deadline runs, as soon as the system does not take everything.
+        transport.set_write_buffer_limits(high=0)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._written()
+        self._socket = None
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_due = self._loop.call_later(self._limits.write_timeout_s, self._unread)
+
+    def resume_writing(self) -> None:
+        self._written()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._current_request is None and not self._messages:
+            started = _REQUEST_LINE.match(data)
+            if started:
+                self._request_line = (started[1], started[2])
+        super().data_received(data)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """As of aiohttp, with the body and the status of an error of ours."""
+        plain = super().handle_error(request, status, exc, message)
+        if not isinstance(exc, HttpProcessingError):
+            return plain
+        response = dialects.error_response(self._request_line[1].decode(), self._refusal(exc))
+        response.force_close()
+        return response
+
+    def _refusal(self, exc: HttpProcessingError) -> RequestError:
+        if isinstance(exc, LineTooLong):
+            # The parser tells by its limit which line it was: see ClientServer.
+            limit = self._limits.header_bytes
+            too_long = exc.args[1] == limit
+            make = request_head.target_too_long if too_long else request_head.header_too_long
+            return make(limit)
+        if exc.message.startswith("Too many headers"):
+            return request_head.too_many_headers(self._limits.headers)
+        if isinstance(exc, BadHttpMethod) and self._request_line[0]:
+            return MethodRefused(self._request_line[0].decode(), request_head.METHODS, known=False)
+        return RequestError(f"the request is not valid HTTP: {exc.message.splitlines()[0]}")
+
+    def _unread(self) -> None:
+        if self._socket is not None and self._socket.get_write_buffer_size():
+            self._dropped.inc()
+            self._socket.abort()
+
+    def _written(self) -> None:
+        if self._write_due is not None:
+            self._write_due.cancel()
+            self._write_due = None
+
+
+class ClientServer(web.Server):
+    """Makes a ClientConnection for each connection."""
+
+    def __init__(self, made: web.Server, limits: LimitsConfig, metrics: Metrics) -> None:
+        """As `made`, which has not served yet."""
+        super().__init__(
+            made.request_handler,
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+            loop=made._loop,
+            **made._kwargs,
+        )
+        self._limits = limits
+        self._metrics = metrics
+
+    def __call__(self) -> RequestHandler:
+        limits = self._limits
+        return ClientConnection(
+            self,
+            limits,
+            self._metrics,
+            loop=self._loop,
+            max_line_size=limits.header_bytes,
+            max_field_size=limits.header_bytes - _SEPARATOR,
+            max_headers=limits.headers,
+            **self._kwargs,
+        )
+
+
+class ClientRunner(web.AppRunner):
+    """Runs an application behind a ClientServer."""
+
+    def __init__(
+        self, app: web.Application, limits: LimitsConfig, metrics: Metrics, **options: Any
+    ) -> None:
+        super().__init__(app, **options)
+        self._limits = limits
+        self._metrics = metrics
+
+    async def _make_server(self) -> web.Server:
+        return ClientServer(await super()._make_server(), self._limits, self._metrics)
