@@ -29,6 +29,7 @@ from operations import play  # noqa: E402
 
 from bench.random_models import SHAPES, ensure  # noqa: E402
 from evoke_proxy.server_build import ensure_server  # noqa: E402
+from evoke_proxy.server_build.toolchain import SANITIZERS  # noqa: E402
 
 _SHAPES = ("dense", "bos", "moe", "gemma", "jamba", "lfm2", "qwen2vl", "qwen35")
 _UNIFIED, _SEPARATE = ("-np", "2", "-kvu"), ("-np", "2", "-no-kvu")
@@ -37,6 +38,7 @@ _NORMED = ("--kv-eviction", "3", "--kv-aggregation", "norm_sum", "--kv-evictable
 _ON_DISK = ("--evoke-ram", "2", "--evoke-disk", "{folder}/blocks:8")
 _PIECE = 500  # operations before others get their turn: what is wrong everywhere shows early
 _ASAN = "detect_leaks=1:handle_abort=1:allocator_may_return_null=1"
+_TSAN = "exitcode=0:history_size=4:second_deadlock_stack=1"
 _USUAL = ("-c", "4096", "--evoke-ram", "4", "-t", "1")
 
 
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fuzz until so many operations are done; 0 when nothing was found."""
     args = _parser().parse_args(argv)
     if not args.plain:
-        os.environ["EVOKE_PATCHED_SERVER"] = str(ensure_server(sanitize=True))
+        os.environ["EVOKE_PATCHED_SERVER"] = str(ensure_server(sanitize=args.sanitize))
     cases = [case for case in CASES if args.only in str(case)]
     if not cases:
         raise SystemExit(f"no case has {args.only!r} in its line")
@@ -117,6 +119,7 @@ def watched(case: Case) -> Iterator[Llama]:
         reports = Path(folder, "reports")
         reports.mkdir()
         where = f"log_path={reports}/report"
+        os.environ["TSAN_OPTIONS"] = f"{where}:{_TSAN}"
         os.environ["ASAN_OPTIONS"] = f"{where}:{_ASAN}"
         os.environ["UBSAN_OPTIONS"] = f"{where}:print_stacktrace=1"
         model = ensure(SHAPES[case.shape])
@@ -142,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--piece", type=int, default=_PIECE, help=f"of them at a time ({_PIECE})")
     parser.add_argument("--seed", type=int, default=1, help="of the first round (1)")
     parser.add_argument("--only", default="", help="cases whose line has this in it")
+    parser.add_argument(
+        "--sanitize", choices=tuple(SANITIZERS), default="address", help="what it is built with"
+    )
     parser.add_argument("--plain", action="store_true", help="the usual server, no sanitizers")
     return parser
 

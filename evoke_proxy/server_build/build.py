@@ -46,7 +46,7 @@ def ensure_server(
     *,
     patched: bool = True,
     cuda: bool = False,
-    sanitize: bool = False,
+    sanitize: str = "",
     flags: tuple[str, ...] = (),
     source: Path | None = None,
     jobs: int | None = None,
@@ -56,8 +56,9 @@ def ensure_server(
 ) -> Path:
     """The path of a finished llama-server, built first if the cache holds none.
 
-    `source` builds another llama.cpp checkout instead of the pin. `sanitize` builds what is
-    ours and around it with sanitizers, `flags` are more of cmake's: each in a tree of its own.
+    `source` builds another llama.cpp checkout instead of the pin. `sanitize` ("address"
+    or "thread") builds what is ours and around it with that sanitizer, `flags` are more of cmake's:
+    each in a tree of its own.
     `progress` writes to stderr; nothing is ever written to stdout. Raises BuildError with a message
     for a person.
     """

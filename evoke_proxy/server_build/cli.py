@@ -10,6 +10,7 @@ from types import FrameType
 
 from .build import ensure_server
 from .errors import BuildError
+from .toolchain import SANITIZERS
 
 DESCRIPTION = """\
 Build llama-server from the pinned llama.cpp source, with our patches, and print where it is.
@@ -23,8 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stock", action="store_true", help="without our patches")
     parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs; needs nvcc")
     parser.add_argument(
-        "--sanitize", action="store_true", help="with sanitizers in what is ours and around it"
-    )
+        "--sanitize", nargs="?", const="address", default="", choices=tuple(SANITIZERS),
+        help="with a sanitizer in what is ours and around it: address (default) or thread",
+    )  # fmt: skip
     parser.add_argument(
         "--source", type=Path, metavar="DIR", help="build this llama.cpp checkout, not the pin"
     )

@@ -32,9 +32,14 @@ _COMMON_FLAGS = (
 )
 
 
-# What is done wrong in memory, and what C++ leaves undefined, ends the server or is told in its
-# log; asserts are on. The file says where.
+# What each kind of sanitizer finds ends the server or is written to its log; asserts are on. The
+# file says which code has them. OpenMP's own synchronisation is invisible to the thread sanitizer.
 _SANITIZERS = Path(__file__).with_name("sanitize.cmake")
+_INCLUDED = f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_SANITIZERS}"
+SANITIZERS = {
+    "address": (_INCLUDED,),
+    "thread": (_INCLUDED, "-DEVOKE_SANITIZER=thread", "-DGGML_OPENMP=OFF"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,14 @@ class Toolchain:
         return replace(self, flags=(*self.flags, *flags))
 
 
-def find_toolchain(cuda: bool, sanitize: bool = False) -> Toolchain:
-    """What this machine builds with; BuildError naming the packages to install if it cannot."""
+def find_toolchain(cuda: bool, sanitize: str = "") -> Toolchain:
+    """What this machine builds with; BuildError naming the packages to install if it cannot.
+
+    `sanitize` is one of SANITIZERS, or empty for a server without a sanitizer.
+    """
     tools = _find_tools()
     flags = [*_COMMON_FLAGS, *_compiler_flags(tools["cc"], tools["c++"])]
-    flags += [f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_SANITIZERS}"] if sanitize else []
+    flags += SANITIZERS[sanitize] if sanitize else ()
     compiler = _first_line([tools["c++"], "--version"])
     if cuda:
         nvcc = _find_nvcc()

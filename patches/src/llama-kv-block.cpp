@@ -358,6 +358,22 @@ struct llama_kv_block_access {
         }
     }
 
+    // as llama_kv_cache::seq_rm() does, but through the rows of the range and not through all cells
+    uint32_t evict(llama_seq_id seq, llama_pos p0, llama_pos p1) {
+        auto & c = cells();
+        const auto & rows = c.seq_pos_get(seq);
+        std::vector<uint32_t> found;
+        for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
+            found.push_back(it->second);
+        }
+        for (const uint32_t cell : found) {
+            if (c.seq_rm(cell, seq)) { // nobody else has it: the search for empty cells begins there
+                kv.v_heads[strm] = std::min(kv.v_heads[strm], cell);
+            }
+        }
+        return (uint32_t) found.size();
+    }
+
     // an empty cell for every row of the block, in row order; empty result if there are not enough
     std::vector<uint32_t> place(const llama_kv_block & block, bool same, int32_t & n_same) {
         auto & c = cells();
@@ -568,9 +584,7 @@ uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p
     if (!kv) {
         return 0;
     }
-    const uint32_t before = llama_kv_block_n_rows(ctx, seq);
-    kv->seq_rm(seq, p0, p1);
-    return before - llama_kv_block_n_rows(ctx, seq);
+    return llama_kv_block_access(*kv, seq).evict(seq, p0, p1);
 }
 
 // rows into these cells; each is `turn` positions further on than it was saved

@@ -314,7 +314,7 @@ void server_blocks::keep_bounds(saved & block, int id) {
         return;
     }
     auto bounds = key_bounds(id, block.kv.p0, block.kv.p1);
-    if (ram_used - block.bounds.size() + bounds.size() > ram_budget) {
+    if (ram_used + bytes_aside - block.bounds.size() + bounds.size() > ram_budget) {
         return;
     }
     ram_used    += bounds.size() - block.bounds.size();

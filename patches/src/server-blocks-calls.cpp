@@ -8,13 +8,26 @@
 
 namespace {
 
+// How much one body may have: the main loop does all of one call before it decodes again. Checked by the thread
+// of the call.
+constexpr size_t MAX_OPS     = 4096;
+constexpr size_t MAX_PROTECT = 4096;
+constexpr size_t MAX_ORDER   = 16384;
+constexpr size_t MAX_NAMES   = 16384; // of all ops together
+constexpr size_t MAX_RANGES  = 16384;
+constexpr size_t MAX_NAME    = 200;   // bytes
+constexpr size_t MAX_TENANT  = 1024;  // bytes
+
+// how often the ops of one plan may cover the slot's tokens
+constexpr int64_t MAX_COVER  = 16;
+
 std::string get_name(const json & value) {
     if (!value.is_string()) {
         fail_request("a block name must be a string");
     }
     const std::string name = value.get<std::string>();
-    if (name.empty() || name.size() > 200) {
-        fail_request("a block name must have 1 to 200 bytes");
+    if (name.empty() || name.size() > MAX_NAME) {
+        fail_request(string_format("a block name must have 1 to %zu bytes", MAX_NAME));
     }
     return name;
 }
@@ -46,25 +59,72 @@ std::string hex(uint64_t h) {
     return string_format("%016" PRIx64, h);
 }
 
-// "save, then evict" spelled as one op -> two ops
-void expand(const json & op, std::vector<json> & out) {
-    const std::string kind = json_value(op, "op", std::string());
-    if (kind == "evict" && op.contains("save")) {
-        json save = op;
-        save["op"]   = "save";
-        save["name"] = op.at("save");
-        out.push_back(save);
+void check_list(const json & body, const char * key, size_t most) {
+    if (body.contains(key) && body.at(key).is_array() && body.at(key).size() > most) {
+        throw std::invalid_argument(string_format("\"%s\" may have at most %zu entries, this has %zu", key, most, body.at(key).size()));
     }
-    out.push_back(op);
-    if (kind == "save" && json_value(op, "evict", false)) {
-        json evict = op;
-        evict["op"] = "evict";
-        evict.erase("name");
-        out.push_back(evict);
+}
+
+void check_text(const json & body, const char * key, size_t most) {
+    if (body.contains(key) && body.at(key).is_string() && body.at(key).get<std::string>().size() > most) {
+        throw std::invalid_argument(string_format("\"%s\" may have at most %zu bytes", key, most));
     }
 }
 
 } // namespace
+
+void server_blocks_check(const json & body) {
+    check_text(body, "tenant",   MAX_TENANT);
+    check_text(body, "ranges",   MAX_RANGES*24);
+    check_text(body, "bounds",   MAX_RANGES*24);
+    check_text(body, "products", MAX_RANGES*24);
+    check_list(body, "ops",      MAX_OPS);
+    check_list(body, "ranges",   MAX_RANGES);
+    check_list(body, "bounds",   MAX_RANGES);
+    check_list(body, "products", MAX_RANGES);
+    size_t n_names = 0;
+    const auto check_op = [&](const json & op) {
+        if (!op.is_object()) {
+            return;
+        }
+        check_list(op, "protect", MAX_PROTECT);
+        check_list(op, "order",   MAX_ORDER);
+        for (const char * key : { "name", "save", "place", "mode", "op" }) {
+            check_text(op, key, MAX_NAME);
+        }
+        n_names += op.contains("names") && op.at("names").is_array() ? op.at("names").size() : 0;
+        if (n_names > MAX_NAMES) {
+            throw std::invalid_argument(string_format("\"names\" may have at most %zu entries in one call", MAX_NAMES));
+        }
+    };
+    check_op(body);
+    if (body.contains("ops") && body.at("ops").is_array()) {
+        for (const auto & op : body.at("ops")) {
+            check_op(op);
+        }
+    }
+}
+
+// one op of a plan: what it does, where its fields are, and which op of the body it is of
+struct server_blocks::plan_op {
+    std::string  kind;
+    const json * fields;
+    const json * name; // of a save
+    size_t       source;
+
+    // "save, then evict" spelled as one op -> two ops
+    static void expand(const std::string & kind, const json & op, size_t source, std::vector<plan_op> & out) {
+        static const json none;
+        const json * name = op.contains("name") ? &op.at("name") : &none;
+        if (kind == "evict" && op.contains("save")) {
+            out.push_back({ "save", &op, &op.at("save"), source });
+        }
+        out.push_back({ kind, &op, name, source });
+        if (kind == "save" && json_value(op, "evict", false)) {
+            out.push_back({ "evict", &op, name, source });
+        }
+    }
+};
 
 // the slot as it will be after the ops looked at so far
 struct server_blocks::plan_state {
@@ -81,13 +141,22 @@ struct server_blocks::plan_state {
     std::set<key_t>            fresh;          // copies the plan makes
     std::map<std::string, key_t> named;        // what each name of the plan stands for, from its first op to its last
     std::set<std::string>      dropped;
+    int64_t                    cover_left = 0; // tokens that the ops may still go through
+    int32_t                    n_resident = 0; // of `resident`
     bool                       dry = true;
 
     plan_state(const server_blocks_slot & slot, uint64_t adapters, const std::string & tenant, const llama_kv_ranges & resident)
         : slot(slot), tenant(tenant), tokens(slot.prompt->tokens.get_text_tokens()), hashes(prefix_hashes(tokens, adapters)),
-          resident(resident), resident_first(resident) {}
+          resident(resident), resident_first(resident), cover_left(MAX_COVER*std::max<int64_t>(tokens.size(), MAX_OPS)),
+          n_resident(server_ranges_count(resident, 0, std::numeric_limits<llama_pos>::max())) {}
 
-    int32_t n_rows() const { return server_ranges_count(resident, 0, std::numeric_limits<llama_pos>::max()); }
+    // the main loop is about to go through so many tokens
+    void cover(int64_t n) {
+        cover_left -= n;
+        if (cover_left < 0) {
+            fail_request(string_format("the ops of one plan cover the slot's tokens more than %d times", (int) MAX_COVER));
+        }
+    }
 
     // saves run before everything else: a name that is another block's after them would mean another one to some ops
     void refer(const std::string & name, const key_t & key) {
@@ -138,13 +207,19 @@ json server_blocks::run(server_blocks_call & call, const std::vector<server_bloc
         } else if (call.action == "block-load" && call.body.contains("at")) {
             res = run_insert(call.body, slot);
         } else if (call.action == "block-plan") {
-            res = run_plan(call.body, slot);
+            if (!call.body.contains("ops") || !call.body.at("ops").is_array()) {
+                fail_request("\"ops\" must be an array");
+            }
+            std::vector<plan_op> ops;
+            for (size_t i = 0; i < call.body.at("ops").size(); ++i) {
+                const json & op = call.body.at("ops").at(i);
+                plan_op::expand(json_value(op, "op", std::string()), op, i, ops);
+            }
+            res = run_plan(call.body, slot, ops);
         } else {
-            json op = call.body;
-            op["op"] = call.action.rfind("block-", 0) == 0 ? call.action.substr(6) : call.action;
-            json plan = call.body;
-            plan["ops"] = json::array({ op });
-            res = run_plan(plan, slot);
+            std::vector<plan_op> ops;
+            plan_op::expand(call.action.rfind("block-", 0) == 0 ? call.action.substr(6) : call.action, call.body, 0, ops);
+            res = run_plan(call.body, slot, ops);
             json first = res.at("results").at(0);
             first["epoch"]  = res.at("epoch");
             first["n_free"] = res.at("n_free");
@@ -399,16 +474,21 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     if (body.contains("epoch")) {
         check_epoch(body, slot.id);
     }
-    if (!body.contains("tokens") || !json_is_array_of_numbers(body.at("tokens")) || body.at("tokens").empty()) {
+    const json & values = get_list(body, "tokens");
+    if (values.empty()) {
         fail_request("\"tokens\" must be a non-empty array of token ids");
     }
-    const llama_tokens  list = body.at("tokens").get<std::vector<int>>();
-    const server_tokens tokens(list, false);
-    if (!tokens.validate(ctx)) {
-        fail_request("\"tokens\" holds an id that is not in the vocabulary");
+    if (values.size() >= (size_t) slot.n_ctx) {
+        fail_request(string_format("%zu tokens do not fit the slot's context of %d", values.size(), slot.n_ctx));
     }
-    if ((int) list.size() >= slot.n_ctx) {
-        fail_request(string_format("%zu tokens do not fit the slot's context of %d", list.size(), slot.n_ctx));
+    const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
+    llama_tokens  list;
+    for (const auto & value : values) {
+        const int64_t token = value.is_number_integer() ? value.get<int64_t>() : -1;
+        if (token < 0 || token >= n_vocab) {
+            fail_request("\"tokens\" must be token ids; " + value.dump() + " is not one of the vocabulary");
+        }
+        list.push_back((llama_token) token);
     }
 
     const std::string tenant = json_value(body, "tenant", std::string());
@@ -420,8 +500,11 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
         if (!matches(*block, list, hashes, json_value(body, "force", false))) {
             fail(409, "stale_block", "the block was made of other tokens", json { {"name", name} });
         }
-        if (blocks.count(block->kv.p0) == 0 && server_ranges_count(covered, block->kv.p0, block->kv.p1) > 0) {
+        if (blocks.count(block->kv.p0) == 0 && server_ranges_overlap(covered, block->kv.p0, block->kv.p1)) {
             fail_request("blocks overlap: " + name);
+        }
+        if (block->kv.layout != llama_kv_block_layout(ctx)) {
+            fail(409, "other_model", "the block was saved with other KV types or options", json { {"name", name} });
         }
         blocks[block->kv.p0] = block;
         server_ranges_add(covered, block->kv.p0, block->kv.p1);
@@ -444,7 +527,15 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     state[slot.id].used.clear();
     int32_t n_same = 0;
     for (const auto & [p0, block] : blocks) {
-        n_same += llama_kv_block_load(ctx, slot.id, block->kv, true);
+        const int32_t n = llama_kv_block_load(ctx, slot.id, block->kv, true);
+        if (n < 0) { // was checked; a slot with half of a text would be worse than an empty one
+            fence();
+            llama_memory_seq_rm(llama_get_memory(ctx), slot.id, -1, -1);
+            slot.prompt->clear();
+            bump(slot.id);
+            fail(503, "no_free_cells", "a block could not be put back: the slot is empty now");
+        }
+        n_same += n;
         copying = true;
         use(*block);
         server_ranges_add(state[slot.id].loaded, p0, block->kv.p1);
@@ -463,11 +554,8 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
 
 // all ops or none: a dry run over a model of the slot, then copies out (they change nothing in the slot),
 // then the ops that cannot fail any more
-json server_blocks::run_plan(const json & body, const server_blocks_slot & slot) {
+json server_blocks::run_plan(const json & body, const server_blocks_slot & slot, const std::vector<plan_op> & ops) {
     check_epoch(body, slot.id);
-    if (!body.contains("ops") || !body.at("ops").is_array()) {
-        fail_request("\"ops\" must be an array");
-    }
     plan_state plan(slot, state[slot.id].adapters, json_value(body, "tenant", std::string()), llama_kv_block_resident(ctx, slot.id));
     plan.n_free = llama_kv_block_n_free(ctx, slot.id);
     plan.budget = state[slot.id].stream.budget;
@@ -480,21 +568,15 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot)
         }
     }
 
-    std::vector<json>   ops;
-    std::vector<size_t> source; // index in the body
-    for (size_t i = 0; i < body.at("ops").size(); ++i) {
-        expand(body.at("ops").at(i), ops);
-        source.resize(ops.size(), i);
-    }
-    for (size_t i = 0; i < ops.size(); ++i) {
+    for (const auto & op : ops) {
         try {
-            run_op(ops[i], plan);
+            run_op(op, plan);
         } catch (server_blocks_error & e) {
-            e.extra["op"] = source[i];
+            e.extra["op"] = op.source;
             throw;
         }
     }
-    if (!make_space(plan.bytes, plan.keep)) {
+    if (!make_space(plan.bytes, plan.keep) || !set_aside(plan)) {
         fail(413, "ram_budget", "the blocks to save do not fit --evoke-ram", json { {"needed", plan.bytes}, {"budget", ram_budget} });
     }
 
@@ -502,16 +584,17 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot)
     std::vector<json> results(ops.size());
     for (const bool saves : { true, false }) {
         for (size_t i = 0; i < ops.size(); ++i) {
-            if ((json_value(ops[i], "op", std::string()) == "save") == saves) {
+            if ((ops[i].kind == "save") == saves) {
                 results[i] = run_op(ops[i], plan);
                 note_peak(slot.id);
             }
         }
     }
     fence(); // one for all copies of the plan
+    give_back_aside();
     json res = json::array();
     for (size_t i = 0; i < ops.size(); ++i) {
-        if (i > 0 && source[i] == source[i - 1]) { // the second half of a save + evict
+        if (i > 0 && ops[i].source == ops[i - 1].source) { // the second half of a save + evict
             for (const auto & item : results[i].items()) {
                 res.at(res.size() - 1)[item.key()] = item.value();
             }
@@ -527,9 +610,39 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot)
     };
 }
 
-json server_blocks::run_op(const json & op, plan_state & plan) {
-    const std::string kind = json_value(op, "op", std::string());
-    if (kind == "save")   { return op_save  (op, plan); }
+// whether put() makes a copy of these rows: there is none, or only in a file that somebody deleted
+bool server_blocks::will_copy(const key_t & key) const {
+    const auto it = store.find(key);
+    return it == store.end() || (!it->second.in_ram() && !it->second.reading && !disk.holds(file_of(key, it->second)));
+}
+
+// Memory for every new copy of the plan, before any of them is made or a name moves: after this no save can fail.
+bool server_blocks::set_aside(const plan_state & plan) {
+    for (const auto & key : plan.fresh) {
+        const size_t size = (std::get<3>(key) - std::get<2>(key))*row_size;
+        uint8_t * data = take(size, plan.keep);
+        if (!data) {
+            give_back_aside();
+            return false;
+        }
+        aside.insert({ size, data });
+    }
+    bytes_aside = plan.bytes;
+    return true;
+}
+
+void server_blocks::give_back_aside() {
+    for (const auto & item : aside) {
+        arena.give(item.second);
+    }
+    aside.clear();
+    bytes_aside = 0;
+}
+
+json server_blocks::run_op(const plan_op & what, plan_state & plan) {
+    const std::string & kind = what.kind;
+    const json        & op   = *what.fields;
+    if (kind == "save")   { return op_save  (op, *what.name, plan); }
     if (kind == "evict")  { return op_evict (op, plan); }
     if (kind == "load")   { return op_load  (op, plan); }
     if (kind == "stream") { return op_stream(op, plan); }
@@ -544,17 +657,20 @@ json server_blocks::run_op(const json & op, plan_state & plan) {
     fail_request("unknown op \"" + kind + "\": save, evict, load, drop, stream, reuse, probe, attn-capture");
 }
 
-json server_blocks::op_save(const json & op, plan_state & plan) {
-    const std::string name = get_name(op.contains("name") ? op.at("name") : json());
+json server_blocks::op_save(const json & op, const json & label, plan_state & plan) {
+    const std::string name = get_name(label);
     const int32_t n_tokens = (int32_t) plan.tokens.size();
     const llama_pos p0 = get_int(op, "p0", 0, n_tokens);
     const llama_pos p1 = get_int(op, "p1", 0, n_tokens);
     if (p0 >= p1) {
         fail_request("a block needs p0 < p1");
     }
+    if (plan.dry) {
+        plan.cover(p1 - p0);
+    }
     const key_t key { plan.tenant, plan.hashes[p1], p0, p1 };
     if (plan.dry) {
-        if (server_ranges_count(plan.resident_first, p0, p1) != p1 - p0) {
+        if (!server_ranges_hold(plan.resident_first, p0, p1)) {
             fail_request(string_format("[%d, %d) is not wholly resident", p0, p1));
         }
         if (plan.dropped.count(name)) {
@@ -562,18 +678,13 @@ json server_blocks::op_save(const json & op, plan_state & plan) {
         }
         plan.refer(name, key);
         plan.keep.insert(key);
-        if (!store.count(key) && plan.fresh.insert(key).second) {
+        if (will_copy(key) && plan.fresh.insert(key).second) {
             plan.bytes += cost(p1 - p0, plan.slot.id);
         }
         return {};
     }
     if (!put(plan.tenant, name, plan.slot.id, plan.tokens, plan.hashes, p0, p1, plan.keep)) {
-        for (const auto & made : plan.fresh) {
-            const auto it = store.find(made);
-            if (it != store.end()) {
-                erase(it);
-            }
-        }
+        give_back_aside(); // there was memory for all of them: it cannot be
         fail(413, "ram_budget", "the host has no memory for this block", json { {"name", name} });
     }
     const auto & block = store.at(key);
@@ -592,6 +703,7 @@ json server_blocks::op_evict(const json & op, plan_state & plan) {
                 if (!block || plan.dropped.count(name)) {
                     unknown(plan.tenant, name);
                 }
+                plan.cover(block->kv.p1 - block->kv.p0);
                 if (!matches(*block, plan.tokens, plan.hashes, false)) {
                     fail(409, "stale_block", "the slot holds other tokens at this block's place", json { {"name", name} });
                 }
@@ -607,25 +719,32 @@ json server_blocks::op_evict(const json & op, plan_state & plan) {
             fail_request("a range needs p0 < p1");
         }
     }
+    ranges = server_ranges_of(std::move(ranges));
     uint32_t n_evicted = 0;
+    const auto held_rows = plan.dry ? held(*plan.slot.prompt) : llama_kv_ranges();
     for (const auto & r : ranges) {
         if (!plan.dry) {
             n_evicted += evict_rows(plan.slot.id, r.first, r.second);
             continue;
         }
+        plan.cover(r.second - r.first);
         if (!plan.resident.empty() && r.first < plan.resident.back().second && plan.resident.back().second <= r.second) {
             fail_request(string_format("[%d, %d) holds the last resident row: the next token could not be decoded", r.first, r.second));
         }
         if (llama_kv_block_shared(ctx, plan.slot.id, r.first, r.second)) {
             fail(409, "shared_cells", "rows of this range belong to another sequence too");
         }
-        for (const auto & h : held(*plan.slot.prompt)) {
-            if (server_ranges_count({ h }, r.first, r.second) > 0) {
+        for (const auto & h : held_rows) {
+            if (std::max(h.first, r.first) < std::min(h.second, r.second)) {
                 fail(409, "held_row", "a context checkpoint stands on a row of this range", json { {"p0", h.first}, {"p1", h.second} });
             }
         }
-        plan.n_free += server_ranges_count(plan.resident, r.first, r.second);
-        server_ranges_remove(plan.resident, r.first, r.second);
+    }
+    if (plan.dry) {
+        plan.resident = server_ranges_without(plan.resident, ranges);
+        const int32_t n_rows = server_ranges_count(plan.resident, 0, std::numeric_limits<llama_pos>::max());
+        plan.n_free    += plan.n_resident - n_rows;
+        plan.n_resident = n_rows;
     }
     return json { {"n_evicted", n_evicted} };
 }
@@ -646,7 +765,11 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
         const llama_pos p0 = block->kv.p0;
         const llama_pos p1 = block->kv.p1;
         if (!plan.dry) {
-            n_same   += llama_kv_block_load(ctx, plan.slot.id, block->kv, place == "same");
+            const int32_t n = llama_kv_block_load(ctx, plan.slot.id, block->kv, place == "same");
+            if (n < 0) { // the plan was checked: it cannot be
+                fail(503, "no_free_cells", "the block could not be put back", json { {"name", name} });
+            }
+            n_same   += n;
             copying   = true;
             n_loaded += p1 - p0;
             use(*block);
@@ -654,17 +777,22 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
             touch(plan.slot.id, p0, p1);
             continue;
         }
+        plan.cover(p1 - p0);
         if (!matches(*block, plan.tokens, plan.hashes, force)) {
             fail(409, "stale_block", "the slot holds other tokens before or at this block's place", json { {"name", name} });
         }
-        if (server_ranges_count(plan.resident, p0, p1) > 0) {
+        if (block->kv.layout != llama_kv_block_layout(ctx)) {
+            fail(409, "other_model", "the block was saved with other KV types or options", json { {"name", name} });
+        }
+        if (server_ranges_overlap(plan.resident, p0, p1)) {
             fail(409, "already_resident", "rows of this block are resident", json { {"name", name} });
         }
-        const int32_t room = plan.budget > 0 ? std::min(plan.n_free, plan.budget - plan.n_rows()) : plan.n_free;
+        const int32_t room = plan.budget > 0 ? std::min(plan.n_free, plan.budget - plan.n_resident) : plan.n_free;
         if (p1 - p0 > room) {
             fail(503, "no_free_cells", "not enough free cells or budget", json { {"needed", p1 - p0}, {"free", std::max(0, room)}, {"name", name} });
         }
-        plan.n_free -= p1 - p0;
+        plan.n_free     -= p1 - p0;
+        plan.n_resident += p1 - p0;
         plan.refer(name, labels.at({ plan.tenant, name }));
         plan.keep.insert(labels.at({ plan.tenant, name }));
         server_ranges_add(plan.resident, p0, p1);
@@ -681,13 +809,17 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
     stream.sink   = get_int(op, "sink",   0, big, &zero);
     stream.recent = get_int(op, "recent", 0, big, &zero);
     stream.block  = get_int(op, "block",  1, big, &block);
-    for (const auto & r : op.contains("protect") ? op.at("protect") : json::array()) {
-        server_ranges_add(stream.protect, r.at(0).get<int>(), r.at(1).get<int>());
+    for (const auto & r : get_list(op, "protect")) {
+        stream.protect.push_back(get_range(r, "protect"));
     }
-    for (const auto & e : op.contains("order") ? op.at("order") : json::array()) {
+    stream.protect = server_ranges_of(std::move(stream.protect));
+    for (const auto & e : get_list(op, "order")) {
+        if (!e.is_object() || !e.contains("name")) {
+            fail_request("\"order\" must be an array of {name, p0, p1}");
+        }
         stream.order.push_back({ get_name(e.at("name")), get_int(e, "p0", 0, big), get_int(e, "p1", 0, big) });
-        if (stream.order.back().p0 >= stream.order.back().p1 || (int) stream.order.size() > plan.slot.n_ctx) {
-            fail_request("\"order\" must be blocks with p0 < p1, not more of them than the slot has tokens");
+        if (stream.order.back().p0 >= stream.order.back().p1) {
+            fail_request("\"order\" must be blocks with p0 < p1");
         }
     }
     const int64_t held = (int64_t) stream.sink + stream.recent + server_ranges_count(stream.protect, 0, big) + stream.block;
@@ -696,7 +828,7 @@ json server_blocks::op_stream(const json & op, plan_state & plan) {
     }
     plan.budget = stream.budget;
     if (!plan.dry) {
-        state[plan.slot.id].stream   = stream;
+        state[plan.slot.id].stream   = std::move(stream);
         state[plan.slot.id].reserved = true;
         if (!state[plan.slot.id].probed) {
             state[plan.slot.id].peak = 0; // what was there before nobody had to hold to this budget
@@ -782,6 +914,9 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
         fail(503, "no_free_cells", "not enough free cells", json { {"needed", n}, {"free", n_free}, {"name", names[0]} });
     }
     const int32_t n_same = llama_kv_block_insert(ctx, slot.id, block->kv, at);
+    if (n_same < 0) {
+        fail(409, "other_model", "the block was saved with other KV types or options", json { {"name", names[0]} });
+    }
     copying = true;
     fence();
     use(*block);

@@ -157,7 +157,12 @@ void server_blocks_disk::look_at(const std::string & file) {
     }
     entry e;
     e.bytes = st.st_size;
-    e.used  = uint64_t(st.st_mtim.tv_sec)*1000000000 + st.st_mtim.tv_nsec;
+#if defined(__APPLE__)
+    const timespec changed_at = st.st_mtimespec;
+#else
+    const timespec changed_at = st.st_mtim;
+#endif
+    e.used  = uint64_t(changed_at.tv_sec)*1000000000 + changed_at.tv_nsec;
     server_blocks_head head;
     if (is_ours(file, ".bad")) {
         e.used = 0;

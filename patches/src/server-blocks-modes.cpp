@@ -210,16 +210,10 @@ llama_kv_ranges server_blocks::evictable(int id, const server_blocks_stream & ru
     const llama_pos edge = recent_edge(id, rules);
     server_ranges_remove(res, edge, res.back().second);
     server_ranges_remove(res, 0, rules.sink);
-    for (const auto & r : rules.protect) {
-        server_ranges_remove(res, r.first, r.second);
-    }
-    for (const auto & r : held(*state[id].prompt)) {
-        server_ranges_remove(res, r.first, r.second);
-    }
+    res = server_ranges_without(res, rules.protect);
+    res = server_ranges_without(res, held(*state[id].prompt));
     if (unified && n_slots > 1) {
-        for (const auto & r : llama_kv_block_shared_ranges(ctx, id)) {
-            server_ranges_remove(res, r.first, r.second);
-        }
+        res = server_ranges_without(res, llama_kv_block_shared_ranges(ctx, id));
     }
     return res;
 }
@@ -233,7 +227,7 @@ llama_pos server_blocks::recent_edge(int id, const server_blocks_stream & rules)
 bool server_blocks::next_out(int id, const server_blocks_stream & rules, server_blocks_stream::entry & out) const {
     const auto ranges = evictable(id, rules);
     for (const auto & e : rules.order) {
-        if (server_ranges_count(ranges, e.p0, e.p1) == e.p1 - e.p0) {
+        if (server_ranges_hold(ranges, e.p0, e.p1)) {
             out = e;
             return true;
         }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cinttypes>
+#include <limits>
 #include <stdexcept>
 
 namespace {
@@ -201,7 +202,11 @@ server_blocks_edges server_blocks_edges_of(const json & value) {
         if (!edge.is_array() || edge.size() != 2 || !edge[0].is_number_integer() || !edge[1].is_string()) {
             throw std::invalid_argument("each of \"known\" must be [end, hash], as a reply has it in \"edges\"");
         }
-        res.emplace_back(edge[0].get<int32_t>(), edge[1].get<std::string>());
+        const auto end = edge[0].get<int64_t>();
+        if (end < 0 || end > std::numeric_limits<int32_t>::max()) {
+            throw std::invalid_argument("each of \"known\" must be [end, hash], with an end of at least 0");
+        }
+        res.emplace_back((int32_t) end, edge[1].get<std::string>());
     }
     return res;
 }

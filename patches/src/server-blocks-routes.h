@@ -53,6 +53,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_post(const se
     server_blocks_call call;
     call.action = req.get_param("action");
     call.body   = server_blocks_parse(req.body.empty() ? "{}" : req.body);
+    server_blocks_check(call.body);
     return handle_blocks(req, std::move(call));
 }
 
@@ -66,6 +67,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
             call.body[key] = req.get_param(key);
         }
     }
+    server_blocks_check(call.body);
     return handle_blocks(req, std::move(call));
 }
 

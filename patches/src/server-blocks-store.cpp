@@ -121,6 +121,9 @@ size_t server_blocks::drop(const std::string & tenant, const std::string & name)
 // least recently used blocks go until `bytes` fit; false (nothing changed) if they never will, or if they
 // do not because the disk still reads or writes what would have to go
 bool server_blocks::make_space(size_t bytes, const std::set<key_t> & keep) {
+    if (!aside.empty()) {
+        return true; // of a plan, which has it already
+    }
     settle();
     size_t fixed = 0;
     for (const auto & key : keep) {
@@ -156,6 +159,12 @@ bool server_blocks::free_some(const std::set<key_t> & keep) {
 
 // contiguous memory, if need be at the cost of old copies; nullptr if that does not help either
 uint8_t * server_blocks::take(size_t bytes, const std::set<key_t> & keep) {
+    const auto promised = aside.find(bytes);
+    if (promised != aside.end() && bytes_aside > 0) {
+        uint8_t * p = promised->second;
+        aside.erase(promised);
+        return p;
+    }
     uint8_t * p = arena.take(bytes);
     while (!p && free_some(keep)) {
         p = arena.take(bytes);

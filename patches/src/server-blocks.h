@@ -222,6 +222,7 @@ private:
     static constexpr size_t META = 512; // what knowing of a block takes, wherever its rows are
 
     struct plan_state;
+    struct plan_op;
 
     llama_context * ctx = nullptr;
     int             n_slots = 0;
@@ -245,6 +246,8 @@ private:
     std::map<std::string, key_t> files; // on disk, by name of the file
     std::set<key_t>          busy; // being written or read
     std::vector<in_flight>   limbo;
+    std::multimap<size_t, uint8_t *> aside; // memory for the copies that a plan is about to make, by size
+    size_t                   bytes_aside = 0;
     server_blocks_disk       disk;
     std::string              disk_why; // why there is none, though asked for
     uint64_t                 disk_model = 0;
@@ -265,9 +268,12 @@ private:
     json run_insert (const json & body, const server_blocks_slot & slot);
     void check_shift(const json & body, const server_blocks_slot & slot) const;
     json run_spill (server_blocks_call & call);
-    json run_plan  (const json & body, const server_blocks_slot & slot);
-    json run_op    (const json & op, plan_state & plan);
-    json op_save   (const json & op, plan_state & plan);
+    json run_plan  (const json & body, const server_blocks_slot & slot, const std::vector<plan_op> & ops);
+    json run_op    (const plan_op & what, plan_state & plan);
+    bool will_copy (const key_t & key) const;
+    bool set_aside (const plan_state & plan);
+    void give_back_aside();
+    json op_save   (const json & op, const json & label, plan_state & plan);
     json op_evict  (const json & op, plan_state & plan);
     json op_load   (const json & op, plan_state & plan);
     json op_stream (const json & op, plan_state & plan);
@@ -360,10 +366,23 @@ private:
 // freeing a value is recursive: one nested deeply enough would end the process
 json server_blocks_parse(const std::string & text);
 
+// std::invalid_argument when a block call has more of something than the main loop may be kept from decoding for
+void server_blocks_check(const json & body);
+
 // range sets
 void    server_ranges_add   (llama_kv_ranges & set, llama_pos p0, llama_pos p1);
 void    server_ranges_remove(llama_kv_ranges & set, llama_pos p0, llama_pos p1);
 int32_t server_ranges_count (const llama_kv_ranges & set, llama_pos p0, llama_pos p1);
+
+// ranges in any order -> a set; n log n steps
+llama_kv_ranges server_ranges_of(llama_kv_ranges ranges);
+
+// a set without another one; as many steps as both have ranges
+llama_kv_ranges server_ranges_without(const llama_kv_ranges & set, const llama_kv_ranges & other);
+
+// whether all of [p0, p1) is in the set, whether any of it is; log n steps
+bool server_ranges_hold   (const llama_kv_ranges & set, llama_pos p0, llama_pos p1);
+bool server_ranges_overlap(const llama_kv_ranges & set, llama_pos p0, llama_pos p1);
 
 // what tokens say, and where in it each of them begins
 struct server_blocks_text {

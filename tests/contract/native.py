@@ -17,7 +17,7 @@ from evoke_proxy.server_build.toolchain import find_toolchain
 def run(source: Path, folder: Path) -> str:
     """What the program says of the bundled model. Skips where the libraries are not at hand."""
     binary(patched=True)
-    order = place_order(True, find_toolchain(False, False), None, patches_dir(), cache_dir())
+    order = place_order(True, find_toolchain(False), None, patches_dir(), cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
     if not _stands_patched(tree):
         pytest.skip("the patched server was not what was built last on this machine")

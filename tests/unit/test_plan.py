@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from evoke_proxy.core.conversation.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
 from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.engine.turns.block_calls import batches_of_names
 
 VICTIM = Block("user:1#0", "d", Span(128, 192), Role.USER, 1, 1, "text")
 FULL = Plan(
@@ -58,3 +59,13 @@ def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
 def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
     assert FULL.stream is not None
     assert FULL.stream.held == 4 + 32 + 6 + 64
+
+
+def test_one_call_has_no_more_than_llama_server_takes() -> None:
+    spans = tuple(Span(2 * i, 2 * i + 1) for i in range(20_000))
+    blocks = tuple(replace(VICTIM, span=span) for span in spans)
+    (op,) = Plan(stream=Stream(50_000, protect=spans, order=blocks)).ops()
+    assert len(op["protect"]) == 4096 and len(op["order"]) == 16_384
+    batches = [len(names) for names in batches_of_names([f"b{i}" for i in range(40_000)])]
+    assert sum(batches) == 40_000 and max(batches) == 16_384
+    assert list(batches_of_names([])) == []

@@ -51,9 +51,11 @@ def test_nothing_that_downloads_or_is_not_needed_is_switched_on() -> None:
 
 
 def test_sanitizers_are_a_flag_of_their_own_that_names_a_file() -> None:
-    plain, more = find_toolchain(cuda=False).flags, find_toolchain(cuda=False, sanitize=True).flags
-    (flag,) = set(more) - set(plain)
+    plain = set(find_toolchain(cuda=False).flags)
+    (flag,) = set(find_toolchain(cuda=False, sanitize="address").flags) - plain
     assert Path(flag.partition("=")[2]).is_file()
+    thread = set(find_toolchain(cuda=False, sanitize="thread").flags) - plain
+    assert thread == {flag, "-DEVOKE_SANITIZER=thread", "-DGGML_OPENMP=OFF"}
 
 
 def test_a_compiler_is_asked_not_guessed() -> None:

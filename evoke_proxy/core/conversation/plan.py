@@ -8,6 +8,11 @@ from typing import Any, ClassVar
 
 from evoke_proxy.core.prompt.blocks import Block, Span
 
+# Ranges and blocks that llama-server takes in one `stream` op (patches/API.md, "How much one call
+# may have"). What is beyond them is evicted by its age.
+MOST_PROTECTED = 4096
+MOST_ORDERED = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class Save:
@@ -137,9 +142,9 @@ def _stream_op(stream: Stream) -> dict[str, Any]:
         "sink": stream.sink,
         "recent": stream.recent,
         "block": stream.block,
-        "protect": [[span.start, span.end] for span in stream.protect],
+        "protect": [[span.start, span.end] for span in stream.protect[:MOST_PROTECTED]],
         "order": [
             {"name": block.label, "p0": block.span.start, "p1": block.span.end}
-            for block in stream.order
+            for block in stream.order[:MOST_ORDERED]
         ],
     }

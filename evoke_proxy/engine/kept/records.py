@@ -29,7 +29,7 @@ from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.kept.kept_vectors import KeptVectors
 from evoke_proxy.engine.kept.whole_slots import WholeSlots
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.engine.turns.block_calls import copies_in, copies_of
+from evoke_proxy.engine.turns.block_calls import batches_of_names, copies_in, copies_of
 from evoke_proxy.engine.turns.next_turn import beginning
 from evoke_proxy.errors import SnapshotUnusable
 
@@ -141,8 +141,8 @@ class Records:
             layout = known.session.layout
             copies = layout.saved.union(item.label for item in layout.ranges)
             names = sorted(copies - self._noted(known, answer))
-            if names:
-                spill = {"names": names, "tenant": known.tenant}
+            for batch in batches_of_names(names):
+                spill = {"names": batch, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)
         if self._forgotten(known):  # what is deleted does not come back
             return

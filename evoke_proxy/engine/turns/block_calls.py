@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from evoke_proxy.adapters.upstream import Upstream
@@ -10,6 +10,9 @@ from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.errors import UpstreamProtocolError
+
+# Names that llama-server takes in one call (patches/API.md, "How much one call may have").
+MOST_NAMES = 16_384
 
 
 async def run_plan(
@@ -45,7 +48,14 @@ async def drop_copies(
 
     Raises PlanRefused, and other EvokeErrors for what llama-server does.
     """
-    await upstream.run(0, "block-drop", {"names": sorted(labels), "tenant": tenant}, client)
+    for names in batches_of_names(sorted(labels)):
+        await upstream.run(0, "block-drop", {"names": names, "tenant": tenant}, client)
+
+
+def batches_of_names(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The names in as many parts as llama-server takes in one call each."""
+    for start in range(0, len(names), MOST_NAMES):
+        yield names[start : start + MOST_NAMES]
 
 
 def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

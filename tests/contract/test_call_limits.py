@@ -1,0 +1,126 @@
+"""How much one block call may have: more is refused, the most of it keeps nobody waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from llama import Json, Llama, story
+
+OPS, PROTECT, ORDER, NAMES, RANGES = 4096, 4096, 16384, 16384, 16384
+# What the main loop may take for one call, on a slow core that others use too.
+LONGEST_MS = 150.0
+STREAM: Json = {"budget": 2000, "sink": 4, "recent": 64, "block": 64}
+
+
+def ranges(count: int) -> list[list[int]]:
+    """Ranges of one token with gaps, the last one first."""
+    return [[2 * i, 2 * i + 1] for i in reversed(range(count))]
+
+
+def order(count: int) -> list[Json]:
+    return [{"name": f"block {i}", "p0": i, "p1": i + 1} for i in range(count)]
+
+
+LARGEST: list[tuple[str, Json]] = [
+    ("stream", {"budget": 1 << 20, "protect": ranges(PROTECT)}),
+    ("stream", STREAM | {"order": order(ORDER)}),
+    ("block-plan", {"ops": [{"op": "stream", "budget": 0, "protect": ranges(PROTECT)}] * 8}),
+    ("block-plan", {"ops": [{"op": "reuse", "n_tokens": 64}] * OPS}),
+    ("block-plan", {"ops": [{"op": "evict", "p0": 2 * i, "p1": 2 * i + 1} for i in range(900)]}),
+    ("block-drop", {"names": [f"nobody {i}" for i in range(NAMES)]}),
+    ("attention", {"ranges": [[i % 1900, i % 1900 + 1] for i in range(15000)]}),
+]
+TOO_MANY: list[tuple[str, Json, str]] = [
+    ("stream", STREAM | {"protect": ranges(PROTECT + 1)}, "protect"),
+    ("stream", STREAM | {"order": order(ORDER + 1)}, "order"),
+    ("block-plan", {"ops": [{"op": "reuse", "n_tokens": 64}] * (OPS + 1)}, "ops"),
+    ("block-plan", {"ops": [{"op": "drop", "names": ["x"] * 5000}] * 4}, "names"),
+    ("block-drop", {"names": ["x"] * (NAMES + 1)}, "names"),
+    ("block-load", {"names": ["x"] * (NAMES + 1)}, "names"),
+    ("attention", {"ranges": [[0, 1]] * (RANGES + 1)}, "ranges"),
+    ("attention", {"ranges": "0-1," * 200_000}, "ranges"),
+    ("attention", {"bounds": [[0, 1]] * (RANGES + 1)}, "bounds"),
+    ("attention", {"products": [[0, 1]] * (RANGES + 1)}, "products"),
+    ("block-drop", {"names": ["x"], "tenant": "t" * 1025}, "tenant"),
+    ("block-plan", {"ops": [{"op": "evict", "p0": 0, "p1": 1899}] * 500}, "cover"),
+]
+
+
+@pytest.fixture
+def held(two: Llama) -> Llama:
+    """Slot 0 with 1900 tokens."""
+    two.erase(0)
+    two.complete(two.tokens(story(4000))[:1900], 0, n_predict=1)
+    return two
+
+
+@pytest.mark.parametrize(("action", "body"), LARGEST)
+def test_the_largest_lists_do_not_hold_up_the_main_loop(
+    held: Llama, action: str, body: Json
+) -> None:
+    best = min(float(held.act(action, **body).get("t_ms", 0.0)) for _ in range(3))
+    assert best < LONGEST_MS
+
+
+@pytest.mark.parametrize(("action", "body", "named"), TOO_MANY)
+def test_more_is_refused_and_the_reason_names_it(
+    held: Llama, action: str, body: Json, named: str
+) -> None:
+    before = held.slot(0)
+    error = held.refuse(action, **body)
+    assert error["code"] == 400 and named in error["message"]
+    assert held.slot(0) == before
+
+
+@pytest.mark.parametrize("value", [2**31, 2**32 + 5, 2**40, 2**63, 2**64 - 1, -1, -(2**40)])
+def test_numbers_of_64_bits_are_checked_not_cut(held: Llama, value: int) -> None:
+    bodies: list[tuple[str, Json]] = [
+        ("stream", STREAM | {"protect": [[0, value]]}),
+        ("stream", STREAM | {"protect": [[value, value]]}),
+        ("stream", STREAM | {"budget": value}),
+        ("stream", STREAM | {"order": [{"name": "a", "p0": 0, "p1": value}]}),
+        ("block-save", {"name": "a", "p0": 0, "p1": value}),
+        ("block-evict", {"p0": value, "p1": 64}),
+        ("block-adopt", {"tokens": [1, value], "names": ["a"]}),
+        ("attention", {"ranges": [[value, 4]]}),
+    ]
+    before = held.slot(0)
+    for action, body in bodies:
+        assert held.refuse(action, **body)["code"] == 400, (action, body)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    request = {"dialect": "chat", "body": chat, "compact": True, "known": [[value, "0" * 16]]}
+    status, answer = held.ask("POST", "/evoke/render", request)
+    assert status == (200 if value == 2**31 - 1 else 400), answer
+    assert held.slot(0) == before
+
+
+def test_protected_ranges_mean_the_same_in_any_order(held: Llama) -> None:
+    wanted = [[0, 10], [20, 40], [50, 51]]
+    for protect in (wanted, wanted[::-1], [[0, 5], [5, 10], [50, 51], [30, 40], [20, 35], [7, 7]]):
+        held.act("stream", budget=1800, sink=0, recent=16, block=16, protect=protect)
+        assert held.slot(0)["stream"]["protect"] == wanted
+
+
+def test_another_client_decodes_meanwhile(held: Llama) -> None:
+    """No token of slot 1 comes late while slot 0 gets the largest calls, one after the other."""
+    late, done = [0.0], threading.Event()
+
+    def decode() -> None:
+        while not done.is_set():
+            began = time.monotonic()
+            held.complete([5, 6, 7], 1, marked=False, n_predict=1)
+            late[0] = max(late[0], time.monotonic() - began)
+
+    other = threading.Thread(target=decode)
+    other.start()
+    try:
+        for action, body in LARGEST:
+            answer: Any = held.act(action, **body)
+            assert answer
+    finally:
+        done.set()
+        other.join()
+    assert late[0] < 3.0
