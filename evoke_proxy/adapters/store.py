@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ _COLUMNS = (
     "id, tenant, fingerprint, branch, kind, n_bytes, checksum, prefill_s, created, used, hits,"
     " pinned, suspect, tokens"
 )
+# No time after this one, in the year 2242, was ever noted.
+_LATEST = 2.0**33
 _ALL = f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"
 _ONE = f"SELECT {_COLUMNS} FROM snapshots WHERE id = ?"
 _MARKS = "SELECT used, hits, pinned, suspect FROM snapshots WHERE id = ?"
@@ -212,6 +215,20 @@ class Store:
                 yield Record(id, tenant, used, self._form.open(packed, _about((id, tenant))))
             except (ValueError, TypeError):
                 continue
+
+    def median_used(self) -> float:
+        """The median of the times at which anything was used; 0 when there is none.
+
+        One damaged time does not move it.
+        """
+        both = "SELECT used FROM snapshots UNION ALL SELECT used FROM records"
+        found = [used for (used,) in self._db.execute(both) if isinstance(used, float)]
+        return median_low([used for used in found if 0.0 <= used < _LATEST] or [0.0])
+
+    def limit_used(self, now: float) -> None:
+        """Take what was used later than now for used now: the system's clock was wrong then."""
+        for table in ("snapshots", "records"):
+            self._change(f"UPDATE {table} SET used = ?1 WHERE used > ?1", (now,))
 
     def generation(self) -> int:
         """Another number than before whenever another process has changed something."""

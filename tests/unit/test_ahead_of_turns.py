@@ -13,6 +13,7 @@ import pytest
 import virtual_time
 from test_recorded import seated
 
+from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
@@ -112,6 +113,8 @@ def test_nothing_is_begun_while_a_request_runs_and_nothing_told_of_who_lost_its_
 def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: Any) -> None:
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         class Disk:
+            clock = SteadyClock()
+
             def put_record(self, record: Any) -> None:
                 happened.append(record.id)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.engine.kept.kept_vectors import KeptVectors
 
@@ -18,6 +19,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.clock = SteadyClock()
 
     def put_record(self, record: Record) -> None:
         self.records.append(record)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from evoke_proxy.adapters.clock import uptime_s
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
 from evoke_proxy.core.request.normalise import (
@@ -59,7 +59,7 @@ class Normaliser:
                 self._metrics.normalised.labels(what=BILLING).inc()
             kept = said
             if self.config.dates_h:
-                kept = self._clock.stopped(said, tenant, time.time(), self.config.dates_h)
+                kept = self._clock.stopped(said, tenant, uptime_s(), self.config.dates_h)
             if kept != said:
                 self._metrics.normalised.labels(what=DATES).inc()
             if kept != text:

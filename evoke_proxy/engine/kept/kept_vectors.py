@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -55,9 +54,10 @@ class KeptVectors:
             vault.remove_record(known.id)
             there = 0
         data = await asyncio.to_thread(packed, self._embedding.mark, new[-_MOST_BLOCKS:])
-        part = f"{known.id}#{time.time_ns()}"
+        now = vault.clock.now()
+        part = f"{known.id}#{int(now * 1e9)}"
         try:
-            vault.put_record(Record(part, known.tenant, time.time(), data))
+            vault.put_record(Record(part, known.tenant, now, data))
         except SnapshotUnusable as error:
             _log.warning("vectors of session %s are not written down: %s", known.id, error)
             return

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -154,7 +153,7 @@ class Records:
             if not known.elsewhere:
                 self.forget(known.id)
             return
-        self._vault.put_record(Record(known.id, known.tenant, time.time(), packed))
+        self._vault.put_record(Record(known.id, known.tenant, self._vault.clock.now(), packed))
         if known.orders != orders:
             self.reordered(known)
 

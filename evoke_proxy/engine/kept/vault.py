@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
 from evoke_proxy.adapters.store import Record, Store, pack
@@ -48,6 +48,7 @@ class Vault:
         self._store: Store | None = None
         self._read: Known | None = None
         self._sweeper = Sweeper()
+        self.clock = SteadyClock()
 
     def open(self, claim: bool = True) -> None:
         """Take over what is there, files and index made to agree; ConfigError when unusable."""
@@ -57,6 +58,9 @@ class Vault:
             self._store = self._opened(alone)
             if alone:
                 self._metrics.snapshots_bad.labels(reason="row").inc(self._store.drop_bad())
+            self.clock.advance_to(self._store.median_used())
+            if alone:
+                self._store.limit_used(self.clock.now())
             self._read = Known(self._store)
             if alone:
                 self._reconcile()
@@ -136,7 +140,7 @@ class Vault:
 
         Raises SnapshotUnusable when it is not what it should be; nothing is left of it then.
         """
-        id, now = part.removesuffix(PART), time.time()
+        id, now = part.removesuffix(PART), self.clock.now()
 
         def seal() -> tuple[Sealed, bytes]:
             return self.files.seal(part, id + WHOLE, n_bytes, tokens), pack(tokens)
@@ -195,7 +199,7 @@ class Vault:
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
         """llama-server has lived through it."""
-        current, now = self._known.items.get(snapshot.id), time.time()
+        current, now = self._known.items.get(snapshot.id), self.clock.now()
         if current is None:  # deleted meanwhile
             return
         hits = hits_at(current, now, self._bounds.half_life_s) + useful
@@ -227,7 +231,7 @@ class Vault:
     def trim(self) -> None:
         """Be within the bounds again."""
         free = self.files.free_bytes()
-        for snapshot, reason in surplus(self.snapshots, self._bounds, free, time.time()):
+        for snapshot, reason in surplus(self.snapshots, self._bounds, free, self.clock.now()):
             self.delete(snapshot, reason)
         self._sweeper.sweep_again(self.files.discard)
         latest = self._known.latest
@@ -240,7 +244,7 @@ class Vault:
 
     def records(self, id: str | None = None) -> Sequence[Record]:
         """Of budgeted sessions, or of one, the latest used first; those that are too old go."""
-        found, oldest = list(self._index.records(id)), time.time() - self._bounds.max_age_s
+        found, oldest = list(self._index.records(id)), self.clock.now() - self._bounds.max_age_s
         for record in (record for record in found if record.used < oldest):
             self.remove_record(record.id)
         return [record for record in found if record.used >= oldest]
