@@ -54,7 +54,7 @@ _MAY_BE_ZERO = frozenset(
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
         *("policy.weight_attention", "policy.weight_relevance", "policy.probe_worth_s"),
         *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
-        "normalise.dates_h",
+        *("normalise.dates_h", "limits.grammar_bytes", "limits.last_n", "limits.n_probs"),
     )
 )
 
@@ -87,6 +87,18 @@ class LimitsConfig:
     queue_timeout_s: float = 120.0
     keepalive_s: float = 5.0
     drain_timeout_s: float = 60.0
+    json_depth: int = 128
+    json_keys: int = 4096
+    json_values: int = 100_000
+    json_elements: int = 500_000
+    json_number_chars: int = 1000
+    messages: int = 4096
+    grammar_bytes: int = 65536
+    grammar_depth: int = 256
+    schema_keys: int = 512
+    last_n: int = 262_144
+    n_probs: int = 128
+    sampling_items: int = 32
 
 
 @dataclass(frozen=True, slots=True)

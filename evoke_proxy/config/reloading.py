@@ -12,6 +12,10 @@ from evoke_proxy.config import Config, keys, value_at
 _SAFE = (
     *("log.", "policy.", "limits.sessions", "limits.queue", "limits.queue_timeout_s"),
     *("limits.keepalive_s", "limits.drain_timeout_s", "page."),
+    *("limits.json_depth", "limits.json_keys", "limits.json_values", "limits.json_elements"),
+    *("limits.json_number_chars", "limits.messages", "limits.grammar_bytes"),
+    *("limits.grammar_depth", "limits.schema_keys", "limits.last_n", "limits.n_probs"),
+    "limits.sampling_items",
     *("snapshots.max_mib", "snapshots.max_count", "snapshots.max_age_h"),
     *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.half_life_h"),
     "normalise.",

@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from evoke_proxy.engine import Front
+from evoke_proxy.engine.intake.checking import BodyChecker
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
+from evoke_proxy.web.bodies import CHECKER, read_body
 from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.draining import TRAFFIC, Traffic
 from evoke_proxy.web.guard import DOOR, Door, apart
@@ -39,6 +41,7 @@ def create_app(engine: Front) -> web.Application:
     app[DOOR] = Door(engine.config)
     app[ACCESS] = Access(engine.config)
     app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
+    app[CHECKER] = BodyChecker()
     app[TRAFFIC] = Traffic(lambda: engine.shared.draining)
     app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
@@ -63,7 +66,11 @@ async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
         return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
     if request.path in dialects.HEALTH_PATHS:
         return await relay.health(request, engine.upstream)
-    return await relay.passthrough(request, engine.upstream)
+    # With keys everything that tenants may send is read; without, whatever is known to be JSON.
+    checked = bool(engine.config.security.keys_file) or request.path in dialects.JSON_PATHS
+    read = request.method == "POST" and checked
+    body = await read_body(request, engine.config) if read else None
+    return await relay.passthrough(request, engine.upstream, body)
 
 
 def _translated(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:

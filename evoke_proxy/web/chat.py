@@ -11,6 +11,7 @@ from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
 from evoke_proxy.web.access import ACCESS
 from evoke_proxy.web.begun import BegunStream, check
+from evoke_proxy.web.bodies import read_body
 from evoke_proxy.web.logs import FACTS
 
 # The body may grow or shrink by the spliced fields; our own header is for us.
@@ -20,7 +21,7 @@ _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
 async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request with what the engine added, relay the answer as it comes."""
     FACTS.set({"decision": "refused"})
-    body = await request.read()
+    body = await read_body(request, engine.config)
     headers = relay.request_headers(request, _REPLACED)
     client = request.app[ACCESS].client(request)
     ways: list[Forwarding] = []
@@ -51,7 +52,8 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
 
 async def answer_count(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the answer."""
-    body = engine.without_fields(dialect, await request.read(), request.app[ACCESS].client(request))
+    read = await read_body(request, engine.config)
+    body = engine.without_fields(dialect, read, request.app[ACCESS].client(request))
     headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
     async with engine.upstream.open("POST", target, headers, body) as reply:
         return await relay.send(request, reply)

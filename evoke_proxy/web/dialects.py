@@ -28,6 +28,13 @@ COUNT_PATHS = {
     "/v1/responses/input_tokens": "responses",
     "/v1/messages/count_tokens": "messages",
 }
+# Other paths to which clients send JSON: it is read and checked before llama-server gets it.
+JSON_PATHS = frozenset(
+    """
+    /tokenize /detokenize /apply-template /embedding /embeddings /v1/embeddings /rerank /reranking
+    /v1/rerank /v1/reranking /chat/completions/input_tokens /responses/input_tokens
+    """.split()
+)
 
 # Answered by a call of our own, for everybody: a load balancer has no key.
 HEALTH_PATHS = frozenset(("/health", "/v1/health"))

@@ -75,11 +75,15 @@ def raw_target(request: web.Request) -> str:
     return target
 
 
-async def passthrough(request: web.Request, upstream: Way) -> web.StreamResponse:
-    """Forward any request, streaming its body up and the answer down."""
-    body = request.content.iter_any() if request.can_read_body else None
+async def passthrough(
+    request: web.Request, upstream: Way, body: bytes | None = None
+) -> web.StreamResponse:
+    """Forward any request and stream the answer down; its body is streamed up unless it was read
+    already and is given."""
+    streamed = body is None and request.can_read_body
+    content = request.content.iter_any() if streamed else body
     headers = request_headers(request)
-    async with upstream.open(request.method, raw_target(request), headers, body) as reply:
+    async with upstream.open(request.method, raw_target(request), headers, content) as reply:
         return await send(request, reply)
 
 

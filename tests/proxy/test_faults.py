@@ -263,7 +263,8 @@ def test_body_over_the_limit_is_413_in_the_clients_dialect() -> None:
         assert json.loads(openai.body)["error"]["code"] == "request_too_large"
         assert json.loads(anthropic.body)["error"]["type"] == "request_too_large"
         assert fake.requests == []
-        assert ask(running.port, "POST", "/tokenize", body, JSON).status == 200
+        assert ask(running.port, "POST", "/tokenize", body, JSON).status == 413
+        assert ask(running.port, "POST", "/lora-adapters", body, JSON).status == 200
 
 
 def test_our_fields_never_reach_the_server() -> None:

@@ -1,0 +1,206 @@
+"""Bounds the parameters of a request that size allocations, loops or recursion in llama-server.
+
+Each bound stands for something that was seen in llama-server: a crash, gigabytes of memory, or a
+main loop that is busy for minutes. Everything else is llama-server's own to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+
+from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
+from evoke_proxy.errors import RequestError
+
+# Two buffers of this many entries are allocated for each sampler.
+_LAST_N = ("repeat_last_n", "dry_penalty_last_n")
+# For every generated token, so many probabilities with their texts are kept.
+_PROBABILITIES = ("n_probs", "logprobs", "top_logprobs")
+# Each entry costs a sampler with its buffers, a walk over the vocabulary, or a compiled pattern.
+_COSTLY_LISTS = (
+    *("samplers", "dry_sequence_breakers", "grammar_triggers", "lora"),
+    "reasoning_budget_end_tags",
+)
+# Each entry costs a little for every token or answer.
+_LISTS = ("stop", "logit_bias", "preserved_tokens", "response_fields")
+# Each entry is a message of a conversation, or a task of its own.
+_BATCHES = ("messages", "input", "prompt", "content", "documents", "texts", "input_extra", "query")
+_SCHEMAS = ("json_schema", "response_format", "tools", "functions", "text")
+# How often the members of one object may be in all schemas of a request together.
+_SCHEMA_OBJECTS = 32
+# llama-server reads this one from its own answer to a template, and runs it as a program.
+_INTERNAL = ("chat_parser",)
+_TRIGGER_CHARS = 256
+_TRIGGER_PATTERNS = (2, 3)
+_OPENING, _CLOSING = b"("[0], b")"[0]
+# What of a grammar cannot open a group; each alternative also matches what has no end.
+_NOT_NESTING = re.compile(
+    rb'"(?:[^"\\]|\\.)*+"?|\[(?:[^\]\\]|\\.)*+\]?|<[^>]*+>?|#[^\n]*+', re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What a request body may hold at most; `shape` is about its JSON, the others are parameters.
+
+    `messages`: entries of a list of messages, prompts or documents. `grammar_bytes` and
+    `grammar_depth`: a grammar's size and its nested parentheses; 0 bytes refuses every grammar.
+    `schema_keys`: members of one object of a JSON schema. `last_n`: tokens that penalties look back
+    at. `n_probs`: probabilities for each token. `sampling_items`: entries of the lists of samplers,
+    sequence breakers, triggers and adapters.
+    """
+
+    shape: ShapeLimits = field(default_factory=ShapeLimits)
+    messages: int = 4096
+    grammar_bytes: int = 65536
+    grammar_depth: int = 256
+    schema_keys: int = 512
+    last_n: int = 262_144
+    n_probs: int = 128
+    sampling_items: int = 32
+
+
+def check_parameters(body: Mapping[str, Any], shape: Shape, limits: BodyLimits) -> None:
+    """Raise RequestError when a parameter of a parsed body exceeds its limit.
+
+    `shape` is the structure of the whole body.
+    """
+    for name in _INTERNAL:
+        if body.get(name) is not None:
+            _refuse(f"{name} is internal to llama-server and not accepted; remove it")
+    for name in _LAST_N:
+        _check_number(body, name, limits.last_n, "limits.last_n")
+    for name in _PROBABILITIES:
+        _check_number(body, name, limits.n_probs, "limits.n_probs")
+    for name in _COSTLY_LISTS:
+        _check_count(body, name, limits.sampling_items, "limits.sampling_items")
+    for name in _LISTS:
+        _check_count(body, name, limits.shape.keys, "limits.json_keys")
+    for name in _BATCHES:
+        _check_batch(body, name, limits.messages)
+    _check_triggers(body.get("grammar_triggers"))
+    _check_grammar(body.get("grammar"), limits)
+    _check_arguments(body, limits)
+    if shape.keys > limits.schema_keys or shape.values > _SCHEMA_OBJECTS * limits.schema_keys:
+        _check_schemas(body, limits)
+
+
+def check_grammar(grammar: bytes, limits: BodyLimits) -> None:
+    """Raise RequestError when a grammar is larger or nested deeper than the limits allow."""
+    if len(grammar) > limits.grammar_bytes:
+        _refuse(
+            f"the grammar has {len(grammar)} bytes; limits.grammar_bytes allows"
+            f" {limits.grammar_bytes}"
+        )
+    if nesting(grammar) > limits.grammar_depth:
+        _refuse(
+            "the parentheses of the grammar are nested deeper than limits.grammar_depth allows"
+            f" ({limits.grammar_depth})"
+        )
+
+
+def nesting(grammar: bytes) -> int:
+    """How deep the parentheses of a grammar are inside each other at most.
+
+    Those in literals, character classes, names of tokens and comments are not counted. One that
+    closes nothing is ignored.
+    """
+    data = np.frombuffer(_NOT_NESTING.sub(b"", grammar), np.uint8)
+    if not len(data):
+        return 0
+    steps = (data == _OPENING).astype(np.int32) - (data == _CLOSING)
+    depths = np.cumsum(steps)
+    lowest = np.minimum(np.minimum.accumulate(depths), 0)
+    return int((depths - lowest).max())
+
+
+def _check_number(body: Mapping[str, Any], name: str, most: int, setting: str) -> None:
+    value = body.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    # llama-server cuts whole numbers to 32 bits, so one far below zero may become a large one.
+    if value > most or value < -(2**31):
+        _refuse(f"{name} is {value!s:.40}; {setting} allows at most {most}")
+
+
+def _check_count(body: Mapping[str, Any], name: str, most: int, setting: str) -> None:
+    value = body.get(name)
+    # A text names one sampler with each of its characters; of the others it is a single entry.
+    counted = list | dict | str if name == "samplers" else list | dict
+    if isinstance(value, counted) and len(value) > most:
+        _refuse(f"{name} has {len(value)} entries; {setting} allows {most}")
+
+
+def _check_batch(body: Mapping[str, Any], name: str, most: int) -> None:
+    value = body.get(name)
+    if not isinstance(value, list) or len(value) <= most:
+        return
+    count = len(value) - sum(type(entry) is int for entry in value)  # those are tokens of a prompt
+    if count > most:
+        _refuse(f"{name} has {count} entries; limits.messages allows {most}")
+
+
+def _check_triggers(triggers: object) -> None:
+    for trigger in triggers if isinstance(triggers, list) else ():
+        if not isinstance(trigger, dict):
+            continue
+        kind, value = trigger.get("type"), trigger.get("value")
+        # llama-server converts any number, and true, to a whole number.
+        if isinstance(kind, int | float) and int(kind) in _TRIGGER_PATTERNS:
+            _refuse("grammar_triggers that are patterns are not accepted; name words or tokens")
+        if isinstance(value, str) and len(value) > _TRIGGER_CHARS:
+            _refuse(f"a word of grammar_triggers has more than {_TRIGGER_CHARS} characters")
+
+
+def _check_grammar(grammar: object, limits: BodyLimits) -> None:
+    if isinstance(grammar, str) and grammar:
+        check_grammar(grammar.encode("utf-8", "surrogatepass"), limits)
+
+
+def _check_arguments(body: Mapping[str, Any], limits: BodyLimits) -> None:
+    """Bound the arguments of tool calls, which are JSON inside a text: templates parse them."""
+    messages, items = body.get("messages"), body.get("input")
+    for message in messages if isinstance(messages, list) else ():
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                _check_json_text(function.get("arguments"), limits.shape)
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict) and "arguments" in item:
+            _check_json_text(item["arguments"], limits.shape)
+
+
+def _check_json_text(text: object, limits: ShapeLimits) -> None:
+    if not isinstance(text, str):
+        return
+    # Most are short and flat: nothing can exceed a limit without so many characters.
+    if text.count("{") + text.count("[") <= limits.depth and text.count(":") <= limits.keys:
+        return
+    measure(text.encode("utf-8", "surrogatepass"), limits)
+
+
+def _check_schemas(body: Mapping[str, Any], limits: BodyLimits) -> None:
+    """Bound the objects of JSON schemas: their grammars grow with the cube of the properties."""
+    waiting = [body[name] for name in _SCHEMAS if name in body]
+    total = 0
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            total += len(value)
+            if len(value) > limits.schema_keys or total > _SCHEMA_OBJECTS * limits.schema_keys:
+                _refuse(
+                    "a JSON schema or the tools have more keys than limits.schema_keys allows"
+                    f" ({limits.schema_keys} in one object)"
+                )
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RequestError(message, "parameter_too_large")

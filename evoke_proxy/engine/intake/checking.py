@@ -1,0 +1,118 @@
+"""Checks request bodies before anything of them is rendered, forwarded or remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+import orjson
+
+from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
+from evoke_proxy.core.request.shape import ShapeLimits, measure
+from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.errors import RequestError
+
+# A body of more bytes, or more brackets, is checked in a thread: together they bound the time that
+# the event loop spends on one body. The check gives up the interpreter's lock between its steps.
+LARGE_BYTES = 256 * 1024
+LARGE_BRACKETS = 8192
+# So many large bodies are checked at once; each holds a copy of what it says.
+_AT_ONCE = 2
+# Text fields of a form are short: the words that a transcription begins with, a format, a flag.
+_FORM_FIELD_BYTES = 8192
+_FORM_PARTS = 32
+_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
+_FILE = re.compile(rb";[ \t]*filename\*?=", re.IGNORECASE)
+
+
+class BodyChecker:
+    """Refuses bodies that llama-server or the proxy could not bear; changes nothing."""
+
+    def __init__(self) -> None:
+        self._large = asyncio.Semaphore(_AT_ONCE)
+
+    async def check(self, body: bytes, content_type: str, limits: LimitsConfig) -> None:
+        """Raise RequestError when a body exceeds a limit; a large one is checked in a thread."""
+        if is_large(body):
+            async with self._large:
+                await asyncio.to_thread(check_body, body, content_type, body_limits(limits))
+        else:
+            check_body(body, content_type, body_limits(limits))
+
+
+def is_large(body: bytes) -> bool:
+    """Whether reading a body may take longer than the event loop can wait."""
+    return len(body) > LARGE_BYTES or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
+
+
+def check_body(body: bytes, content_type: str, limits: BodyLimits) -> None:
+    """Raise RequestError when a JSON body or a form exceeds a limit.
+
+    A body that is neither is left to whoever reads it: llama-server parses no further than we do.
+    """
+    if content_type.strip().lower().startswith("multipart/"):
+        _check_form(body, content_type, limits)
+        return
+    shape = measure(body, limits.shape)
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        try:
+            parsed = parse_object(body)
+        except RequestError:
+            return
+    if isinstance(parsed, dict):
+        check_parameters(parsed, shape, limits)
+
+
+def body_limits(limits: LimitsConfig) -> BodyLimits:
+    """The limits of bodies as configured."""
+    shape = ShapeLimits(
+        depth=limits.json_depth,
+        keys=limits.json_keys,
+        values=limits.json_values,
+        elements=limits.json_elements,
+        number_chars=limits.json_number_chars,
+    )
+    return BodyLimits(
+        shape=shape,
+        messages=limits.messages,
+        grammar_bytes=limits.grammar_bytes,
+        grammar_depth=limits.grammar_depth,
+        schema_keys=limits.schema_keys,
+        last_n=limits.last_n,
+        n_probs=limits.n_probs,
+        sampling_items=limits.sampling_items,
+    )
+
+
+def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
+    """Bound the fields of a form: llama-server makes parameters of them, too."""
+    named = _BOUNDARY.search(content_type)
+    if named is None:
+        raise RequestError("the form names no boundary", "invalid_form")
+    boundary = (named[1] or named[2]).encode("utf-8", "surrogateescape")
+    for count, part in enumerate(_parts(body, b"--" + boundary)):
+        if count >= _FORM_PARTS:
+            raise RequestError(f"the form has more than {_FORM_PARTS} parts", "parameter_too_large")
+        head, _, content = part.partition(b"\r\n\r\n")
+        if _FILE.search(head[:_FORM_FIELD_BYTES]):
+            continue
+        if len(part) > _FORM_FIELD_BYTES:
+            message = f"a field of the form has more than {_FORM_FIELD_BYTES} bytes"
+            raise RequestError(message, "parameter_too_large")
+        if nesting(content) > limits.grammar_depth:
+            message = "a field of the form is nested deeper than limits.grammar_depth allows"
+            raise RequestError(message, "parameter_too_large")
+
+
+def _parts(body: bytes, delimiter: bytes) -> Iterator[bytes]:
+    at = body.find(delimiter)
+    while at >= 0:
+        end = body.find(delimiter, at + len(delimiter))
+        if end < 0:
+            return
+        yield body[at + len(delimiter) : end]
+        at = end

@@ -1,0 +1,135 @@
+"""Bodies that crash or hang a real llama-server are refused before it sees anything of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Answer, RunningProxy, ask, llama_server, process_on, proxy, server_binary
+
+from evoke_proxy.adapters.secret_files import write_secret
+from evoke_proxy.core.keys import Caller, key_of, line_of
+
+KEY = key_of(b"checked".ljust(32, b"."))
+_MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+_DEEP = "[" * 100_000 + "]" * 100_000
+_GRAMMAR = "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000
+_HUGE = {"repeat_last_n": 2**31 - 1, "dry_penalty_last_n": 2**31 - 1, "dry_multiplier": 1.0}
+_HUGE |= {"repeat_penalty": 1.1}
+_TRIGGERS = {
+    "grammar": 'root ::= "a"',
+    "grammar_lazy": True,
+    "grammar_triggers": [{"type": 2, "value": "(" * 60_000 + ")" * 60_000}],
+}
+
+
+def _body(more: dict[str, Any] | None = None, raw: str = "") -> bytes:
+    """A body that every path understands, with more members, or with a member `z` as spelled."""
+    body = {"messages": _MESSAGES, "input": "hello", "prompt": "hello", "content": "hello"}
+    text = json.dumps({**body, "max_tokens": 1, "query": "a", "documents": ["b"], **(more or {})})
+    return (text[:-1] + (f', "z": {raw}' if raw else "") + "}").encode()
+
+
+# Each of these crashed llama-server, or kept it busy for minutes, at the pinned version.
+ATTACKS = {
+    "nested 100,000 deep": _body(raw=_DEEP),
+    "nested in a schema": _body(raw='{"schema":' * 50_000 + "1" + "}" * 50_000),
+    "a grammar of 20,000 parentheses": _body({"grammar": _GRAMMAR}),
+    "penalties over 2^31 tokens": _body(_HUGE),
+    "380,000 keys": _body({f"k{i}": 0 for i in range(380_000)}),
+    "a trigger of 60,000 parentheses": _body(_TRIGGERS),
+    "5,000 samplers": _body({"samplers": "d" * 5000, **_HUGE, "dry_penalty_last_n": 262_144}),
+    "2,000 optional properties": _body(
+        {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}}
+    ),
+    "a number of 10,000 digits": _body(raw="1" * 10_000),
+    "a million messages": b'{"messages":[' + b"{}," * 340_000 + b"{}]}",
+}
+# With keys, all that tenants may POST to; the other half is checked without keys, too.
+PATHS = (
+    *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/completion"),
+    *("/infill", "/apply-template", "/tokenize", "/detokenize", "/embeddings", "/v1/embeddings"),
+    *("/rerank", "/v1/chat/completions/input_tokens", "/v1/messages/count_tokens"),
+)
+
+
+@pytest.fixture(scope="module", params=("stock", "patched"))
+def upstream(request: pytest.FixtureRequest) -> Iterator[int]:
+    binary = server_binary(patched=request.param == "patched")
+    with llama_server(binary, "-np", "2") as port:
+        yield port
+
+
+@pytest.fixture(scope="module", params=("keys", "no keys"))
+def running(
+    request: pytest.FixtureRequest, upstream: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningProxy]:
+    settings: dict[str, object] = {}
+    if request.param == "keys":
+        path: Path = tmp_path_factory.mktemp("keys") / "keys"
+        write_secret(path, line_of(Caller("a", "a"), KEY))
+        settings["security__keys_file"] = str(path)
+    with proxy(upstream, **settings) as found:
+        yield found
+
+
+def _ask(running: RunningProxy, path: str, body: bytes) -> Answer:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    return ask(running.port, "POST", path, body, headers)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_it_is_refused_on_every_path(running: RunningProxy, upstream: int, attack: str) -> None:
+    process = process_on(upstream)
+    for path in PATHS:
+        answer = _ask(running, path, ATTACKS[attack])
+        error = json.loads(answer.body)["error"]
+        assert answer.status == 400, path
+        assert "limits." in error["message"] or "patterns" in error["message"]
+        if path.startswith("/v1/messages"):
+            assert json.loads(answer.body)["type"] == "error"
+            assert error["type"] == "invalid_request_error"
+        else:
+            assert error["code"] in ("parameter_too_large", "request_too_complex")
+    assert process_on(upstream) == process, "the server is the one it was"
+    assert ask(upstream, "GET", "/health").status == 200
+    assert len(running.engine.conversations) == 0, "nothing of it is remembered"
+
+
+def test_arguments_of_tool_calls_are_json_too(running: RunningProxy) -> None:
+    function = {"name": "run", "arguments": '{"a":' + _DEEP + "}"}
+    call = {"id": "1", "type": "function", "function": function}
+    messages = [*_MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for path in ("/v1/chat/completions", "/apply-template"):
+        assert _ask(running, path, _body({"messages": messages})).status == 400
+
+
+def test_what_clients_send_still_gets_its_answer(running: RunningProxy) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    more = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "dry_multiplier": 0.8,
+        "dry_penalty_last_n": 4096,
+        "repeat_last_n": 4096,
+        "stop": ["###"],
+    }
+    answer = _ask(running, "/v1/chat/completions", _body(more))
+    assert answer.status == 200, answer.body
+    words = {"logprobs": True, "top_logprobs": 20}
+    assert _ask(running, "/v1/chat/completions", _body(words)).status == 200
+    tools = [{"type": "function", "function": {"name": "run", "parameters": schema}}]
+    assert _ask(running, "/v1/chat/completions", _body({"tools": tools})).status == 200
+    assert _ask(running, "/tokenize", b'{"content": "' + b"word " * 100_000 + b'"}').status == 200
+    body = _body({"grammar": 'root ::= ("a" | "b")+', "n_probs": 100})
+    assert _ask(running, "/completion", body).status == 200
+
+
+def test_a_body_that_is_no_json_gets_the_servers_own_words(
+    running: RunningProxy, upstream: int
+) -> None:
+    for wrong in (b"", b"[", b'{"content": ', b"\xff", b"[]"):
+        direct = ask(upstream, "POST", "/tokenize", wrong, {"Content-Type": "application/json"})
+        assert _ask(running, "/tokenize", wrong).status == direct.status

@@ -1,0 +1,50 @@
+"""Fits how the processor time of a function grows with the size of its input."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+# What takes less is noise of the clock and of calls that cost the same for every size.
+_LEAST_S = 0.002
+_TRIES = 3
+_PLAINLY_LINEAR = 1.2
+
+
+def exponent(run: Callable[[int], object], n: int, limit_s: float = 20.0) -> float:
+    """The growth of processor time from inputs of `n` to those of 8 `n`; 0 where all are fast.
+
+    Each time is the shortest of several, of this thread alone, and a growth that looks too fast is
+    measured again, so a busy machine does not matter. A run that takes longer than `limit_s` is not
+    repeated at larger sizes.
+    """
+    found = math.inf
+    for _ in range(_TRIES):
+        found = min(found, _growth(run, n, limit_s))
+        if found < _PLAINLY_LINEAR:
+            break
+    return found
+
+
+def _growth(run: Callable[[int], object], n: int, limit_s: float) -> float:
+    times: list[tuple[int, float]] = []
+    for size in (n, 2 * n, 4 * n, 8 * n):
+        times.append((size, _shortest(run, size)))
+        if times[-1][1] > limit_s:
+            break
+    (small, first), (large, last) = times[0], times[-1]
+    if last < _LEAST_S:
+        return 0.0
+    return math.log(last / max(first, _LEAST_S / 8)) / math.log(large / small)
+
+
+def _shortest(run: Callable[[int], object], size: int) -> float:
+    found = math.inf
+    for _ in range(_TRIES):
+        began = time.thread_time()
+        run(size)
+        found = min(found, time.thread_time() - began)
+        if found > 1:  # no noise matters
+            break
+    return found

@@ -1,0 +1,109 @@
+"""The structure of bodies is measured exactly, in pieces of any size, and in linear time."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from cpu_time import exponent
+
+from evoke_proxy.core.request import shape
+from evoke_proxy.core.request.shape import ShapeLimits, measure
+from evoke_proxy.errors import RequestError
+
+_UNLIMITED = ShapeLimits(30_000, 10**9, 10**9, 10**9, 10**9)
+_TEXTS = ('a"b\\', "\\\\", "{[,:]}", "\n", "é語😀", "x" * 40, "\\" * 7, '\\"', "")
+
+
+def _value(rng: random.Random, depth: int) -> Any:
+    kind = rng.random()
+    if depth > 6 or kind < 0.3:
+        return rng.choice([*_TEXTS, 1, -2.5e-7, 10**30, None, True])
+    if kind < 0.65:
+        return [_value(rng, depth + 1) for _ in range(rng.randrange(6))]
+    names = (rng.choice(_TEXTS) + str(i) for i in range(rng.randrange(6)))
+    return {name: _value(rng, depth + 1) for name in names}
+
+
+def _counted(value: Any) -> tuple[int, int, int, int]:
+    """Depth, most keys, values and commas, counted in the parsed value."""
+    if not isinstance(value, dict | list):
+        return 0, 0, 0, 0
+    inside = [_counted(item) for item in (value.values() if isinstance(value, dict) else value)]
+    keys = len(value) if isinstance(value, dict) else 0
+    return (
+        1 + max((one[0] for one in inside), default=0),
+        max([keys, *(one[1] for one in inside)]),
+        1 + keys + sum(one[2] for one in inside),
+        max(0, len(value) - 1) + sum(one[3] for one in inside),
+    )
+
+
+def test_it_is_measured_as_a_parser_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(7)
+    for _ in range(250):
+        value = {"top": _value(rng, 0)}
+        monkeypatch.setattr(shape, "_PIECE_BYTES", rng.choice((1, 2, 3, 5, 16, 64, 1024)))
+        text = json.dumps(value, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)))
+        found = measure(text.encode(), _UNLIMITED)
+        counted = (found.depth, found.keys, found.values, found.elements)
+        assert counted == _counted(value), text
+
+
+@pytest.mark.parametrize("piece", (1, 2, 7, 64, 4096))
+@pytest.mark.parametrize(
+    ("limits", "text", "allowed"),
+    (
+        (ShapeLimits(depth=5), lambda n: "[" * n + "]" * n, 5),
+        (ShapeLimits(depth=5), lambda n: '{"a":[' + '{"b":' * (n - 2) + "1", 5),
+        (ShapeLimits(keys=6), lambda n: "[{},{" + ",".join(['"k":{"x":1}'] * n) + "}]", 6),
+        (ShapeLimits(values=8), lambda n: "[" + ",".join(["[]"] * (n - 1)) + "]", 8),
+        (ShapeLimits(elements=9), lambda n: "[" + ",".join("1" * (n + 1)) + "]", 9),
+        (ShapeLimits(number_chars=50), lambda n: '{"a": -' + "1" * (n - 1) + " }", 50),
+        (ShapeLimits(number_chars=50), lambda n: "7" * n, 50),
+        (
+            ShapeLimits(number_chars=50),
+            lambda n: '["' + "1" * 999 + '", 1' + "0" * (n - 1) + "]",
+            50,
+        ),
+    ),
+)
+def test_each_limit_is_exact(
+    piece: int, limits: ShapeLimits, text: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape, "_PIECE_BYTES", piece)
+    measure(text(allowed).encode(), limits)
+    with pytest.raises(RequestError) as refused:
+        measure(text(allowed + 1).encode(), limits)
+    assert refused.value.status == 400
+    assert "limits.json_" in str(refused.value)
+
+
+def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for piece in (1, 3, 4096):
+        monkeypatch.setattr(shape, "_PIECE_BYTES", piece)
+        text = '{"a":' + " \n" * 400 + '"' + "1" * 900 + '"' + " " * 900 + "}" + "\t" * 900
+        measure(text.encode(), ShapeLimits(number_chars=50))
+
+
+@pytest.mark.parametrize(
+    "text", ("", "}", "]]]]", '"', '"\\', "\\", "{]", ',,::"', "\xff\xfe", '{"a":1}}}}', "1" * 30)
+)
+def test_what_is_no_json_is_measured_too(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for piece in (1, 2, 4096):
+        monkeypatch.setattr(shape, "_PIECE_BYTES", piece)
+        measure(text.encode("latin-1"), ShapeLimits())
+
+
+@pytest.mark.parametrize(
+    "unit", (b"{},", b"[", b"]", b'"', b"\\", b'\\"', b'""', b",", b":", b"1", b" ", b'"a":{', b"x")
+)
+def test_it_takes_linear_time(unit: bytes) -> None:
+    def run(n: int) -> None:
+        with suppress(RequestError):  # too deep: then the rest is not read
+            measure(unit * n, _UNLIMITED)
+
+    assert exponent(run, 512 * 1024) < 1.3
