@@ -3,6 +3,7 @@
 #include "log.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -46,9 +47,18 @@ static bool is_ours(const std::string & file, const char * end) {
     return file.compare(0, 6, "evoke-") == 0 && ends_with(file, end);
 }
 
+static std::atomic<uint64_t> latest_used { 0 };
+
+// The time of a use, later than that of every file that is known: the system's clock may have been set back since.
 static uint64_t now_ns() {
     using namespace std::chrono;
-    return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+    const uint64_t wall = duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+    uint64_t before = latest_used;
+    uint64_t now;
+    do {
+        now = std::max(wall, before + 1);
+    } while (!latest_used.compare_exchange_weak(before, now));
+    return now;
 }
 
 std::string server_blocks_disk::open(const std::string & option, uint64_t model, uint64_t layout) {
@@ -102,6 +112,7 @@ void server_blocks_disk::close() {
 //
 
 void server_blocks_disk::add(const std::string & file, entry e) {
+    latest_used = std::max<uint64_t>(latest_used, e.used);
     forget(file);
     n_used += e.bytes;
     files[file] = std::move(e);
@@ -369,14 +380,18 @@ void server_blocks_disk::work() {
             write_one(*item.write, lock);
             continue;
         }
+        const auto it = files.find(item.file);
+        const uint64_t used = it == files.end() ? 0 : it->second.used;
         if (!item.touch) {
             forget(item.file);
         }
         lock.unlock();
-        if (item.touch) {
-            utimensat(AT_FDCWD, path(item.file).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
-        } else {
+        if (!item.touch) {
             unlink(path(item.file).c_str());
+        } else if (used > 0) {
+            const timespec modified = { time_t(used/1000000000), long(used%1000000000) };
+            const timespec times[2] = { modified, modified };
+            utimensat(AT_FDCWD, path(item.file).c_str(), times, AT_SYMLINK_NOFOLLOW);
         }
         lock.lock();
     }
@@ -439,6 +454,7 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
     e.bytes = bytes;
     e.used  = now_ns();
     add(file, std::move(e));
+    queue.push_back({ nullptr, file, true }); // the file's time says the same
 }
 
 // so many bytes of the oldest files go, as the disk is full; false if there are not so many

@@ -334,6 +334,28 @@ def test_the_cap_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:
         assert server.refuse("block-evict", names=[names[0]])["type"] == "unknown_block"
 
 
+def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    with running(True, *options(folder, mib=1, ram=1)) as server:
+        held = talk(server)
+        save_each(server, held[:512])
+        spill(server)
+    ahead = time.time() + 30 * 86400  # what their times are if it was a month ahead until now
+    for path in files(folder):
+        os.utime(path, (ahead, ahead))
+    with running(True, *options(folder, mib=1, ram=1)) as server:
+        server.complete(server.tokens(story(900, seed=5)))
+        names = []
+        for p0 in range(0, 768, SIZE):
+            names.append(f"new/{p0}")
+            server.act("block-save", name=names[-1], p0=p0, p1=p0 + SIZE)
+        spill(server)
+        assert disk(server)["n_deleted"] > 0
+        assert set(names[-4:]) <= set(blocks(server)), "the newest are there"
+    written = sorted(files(folder), key=lambda path: path.stat().st_mtime_ns)
+    assert len(written) > 4 and written[-1].stat().st_mtime >= ahead, "also for the next start"
+
+
 def test_two_servers_share_a_folder_and_only_what_is_the_same_is_shared(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with ExitStack() as stack:
