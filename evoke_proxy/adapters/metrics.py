@@ -148,6 +148,10 @@ class Metrics:
         self.snapshots_gone = self._counter(
             "evoke_snapshot_evictions", "Snapshots deleted, by the bound they broke.", "reason"
         )
+        self.index_failures = self._counter(
+            "evoke_index_failures",
+            "Changes of the index of snapshots and records that the disk did not take.",
+        )
         self.snapshots_bad = self._counter(
             "evoke_snapshot_corrupt", "Snapshots set aside unrestored.", "reason"
         )

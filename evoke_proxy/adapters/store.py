@@ -1,6 +1,7 @@
 """The index of snapshots, and records of budgeted sessions: one SQLite file in WAL mode.
 
-Rows are small and local: calls take well under a millisecond and may run in the event loop.
+Rows may be large, and a change waits for other processes: only `generation` is for the event loop,
+everything else runs in a thread. Changes and reads use a connection each, under a lock each.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2
-# A change waits so long, all requests with it, for that of another proxy.
+# How long a change waits for that of another proxy.
+_WAIT_S = 5.0
 _SHARED_WAIT_MS = 500
 _TABLE = """
 CREATE TABLE IF NOT EXISTS snapshots (
@@ -48,6 +50,9 @@ _ONE = f"SELECT {_COLUMNS} FROM snapshots WHERE id = ?"
 _MARKS = "SELECT used, hits, pinned, suspect FROM snapshots WHERE id = ?"
 _ALL_RECORDS = "SELECT id, tenant, used, packed FROM records ORDER BY used DESC"
 _ONE_RECORD = "SELECT id, tenant, used, packed FROM records WHERE id = ?"
+_OWNERS = "SELECT id, tenant, used FROM records"
+# A record and its parts. A range and not a pattern: an index serves it, and ids have no wildcards.
+_REMOVE_RECORD = "DELETE FROM records WHERE id = ?1 OR (id > ?1 || '#' AND id < ?1 || '$')"
 
 # What has changed, for others to read no more than that; of the oldest nobody is told.
 _CHANGES_KEPT = 4096
@@ -83,6 +88,15 @@ class Record:
         return self.id != self.session
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a record is, without what it says."""
+
+    session: str
+    tenant: str
+    used: float
+
+
 class Store:
     """Snapshots and records; a process that dies loses no change.
 
@@ -97,7 +111,9 @@ class Store:
         self._path, self._form = path, form or Plain()
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            self._db = _connected(path)
+            self._changing = threading.Lock()
+            self._generation = 0
             self._db.execute("PRAGMA journal_mode=WAL")
             # A dead process loses nothing then; a machine that loses power may lose the last rows,
             # and files and rows are made to agree at start.
@@ -109,8 +125,7 @@ class Store:
             self._check_version()
             for statement in (f"SELECT {_COLUMNS} FROM snapshots", _ALL_RECORDS):
                 deque(self._db.execute(statement), maxlen=0)
-            # For reading in other threads, one at a time.
-            self._aside = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._aside = _connected(path)
             self._reading = threading.Lock()
         except OSError as error:
             raise ConfigError(f"snapshots.directory: {path} cannot be used: {error}") from error
@@ -125,11 +140,13 @@ class Store:
         """No call after this."""
         with self._reading:
             self._aside.close()
-        self._db.close()
+        with self._changing:
+            self._db.close()
 
     def share(self) -> None:
         """Another process may be changing it: do not wait for it longer than requests may."""
-        self._db.execute(f"PRAGMA busy_timeout={_SHARED_WAIT_MS}")
+        with self._changing:
+            self._db.execute(f"PRAGMA busy_timeout={_SHARED_WAIT_MS}")
 
     def add(self, snapshot: Snapshot, packed: bytes) -> None:
         """Add one, its tokens as `pack` has made them of it."""
@@ -204,17 +221,27 @@ class Store:
 
     def remove_record(self, id: str) -> None:
         """Forget it and its parts; nothing when it is not there."""
-        self._change("DELETE FROM records WHERE id = ?1 OR id GLOB ?1 || '#*'", (id,))
+        self._change(_REMOVE_RECORD, (id,))
 
-    def records(self, only: str | None = None) -> Iterator[Record]:
+    def records(self, only: str | None = None) -> list[Record]:
         """Every record, or the only one of this id, the latest used first, but for those that are
         not what was written."""
         wanted = (_ALL_RECORDS,) if only is None else (_ONE_RECORD, (only,))
-        for id, tenant, used, packed in self._db.execute(*wanted):
-            try:
-                yield Record(id, tenant, used, self._form.open(packed, _about((id, tenant))))
-            except (ValueError, TypeError):
-                continue
+        found = []
+        with self._reading:
+            for id, tenant, used, packed in self._aside.execute(*wanted):
+                try:
+                    opened = self._form.open(packed, _about((id, tenant)))
+                except (ValueError, TypeError):
+                    continue
+                found.append(Record(id, tenant, used, opened))
+        return found
+
+    def owners(self) -> list[Owner]:
+        """Whose records there are, of each session and of each part; nothing is decrypted."""
+        with self._reading:
+            rows = self._aside.execute(_OWNERS).fetchall()
+        return [Owner(str(id).partition("#")[0], tenant, used) for id, tenant, used in rows]
 
     def median_used(self) -> float:
         """The median of the times at which anything was used; 0 when there is none.
@@ -231,9 +258,17 @@ class Store:
             self._change(f"UPDATE {table} SET used = ?1 WHERE used > ?1", (now,))
 
     def generation(self) -> int:
-        """Another number than before whenever another process has changed something."""
-        (number,) = self._db.execute("PRAGMA data_version").fetchone()
-        return int(number)
+        """Another number than before whenever another process has changed something.
+
+        Does not wait: while a change is being made, the number is the one from before it.
+        """
+        if self._changing.acquire(blocking=False):
+            try:
+                (number,) = self._db.execute("PRAGMA data_version").fetchone()
+                self._generation = int(number)
+            finally:
+                self._changing.release()
+        return self._generation
 
     def _snapshot(self, row: tuple[Any, ...]) -> Snapshot:
         *values, pinned, suspect, closed = row
@@ -244,7 +279,8 @@ class Store:
 
     def _change(self, statement: str, values: tuple[object, ...]) -> None:
         try:
-            self._db.execute(statement, values)
+            with self._changing:
+                self._db.execute(statement, values)
         except sqlite3.Error as error:
             raise SnapshotUnusable("disk", f"{self._path} cannot be written: {error}") from error
 
@@ -257,6 +293,11 @@ class Store:
         if found not in (0, wanted):
             raise sqlite3.DatabaseError(f"it is of version {found & 0xFF}, not {_VERSION}")
         self._db.execute(f"PRAGMA user_version={wanted}")
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    """A connection for any thread, one at a time."""
+    return sqlite3.connect(path, isolation_level=None, timeout=_WAIT_S, check_same_thread=False)
 
 
 def pack(tokens: Tokens) -> bytes:

@@ -111,7 +111,7 @@ class Engine:
             await self._entered.enter_async_context(self.keeper)
             await self._entered.enter_async_context(self._chores)
             await self._entered.enter_async_context(self._models)
-            self._records.recall()
+            await self._records.recall()
             await self.watch.look()
         except BaseException:  # what was entered is left
             await self._entered.aclose()

@@ -115,7 +115,7 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
         class Disk:
             clock = SteadyClock()
 
-            def put_record(self, record: Any) -> None:
+            async def write_record(self, record: Any) -> None:
                 happened.append(record.id)
 
         monkeypatch.setattr(engine._records, "_vault", Disk())

@@ -21,7 +21,7 @@ class Disk:
         self.records: list[Record] = []
         self.clock = SteadyClock()
 
-    def put_record(self, record: Record) -> None:
+    async def write_record(self, record: Record) -> None:
         self.records.append(record)
 
     def remove_record(self, id: str) -> None:

@@ -142,7 +142,7 @@ def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
         (tmp_path / f"{gone.id}.evoke-kv").unlink()
         with (tmp_path / f"{cut.id}.evoke-kv").open("r+b") as file:
             file.truncate(100)
-        first.begin_restore(tried)
+        asyncio.run(first.begin_restore(tried))
         written(tmp_path, "0123.evoke-part")
         written(tmp_path, "4567.evoke-kv")
     with vault(tmp_path, metrics) as second:
@@ -158,7 +158,7 @@ def test_a_restore_that_ended_well_counts_and_one_that_did_not_is_never_tried_ag
 ) -> None:
     with vault(tmp_path) as it:
         new = kept(it)
-        it.begin_restore(new)
+        asyncio.run(it.begin_restore(new))
         assert [item.suspect for item in it.snapshots] == [True]
         it.end_restore(new, useful=True)
         (after,) = it.snapshots
@@ -190,8 +190,10 @@ def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
         command.open(claim=False)
         (seen,) = command.snapshots
         command.pin(seen, True)
+        asyncio.run(command.swept())
         assert [item.pinned for item in serving.snapshots] == [True]
         command.delete(seen, "asked")
+        asyncio.run(command.swept())
         assert not serving.snapshots
         command.close()
         assert not (tmp_path / f"{new.id}.evoke-kv").exists()
@@ -203,7 +205,7 @@ def test_what_is_pinned_or_deleted_during_a_restore_stays_so(tmp_path: Path) -> 
         command = Vault(SnapshotsConfig(directory=str(tmp_path)))
         command.open(claim=False)
         for snapshot in (pinned, deleted):
-            serving.begin_restore(snapshot)
+            asyncio.run(serving.begin_restore(snapshot))
         for seen in list(command.snapshots):
             if seen.branch == "p":
                 command.pin(seen, True)
@@ -245,6 +247,7 @@ def test_only_what_the_other_proxy_changed_is_read(
             first.delete(old[2], "test")
             passing = kept(first, TOKENS + 11, branch="passing")
             first.delete(passing, "test")
+            asyncio.run(first.swept())
             asyncio.run(second.refresh())
             assert read == [new.id]
             found = {item.id: item for item in second.snapshots}
@@ -255,6 +258,7 @@ def test_only_what_the_other_proxy_changed_is_read(
             asyncio.run(first.refresh())
             second.pin(new, True)
             second.delete(old[0], "test")
+            asyncio.run(second.swept())
             assert {item.id: item.pinned for item in first.snapshots} == {
                 **dict.fromkeys((new.id, old[1].id), True),
                 old[3].id: False,
@@ -278,6 +282,7 @@ def test_what_is_known_by_changes_is_what_is_there(steps: list[tuple[int, int, b
                     proxy.delete(there[which % len(there)], "test")
                 else:
                     asyncio.run(proxy.refresh())
+                asyncio.run(proxy.swept())
                 wanted = {item.id: item for item in proxy._index.all()}
                 assert {item.id: item for item in proxies[not second].snapshots} == wanted
                 assert {item.id: item for item in proxy.snapshots} == wanted
@@ -480,7 +485,7 @@ def on_a_full_disk(where: str) -> None:
                 other.write(bytes(4096))
         with pytest.raises(SnapshotUnusable, match="full"):
             for _ in range(99):  # what the log of changes has room for
-                opened.begin_restore(first)
+                asyncio.run(opened.begin_restore(first))
         with pytest.raises(SnapshotUnusable, match="full"):
             asyncio.run(opened.keep(part, n_bytes, TOKENS, label))
         assert whole_files(folder) == before
@@ -509,7 +514,7 @@ def test_only_what_cannot_be_decrypted_is_set_aside_and_not_what_finds_no_room(
         raise SnapshotUnusable(reason, "it is not lent")
 
     async def tried(it: Vault, snapshot: Snapshot) -> None:
-        it.begin_restore(snapshot)
+        await it.begin_restore(snapshot)
         async with it.lent(snapshot):
             pass
 

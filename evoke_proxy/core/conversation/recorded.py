@@ -80,7 +80,6 @@ def written(seated: Seated) -> bytes:
         "at": [seated.slot, seated.epoch, seated.home],
         "tokens": _packed(layout.tokens.astype("<i4")),
         "generation": layout.generation,
-        "blocks": [_columns(block) for block in blocks],
         "copied": blocks.copied.tolist(),
         "ranges": [[item.label, *_ends(item.span)] for item in layout.ranges],
         "stale": sorted(layout.stale),
@@ -90,7 +89,9 @@ def written(seated: Seated) -> bytes:
         "recovered": dict(known.recovered),
         "orders": _ordered(seated.orders),
     }
-    return json.dumps(value, separators=(",", ":")).encode()
+    # One call of the encoder for all blocks would hold the interpreter for as long as it takes.
+    columns = b",".join(_compact(_columns(block)) for block in blocks)
+    return b'%s,"blocks":[%s]}' % (_compact(value)[:-1], columns)
 
 
 def read(record: bytes) -> Seated:
@@ -109,7 +110,11 @@ def reordered(record: bytes, orders: Orders) -> bytes:
     value = json.loads(record)
     if not isinstance(value, dict):
         raise ValueError("a record is not as it was written")
-    return json.dumps(value | {"orders": _ordered(orders)}, separators=(",", ":")).encode()
+    return _compact(value | {"orders": _ordered(orders)})
+
+
+def _compact(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _seated(value: Mapping[str, Any]) -> Seated:

@@ -57,7 +57,7 @@ class KeptVectors:
         now = vault.clock.now()
         part = f"{known.id}#{int(now * 1e9)}"
         try:
-            vault.put_record(Record(part, known.tenant, now, data))
+            await vault.write_record(Record(part, known.tenant, now, data))
         except SnapshotUnusable as error:
             _log.warning("vectors of session %s are not written down: %s", known.id, error)
             return

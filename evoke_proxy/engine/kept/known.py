@@ -7,7 +7,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from evoke_proxy.adapters.store import Store
-from evoke_proxy.core.kept.snapshots import Snapshot, as_changed
+from evoke_proxy.core.kept.snapshots import Changes, Snapshot, as_changed
+
+# Ids of removed snapshots that are remembered.
+_REMEMBERED = 4096
 
 
 class Known:
@@ -22,6 +25,8 @@ class Known:
         self._index = index
         self._generation, self._version, self._touched = -1, -1, 0
         self._items: dict[str, Snapshot] = {}
+        # Removed here, and maybe not yet from the index: never read from there again.
+        self._removed: dict[str, None] = {}
         self._look()
 
     @property
@@ -44,8 +49,12 @@ class Known:
         changes = await asyncio.to_thread(self._index.changes, self._version, seen)
         # What was changed here meanwhile may be older in what was read: it is read when needed.
         if touched == self._touched and changes.version >= self._version:
-            self._items = as_changed(self._items, changes)
+            self._take(changes)
             self._generation, self._version = generation, changes.version
+
+    def _take(self, changes: Changes) -> None:
+        found = as_changed(self._items, changes)
+        self._items = {id: item for id, item in found.items() if id not in self._removed}
 
     def put(self, item: Snapshot) -> None:
         """There is one more."""
@@ -62,11 +71,14 @@ class Known:
         """One is there no more."""
         self._touched += 1
         self._items.pop(id, None)
+        self._removed[id] = None
+        while len(self._removed) > _REMEMBERED:
+            del self._removed[next(iter(self._removed))]
 
     def _look(self) -> None:
         generation = self._index.generation()
         if generation != self._generation:
             changes = self._index.changes(self._version, self._items.keys())
-            self._items = as_changed(self._items, changes)
+            self._take(changes)
             self._generation, self._version = generation, changes.version
             self._touched += 1

@@ -30,7 +30,6 @@ from evoke_proxy.engine.kept.whole_slots import WholeSlots
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.turns.block_calls import batches_of_names, copies_in, copies_of
 from evoke_proxy.engine.turns.next_turn import beginning
-from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
 
@@ -64,17 +63,17 @@ class Records:
         """Whether sessions are written down."""
         return self._vault is not None
 
-    def recall(self) -> None:
+    async def recall(self) -> None:
         """Every session that was written down is known again, as far as there is room for them,
         where there are several llama-servers at the one that it was at."""
-        records = self._vault.records() if self._vault is not None else ()
+        records = await self._vault.read_records() if self._vault is not None else ()
         parts: defaultdict[str, list[Record]] = defaultdict(list)
         for record in records:
             if record.is_part:
                 parts[record.session].append(record)
         for record in reversed([record for record in records if not record.is_part]):
             try:
-                seated = read(zlib.decompress(record.packed))
+                seated = await asyncio.to_thread(_unpacked, record.packed)
                 if self._is_mine(seated):
                     known = self._conversations.recall(seated)
                     known.remembered = self._vectors.read(known.id, parts[known.id])
@@ -83,15 +82,20 @@ class Records:
                 self.forget(record.id)
 
     def reordered(self, known: Conversation) -> None:
-        """An operator has ordered something else of a session: so says what was written of it."""
+        """An operator has ordered something else of a session: so says, soon, what was written of
+        it."""
         if self._vault is None:
             return
-        for record in self._vault.records(known.id):
+        orders = known.orders
+
+        def changed(record: Record) -> Record:
             try:
-                written_now = reordered(zlib.decompress(record.packed), known.orders)
-                self._vault.put_record(replace(record, packed=zlib.compress(written_now, 1)))
-            except (ValueError, zlib.error, SnapshotUnusable) as error:
-                _log.warning("what was ordered of %s is not written down: %s", known.id, error)
+                written_now = reordered(zlib.decompress(record.packed), orders)
+            except zlib.error as error:
+                raise ValueError(str(error)) from error
+            return replace(record, packed=zlib.compress(written_now, 1))
+
+        self._vault.change_record(known.id, changed)
 
     def spoken(self, dialect: str, body: bytes) -> Spoken | None:
         """What is to be remembered of a request until its answer is there; None when nothing is."""
@@ -153,8 +157,12 @@ class Records:
             if not known.elsewhere:
                 self.forget(known.id)
             return
-        self._vault.put_record(Record(known.id, known.tenant, self._vault.clock.now(), packed))
-        if known.orders != orders:
+        await self._vault.write_record(
+            Record(known.id, known.tenant, self._vault.clock.now(), packed)
+        )
+        if self._forgotten(known) and not known.elsewhere:
+            self.forget(known.id)  # it was deleted while it was written
+        elif known.orders != orders:
             self.reordered(known)
 
     def since(self, known: Conversation) -> str:
@@ -220,6 +228,10 @@ class Records:
         self._on_disk.pop(id, None)
         if self._vault is not None:
             self._vault.remove_record(id)
+
+
+def _unpacked(packed: bytes) -> Seated:
+    return read(zlib.decompress(packed))
 
 
 def _packed(seated: Seated) -> bytes:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
-from evoke_proxy.adapters.store import Record, Store, pack
+from evoke_proxy.adapters.store import Owner, Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.kept.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
 from evoke_proxy.core.prompt.rendered import Tokens
@@ -24,6 +25,7 @@ from evoke_proxy.engine.kept.sweeper import Sweeper
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,12 @@ class Label:
 
 
 class Vault:
-    """Use `open` before all else, `close` at the end; `claim` it to be the one that changes it."""
+    """Use `open` before all else, `close` at the end; `claim` it to be the one that changes it.
+
+    Changes of the index are made one after the other by a thread. What is removed or marked is so
+    here at once, and in the index soon. A plain method that reads or writes records blocks until
+    that is done: it is for commands; requests use the coroutines.
+    """
 
     def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:
         self._bounds = Bounds.of(config)
@@ -49,6 +56,10 @@ class Vault:
         self._read: Known | None = None
         self._sweeper = Sweeper()
         self.clock = SteadyClock()
+        self._thread = ThreadPoolExecutor(1, "index")
+        self._latest: Future[Any] | None = None
+        self._failing = False
+        self._free: int | None = None
 
     def open(self, claim: bool = True) -> None:
         """Take over what is there, files and index made to agree; ConfigError when unusable."""
@@ -87,6 +98,7 @@ class Vault:
     def close(self) -> None:
         """Let another process have it."""
         self._sweeper.close()
+        self._thread.shutdown()
         if self._store is not None:
             self._store.close()
         self.files.free()
@@ -108,8 +120,8 @@ class Vault:
 
     @property
     def busy(self) -> bool:
-        """Whether files are on their way out."""
-        return self._sweeper.busy
+        """Whether files are on their way out, or changes on their way into the index."""
+        return self._sweeper.busy or (self._latest is not None and not self._latest.done())
 
     @property
     def snapshots(self) -> Collection[Snapshot]:
@@ -117,8 +129,10 @@ class Vault:
         return self._known.items.values()
 
     async def refresh(self) -> None:
-        """Before the snapshots are looked through: read what others have done to them."""
+        """Before the snapshots are looked through: read what others have done to them, and how
+        much room the disk has."""
         await self._known.refresh()
+        await self._measure()
 
     def of(self, tenant: str, fingerprint: str) -> list[Snapshot]:
         """Those that may be restored for a tenant on a server of this fingerprint."""
@@ -127,8 +141,20 @@ class Vault:
 
     def has_room(self, tenant: str, n_bytes: float) -> bool:
         """Whether one more of this size can be kept for a tenant at all."""
-        free = self.files.free_bytes()
-        return has_room(self.snapshots, self._bounds, tenant, int(n_bytes), free)
+        return has_room(self.snapshots, self._bounds, tenant, int(n_bytes), self._free_bytes())
+
+    async def _measure(self) -> None:
+        """Ask the disk how much room it has; one that hangs holds up this request only."""
+        try:
+            self._free = await asyncio.to_thread(self.files.free_bytes)
+        except OSError as error:  # a write will fail, too, and is counted then
+            _log.debug("the disk does not say how much room it has: %s", error)
+
+    def _free_bytes(self) -> int:
+        """The room that the disk had when it was asked last."""
+        if self._free is None:
+            self._free = self.files.free_bytes()
+        return self._free
 
     @staticmethod
     def part() -> str:
@@ -152,7 +178,7 @@ class Vault:
             tokens=tokens,
         )
         try:
-            self._index.add(new, packed)
+            await self._written(self._index.add, new, packed)
         except SnapshotUnusable:
             self._sweeper.sweep(self.files.discard, _name(new))
             await self.swept()
@@ -160,6 +186,7 @@ class Vault:
         self._known.put(new)
         for old in superseded(self.snapshots, new):
             self.delete(old, "superseded")
+        await self._measure()
         self.trim()
         await self.swept()
         return new
@@ -192,10 +219,12 @@ class Vault:
             if name != _name(snapshot):
                 self._sweeper.sweep(self.files.discard, name)
 
-    def begin_restore(self, snapshot: Snapshot) -> None:
+    async def begin_restore(self, snapshot: Snapshot) -> None:
         """From here on it is suspect: should llama-server die of it, it is not tried again.
         Raises SnapshotUnusable when the disk does not take that note."""
-        self._mark(snapshot, suspect=True)
+        index, id = self._index, snapshot.id
+        await self._written(lambda: index.mark(id, suspect=True))
+        self._known.mark(id, suspect=True)
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
         """llama-server has lived through it."""
@@ -230,7 +259,7 @@ class Vault:
 
     def trim(self) -> None:
         """Be within the bounds again."""
-        free = self.files.free_bytes()
+        free = self._free_bytes()
         for snapshot, reason in surplus(self.snapshots, self._bounds, free, self.clock.now()):
             self.delete(snapshot, reason)
         self._sweeper.sweep_again(self.files.discard)
@@ -244,21 +273,78 @@ class Vault:
 
     def records(self, id: str | None = None) -> Sequence[Record]:
         """Of budgeted sessions, or of one, the latest used first; those that are too old go."""
-        found, oldest = list(self._index.records(id)), self.clock.now() - self._bounds.max_age_s
+        return self._recent(self._submit(self._index.records, id, reads=True).result())
+
+    async def read_records(self) -> Sequence[Record]:
+        """As `records`, for the event loop."""
+        return self._recent(await self._written(self._index.records, reads=True))
+
+    def _recent(self, found: Sequence[Record]) -> Sequence[Record]:
+        oldest = self.clock.now() - self._bounds.max_age_s
         for record in (record for record in found if record.used < oldest):
             self.remove_record(record.id)
         return [record for record in found if record.used >= oldest]
 
+    async def record_owners(self) -> Sequence[Owner]:
+        """Whose records there are: what was asked for before this is done."""
+        return await self._written(self._index.owners, reads=True)
+
     def put_record(self, record: Record) -> None:
         """Write a session down, instead of what was written of it before."""
-        self._index.put_record(record)
+        self._submit(self._index.put_record, record).result()
+
+    async def write_record(self, record: Record) -> None:
+        """As `put_record`, for the event loop. Raises SnapshotUnusable, and changes nothing, when
+        the disk does not take it."""
+        await self._written(self._index.put_record, record)
+
+    def change_record(self, id: str, change: Callable[[Record], Record]) -> None:
+        """Replace a record by what `change` makes of it, soon; ValueErrors of it are logged."""
+        index = self._index
+
+        def changed() -> None:
+            for record in index.records(id):
+                try:
+                    index.put_record(change(record))
+                except ValueError as error:
+                    _log.warning("the record of session %s is left as it is: %s", id, error)
+
+        self._queue(changed)
 
     def remove_record(self, id: str) -> None:
         """A session is not to go on; one that stays on disk all the same is still in `records`."""
-        try:
-            self._index.remove_record(id)
-        except SnapshotUnusable as error:
-            _log.warning("%s", error)
+        index = self._index
+        self._queue(lambda: index.remove_record(id))
+
+    def _submit(self, work: Callable[..., T], *args: Any, reads: bool = False) -> Future[T]:
+        """Have the thread of the index do this behind what it was given before."""
+
+        def run() -> T:
+            try:
+                result = work(*args)
+            except SnapshotUnusable as error:
+                self._failed(error)
+                raise
+            self._failing &= reads
+            return result
+
+        self._latest = self._thread.submit(run)
+        return self._latest
+
+    async def _written(self, work: Callable[..., T], *args: Any, reads: bool = False) -> T:
+        """The same, waited for; it is done even if nobody waits any more."""
+        return await asyncio.shield(asyncio.wrap_future(self._submit(work, *args, reads=reads)))
+
+    def _queue(self, work: Callable[[], None]) -> None:
+        """The same, where a failure is counted and logged, and changes nothing else."""
+        self._submit(work).add_done_callback(_logged)
+
+    def _failed(self, error: SnapshotUnusable) -> None:
+        """Count a failed change; of a row of them the first is logged."""
+        self._metrics.index_failures.inc()
+        level = logging.DEBUG if self._failing else logging.WARNING
+        _log.log(level, "the index of snapshots and records takes no changes now: %s", error)
+        self._failing = True
 
     def _reconcile(self) -> None:
         """Rows without their file go, files without a row too, and whatever was being restored."""
@@ -275,27 +361,36 @@ class Vault:
             self.files.discard(name)
         self.trim()
         self._sweeper.wait()
+        self._submit(lambda: None, reads=True).result()
 
     def _mark(self, snapshot: Snapshot, **values: float) -> None:
-        """Change these fields of it and nothing that somebody else may have changed."""
-        try:
-            self._index.mark(snapshot.id, **values)
-        except SnapshotUnusable as error:
-            if values.get("suspect", True):
-                raise
-            _log.warning("%s", error)  # the next process will not trust it; we may
-        self._known.mark(snapshot.id, **values)
+        """Change these fields of it and nothing that somebody else may have changed. Should the
+        disk not take it, the next process does not trust the snapshot; this one may."""
+        index, id = self._index, snapshot.id
+        self._queue(lambda: index.mark(id, **values))
+        self._known.mark(id, **values)
 
     async def swept(self) -> None:
-        """Wait until all files that go are gone."""
+        """Wait until all files that go are gone, and the index says so."""
         await self._sweeper.swept()
+        await self._written(lambda: None, reads=True)
+
+    def forget_aside(self) -> None:
+        """Delete what was set aside, soon."""
+        self._sweeper.sweep(lambda _: self.files.forget_aside(), "what was set aside")
 
     def _remove(self, snapshot: Snapshot) -> None:
-        try:
-            self._index.remove(snapshot.id)
-        except SnapshotUnusable as error:  # its file goes all the same: a row without one is found
-            _log.warning("%s", error)
-        self._known.remove(snapshot.id)
+        """Its file goes even if the disk does not take this: a row without one is found."""
+        index, id = self._index, snapshot.id
+        self._queue(lambda: index.remove(id))
+        self._known.remove(id)
+
+
+def _logged(work: Future[None]) -> None:
+    """Log what is no failure of the disk: that is logged where it is counted."""
+    error = work.exception()
+    if error is not None and not isinstance(error, SnapshotUnusable):
+        _log.error("a change of the index failed", exc_info=error)
 
 
 def _name(snapshot: Snapshot) -> str:

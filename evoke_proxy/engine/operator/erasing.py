@@ -59,7 +59,8 @@ class Eraser:
         elif self._its.watch.server.lacking != "unreachable":
             done["left"].append("what llama-server has in its own RAM cache, until it ends")
         if vault is not None:
-            vault.files.forget_aside()
+            vault.forget_aside()
+            await vault.swept()
         self._its.embedding.forget()
         return done
 
@@ -71,10 +72,12 @@ class Eraser:
             vault.delete(snapshot, "asked")
         if gone:
             await vault.swept()
-        for record in vault.records():
-            if mine(record.tenant, record.session):
-                vault.remove_record(record.session)
-        if any(mine(record.tenant, record.session) for record in vault.records()):
+        sessions = {
+            own.session for own in await vault.record_owners() if mine(own.tenant, own.session)
+        }
+        for session in sessions:
+            vault.remove_record(session)
+        if sessions and any(own.session in sessions for own in await vault.record_owners()):
             left.append("records on disk")
         return gone
 

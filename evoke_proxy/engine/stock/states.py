@@ -58,7 +58,7 @@ class States:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
         try:
-            self.vault.begin_restore(snapshot)
+            await self.vault.begin_restore(snapshot)
         except SnapshotUnusable as error:
             self._metrics.restores.labels(result="failed").inc()
             _log.warning("a snapshot was not restored: %s", error)
