@@ -1,0 +1,11 @@
+"""Errors in every dialect, and the bytes that llama-server is sent, stay as they are committed."""
+
+from __future__ import annotations
+
+import pytest
+from golden.test_golden_runs import BYTES, check
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_golden_bytes_are_what_the_code_sends(name: str) -> None:
+    check(name)
