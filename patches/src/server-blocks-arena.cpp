@@ -20,6 +20,10 @@
 static constexpr size_t ALIGNMENT = 64;
 static constexpr size_t STEP      = size_t(16) << 20;
 
+static size_t aligned(size_t size) {
+    return (std::max<size_t>(size, 1) + ALIGNMENT - 1)/ALIGNMENT*ALIGNMENT;
+}
+
 static uint8_t * region_new(size_t size) {
 #if defined(__linux__)
     void * p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -90,7 +94,7 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
 
 uint8_t * server_blocks_arena::take(size_t size) {
     const size_t asked = size;
-    size = (std::max<size_t>(size, 1) + ALIGNMENT - 1)/ALIGNMENT*ALIGNMENT;
+    size = aligned(size);
     for (auto it = gaps.begin(); it != gaps.end(); ++it) {
         if (it->second < size) {
             continue;
@@ -105,6 +109,27 @@ uint8_t * server_blocks_arena::take(size_t size) {
         return base + offset;
     }
     return nullptr;
+}
+
+bool server_blocks_arena::fits(const std::vector<size_t> & sizes, const std::set<const uint8_t *> & freeable) const {
+    std::vector<size_t> room; // gaps in their order
+    size_t at = 0;
+    for (const auto & [offset, bytes] : used) {
+        if (!freeable.count(base + offset)) {
+            room.push_back(offset - at);
+            at = offset + bytes;
+        }
+    }
+    room.push_back(total - at);
+    return std::all_of(sizes.begin(), sizes.end(), [&](size_t size) {
+        size = aligned(size);
+        const auto gap = std::find_if(room.begin(), room.end(), [size](size_t n) { return n >= size; });
+        if (gap == room.end()) {
+            return false;
+        }
+        *gap -= size;
+        return true;
+    });
 }
 
 void server_blocks_arena::give(uint8_t * p) {

@@ -10,7 +10,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <thread>
+#include <vector>
 
 class server_blocks_arena {
 public:
@@ -31,6 +33,9 @@ public:
     uint8_t * take(size_t size);
 
     void give(uint8_t * p);
+
+    // whether take() would find room for all of these, one after the other, were what is at `freeable` given back first
+    bool fits(const std::vector<size_t> & sizes, const std::set<const uint8_t *> & freeable) const;
 
 private:
     uint8_t * base  = nullptr;

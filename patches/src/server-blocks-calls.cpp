@@ -576,7 +576,7 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot,
             throw;
         }
     }
-    if (!make_space(plan.bytes, plan.keep) || !set_aside(plan)) {
+    if (!may_fit(plan) || !make_space(plan.bytes, plan.keep) || !set_aside(plan)) {
         fail(413, "ram_budget", "the blocks to save do not fit --evoke-ram", json { {"needed", plan.bytes}, {"budget", ram_budget} });
     }
 
@@ -614,6 +614,21 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot,
 bool server_blocks::will_copy(const key_t & key) const {
     const auto it = store.find(key);
     return it == store.end() || (!it->second.in_ram() && !it->second.reading && !disk.holds(file_of(key, it->second)));
+}
+
+// whether the new copies find contiguous memory beside those that the plan needs: if not, no copy is given up for them
+bool server_blocks::may_fit(const plan_state & plan) const {
+    std::vector<size_t> sizes;
+    for (const auto & key : plan.fresh) {
+        sizes.push_back((std::get<3>(key) - std::get<2>(key))*row_size);
+    }
+    std::set<const uint8_t *> freeable;
+    for (const auto & [key, block] : store) {
+        if (!sizes.empty() && block.in_ram() && !block.writing && !block.reading && !plan.keep.count(key)) {
+            freeable.insert(block.kv.data);
+        }
+    }
+    return arena.fits(sizes, freeable);
 }
 
 // Memory for every new copy of the plan, before any of them is made or a name moves: after this no save can fail.

@@ -271,6 +271,7 @@ private:
     json run_plan  (const json & body, const server_blocks_slot & slot, const std::vector<plan_op> & ops);
     json run_op    (const plan_op & what, plan_state & plan);
     bool will_copy (const key_t & key) const;
+    bool may_fit   (const plan_state & plan) const;
     bool set_aside (const plan_state & plan);
     void give_back_aside();
     json op_save   (const json & op, const json & label, plan_state & plan);

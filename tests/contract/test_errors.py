@@ -153,3 +153,26 @@ def test_without_the_flag_there_are_no_block_calls(plain: Llama) -> None:
         body = {"dialect": "completions", "body": {"prompt": "x"}} if method == "POST" else None
         status, answer = plain.ask(method, path, body)
         assert (status, answer["error"]["type"]) == (501, "not_supported_error")
+
+
+def test_a_plan_that_finds_no_memory_leaves_copies_and_names_as_they_were() -> None:
+    """The copies fit the budget, but not beside those that the plan loads: nothing is changed."""
+    with running(True, "-c", "2048", "-np", "1", "--evoke-ram", "1", "-fa", "on") as server:
+        row = server.get("/props")["evoke"]["limits"]["row_bytes"]
+        size = (1 << 20) // row // 8  # eight blocks of so many tokens are all of the memory
+        server.complete(server.tokens(story(2000))[: 12 * size], n_predict=1)
+        for i in range(7):
+            server.act("block-save", name=f"b{i}", p0=i * size, p1=(i + 1) * size)
+        server.act("block-drop", names=["b1", "b3", "b5"])
+        server.act("block-save", name="moved", p0=9 * size, p1=9 * size + 4)
+        names = ["b0", "b2", "b4", "b6"]
+        server.act("block-evict", names=names)
+        before = server.slot()
+        error = server.refuse("block-plan", ops=[
+            {"op": "load", "names": names},
+            {"op": "save", "name": "moved", "p0": 8 * size, "p1": 8 * size + 2},
+            {"op": "save", "name": "large", "p0": 9 * size, "p1": 9 * size + size * 3 // 2},
+        ])  # fmt: skip
+        assert error["type"] == "ram_budget"
+        assert server.slot() == before
+        server.act("block-load", names=names)
