@@ -90,6 +90,7 @@ SHAPES = {
         _tiny("tiny-qwen2vl", "qwen2vl"),
         _tiny("tiny-qwen35", "qwen35"),
         _tiny("tiny-mamba", "mamba"),
+        _tiny("tiny-longrope", "phi3"),  # RoPE factors for short texts and others for long ones
         _tiny("tiny-dense-thinks", "llama", thinks=True),
         _tiny("tiny-qwen35-thinks", "qwen35", thinks=True),
     )
@@ -142,7 +143,7 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
 
 def _weights(tensor: Tensor, random: np.random.Generator) -> np.ndarray[Any, Any]:
     if len(tensor.size) == 1:
-        return np.full(tensor.size, tensor.sign, dtype=np.float32)
+        return np.full(tensor.size, tensor.sign * tensor.factor, dtype=np.float32)
     weights = random.standard_normal(tensor.size, dtype=np.float32)
     if tensor.sign < 0:
         return -np.abs(weights)

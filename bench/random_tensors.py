@@ -27,12 +27,14 @@ _SOFT_CAP = 0.5  # so low that random weights reach it
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`exact`: kept at f32, as what is not multiplied must be. `sign` -1: all below zero."""
+    """`exact`: kept at f32, as what is not multiplied must be. `sign` -1: all below zero. `factor`:
+    the value of all of it, where it has one dimension."""
 
     name: str
     size: tuple[int, ...]
     exact: bool = False
     sign: int = 1
+    factor: float = 1.0
 
 
 def is_recurrent(shape: Shape, layer: int) -> bool:
@@ -58,6 +60,8 @@ def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.arch in MROPE:
         quarter = shape.head_size // 8
         writer.add_rope_dimension_sections([quarter, quarter, 2 * quarter, 0])
+    if shape.arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(shape.context // 8)
     if shape.arch == "lfm2":
         writer.add_shortconv_l_cache(_CONV)
     if shape.moe:
@@ -85,6 +89,9 @@ def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
     yield Tensor(f"{name}.weight", (shape.width,))
     if shape.arch == "gpt-oss":
         yield Tensor("output.weight", (n_vocab, shape.width))
+    if shape.arch == "phi3":
+        yield Tensor("rope_factors_long.weight", (shape.head_size // 2,), factor=8.0)
+        yield Tensor("rope_factors_short.weight", (shape.head_size // 2,))
     mixers = {"lfm2": _short_conv, "qwen35": _delta_net}
     for i in range(shape.layers):
         mixer = mixers.get(shape.arch, _mamba) if is_recurrent(shape, i) else _attention
@@ -119,8 +126,11 @@ def _feed_forward(shape: Shape) -> Iterator[Tensor]:
     if shape.moe:
         yield Tensor("ffn_gate_inp.weight", (_EXPERTS, shape.width), exact=True)
     many, suffix = ((_EXPERTS,), "_exps") if shape.moe else ((), "")
-    yield Tensor(f"ffn_gate{suffix}.weight", (*many, shape.ff, shape.width))
-    yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
+    if shape.arch == "phi3":  # the gate and what it is for are one matrix
+        yield Tensor("ffn_up.weight", (2 * shape.ff, shape.width))
+    else:
+        yield Tensor(f"ffn_gate{suffix}.weight", (*many, shape.ff, shape.width))
+        yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
     yield Tensor(f"ffn_down{suffix}.weight", (*many, shape.width, shape.ff))
     if shape.arch == "gpt-oss":
         yield Tensor("ffn_gate_inp.bias", (_EXPERTS,))

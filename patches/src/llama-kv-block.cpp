@@ -426,6 +426,9 @@ struct llama_kv_block_access {
 };
 
 const char * llama_kv_block_unsupported(const llama_context * ctx) {
+    if (ctx && ctx->get_model().split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
+        return "each row is split over devices (--split-mode tensor): choose --split-mode layer, row or none";
+    }
     const auto * kv = kv_block_cache(ctx);
     return kv ? llama_kv_block_access::unsupported(*kv) : kv_block_no_cache(ctx);
 }
@@ -455,6 +458,15 @@ static uint64_t kv_block_rope(const llama_context * ctx) {
         h = kv_block_mix(h, bits);
     }
     return h;
+}
+
+int32_t llama_kv_block_rope_limit(const llama_context * ctx) {
+    const auto & model = ctx->get_model();
+    const int32_t limit = (int32_t) model.hparams.n_ctx_orig_yarn;
+    const bool chosen = std::any_of(model.layers.begin(), model.layers.end(), [](const auto & layer) {
+        return layer.rope_long && !layer.rope_freqs; // see llama_model::get_rope_factors()
+    });
+    return chosen && (int64_t) ctx->get_cparams().n_ctx_seq <= limit ? limit : 0;
 }
 
 uint64_t llama_kv_block_layout(const llama_context * ctx) {

@@ -54,6 +54,10 @@ LLAMA_API std::vector<int32_t> llama_kv_block_layers(const llama_context * ctx);
 // nullptr if the rows of this context can be saved and loaded, else a short reason for a person
 LLAMA_API const char * llama_kv_block_unsupported(const llama_context * ctx);
 
+// positions below which the RoPE factors of this context hold: those for short texts, where a model has others for
+// long ones (longrope) and the cells are too few to choose them; 0 = no such limit
+LLAMA_API int32_t llama_kv_block_rope_limit(const llama_context * ctx);
+
 // a value that is equal for two caches of one model exactly when rows of one can be written into the other
 LLAMA_API uint64_t llama_kv_block_layout(const llama_context * ctx);
 

@@ -183,7 +183,8 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
         sound = sound && other == n;
     }
     for (size_t i = 0; sound && i < n; ++i) {
-        sound = head.kv.pos[i] == head.kv.p0 + (llama_pos) i;
+        const bool same = head.kv.tok[i] == head.tokens[i] || head.kv.tok[i] == LLAMA_TOKEN_NULL; // a model may look rows up by it
+        sound = head.kv.pos[i] == head.kv.p0 + (llama_pos) i && same;
     }
     if (!sound) {
         damaged("the head contradicts itself");

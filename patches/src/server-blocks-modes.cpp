@@ -89,6 +89,11 @@ bool server_blocks::set_modes(const common_params & params, int32_t n_ctx) {
         const int32_t n_rows  = params.kv_unified_per_slot > 0 ? std::min(n_cells, params.kv_unified_per_slot) : n_cells;
         unified = params.kv_unified;
         modes   = server_blocks_modes::read(params, llama_get_model(ctx), n_ctx, n_rows);
+        const int32_t limit = modes.on() ? llama_kv_block_rope_limit(ctx) : 0;
+        if (limit > 0 && modes.n_ctx > limit) {
+            throw std::invalid_argument(string_format("a context of %d tokens needs the model's RoPE factors for long texts, which are "
+                "chosen only where a slot has more than %d cells (-c): give it more, or --ctx-logical %d or less", modes.n_ctx, limit, limit));
+        }
     } catch (const std::invalid_argument & e) {
         LOG_ERR("evoke: %s\n", e.what());
         return false;
@@ -323,6 +328,10 @@ void server_blocks::look(int id) {
     s.n_obs = n_obs;
 }
 
+static std::string auto_name(const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) {
+    return string_format("auto/%016" PRIx64 "/%d-%d", hashes[p1], p0, p1);
+}
+
 // one block of the slot, saved first
 bool server_blocks::evict_next(int id) {
     const auto rule = rules(id);
@@ -337,7 +346,7 @@ bool server_blocks::evict_next(int id) {
     }
     if (out.name.empty()) {
         // by content: the same text evicted again has the same name
-        out.name = string_format("auto/%016" PRIx64 "/%d-%d", hashes[out.p1], out.p0, out.p1);
+        out.name = auto_name(hashes, out.p0, out.p1);
     }
     auto & s = state[id];
     const bool kept = put(s.stream.tenant, out.name, id, tokens, hashes, out.p0, out.p1);
@@ -346,6 +355,22 @@ bool server_blocks::evict_next(int id) {
     }
     s.auto_evicted.push_back(json::array({ out.p0, out.p1, kept ? json(out.name) : json() }));
     return evict_rows(id, out.p0, out.p1) > 0;
+}
+
+// the rows of an idle slot that is about to be emptied for others, in blocks whose names say what they are
+void server_blocks::save_rows(int id, const server_prompt & prompt) {
+    const auto & stream = state[id].stream;
+    const int32_t size  = std::max(64, stream.budget > 0 ? stream.block : modes.block);
+    const llama_tokens tokens = prompt.tokens.get_text_tokens();
+    const auto         hashes = prefix_hashes(tokens, state[id].adapters);
+    patience_ms = ggml_time_ms() + PATIENCE_MS;
+    for (const auto & r : llama_kv_block_resident(ctx, id)) {
+        for (llama_pos p0 = r.first, p1; p0 < std::min<llama_pos>(r.second, tokens.size()); p0 = p1) {
+            p1 = std::min<llama_pos>({ r.second, (p0/size + 1)*size, (llama_pos) tokens.size() });
+            put(stream.tenant, auto_name(hashes, p0, p1), id, tokens, hashes, p0, p1);
+        }
+    }
+    fence();
 }
 
 // a block of the slot that has most rows, where slots share the cells

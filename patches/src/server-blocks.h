@@ -123,6 +123,21 @@ public:
 
     bool reserved(int id) const { return enabled() && state[id].reserved; }
 
+    // An idle slot is about to be emptied, as others find no cell. True: it stays, there is another one that nobody
+    // comes back to. False: it is emptied, the rows of a reserved one saved first.
+    template <typename Slots> bool keep_idle(int id, const server_prompt & prompt, const Slots & slots) {
+        if (!reserved(id) || prompt.n_tokens() == 0) {
+            return false;
+        }
+        for (const auto & slot : slots) {
+            if (!slot.is_processing() && !reserved(slot.id) && slot.prompt.n_tokens() > 0) {
+                return true;
+            }
+        }
+        save_rows(id, prompt);
+        return false;
+    }
+
     // how much of a common prefix may be reused; holes are kept only for a request that names the slot's epoch
     int32_t on_prompt(int id, const server_task & task, int32_t n_past, const std::vector<common_adapter_lora_info> & adapters);
 
@@ -311,6 +326,7 @@ private:
     int32_t  cells_left(int id) const;
     uint32_t evict_rows(int id, llama_pos p0, llama_pos p1);
     bool     evict_next(int id);
+    void     save_rows(int id, const server_prompt & prompt);
     bool     evict_somewhere(int id);
     void     touch(int id, llama_pos p0, llama_pos p1);
     double   score(int id, llama_pos p0, llama_pos p1) const;

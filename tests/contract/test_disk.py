@@ -227,6 +227,32 @@ def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:
         assert logprobs(server, held, 0) == reference
 
 
+def test_a_forged_file_whose_rows_name_other_tokens_is_not_used(tmp_path: Path) -> None:
+    """Checksums and names are right; a model might look up a row by a token it does not have."""
+    folder = tmp_path / "d"
+    with running(True, *options(folder)) as server:
+        held = talk(server)
+        server.act("block-save", name="b", p0=64, p1=128, evict=True)
+        assert spill(server, release=True)["n_spilled"] == 1
+        (path,) = files(folder)
+        whole = path.read_bytes()
+        tokens = struct.pack("<64i", *held[64:128])
+        rows = whole.index(tokens, whole.index(tokens) + 1)  # the tokens that made the rows
+        for forged in (1 << 30, -5, held[64] + 1):
+            bad = bytearray(whole)
+            bad[rows : rows + 4] = struct.pack("<i", forged)
+            order, n_head, n_data, sum_data, _ = struct.unpack_from("<IQQQQ", bad, 12)
+            bad[40:48] = bytes(8)
+            bad[40:48] = struct.pack("<Q", checksum(bytes(bad[:n_head])))
+            path.write_bytes(bad)
+            error = server.refuse("block-load", names=["b"])
+            assert (error["type"], error["reason"]) == ("unknown_block", "file_damaged")
+            path.write_bytes(whole)
+            assert server.act("block-load", names=["b"])["n_loaded"] == SIZE
+            server.act("block-evict", names=["b"])
+            server.post("/slots/0?action=block-spill", {"names": ["b"], "release": True})
+
+
 def damaged(whole: bytes, n_head: int, number: int, chance: random.Random) -> bytes:
     """The `number`th way to damage a block file."""
     bad = bytearray(whole)

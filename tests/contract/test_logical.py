@@ -152,6 +152,14 @@ RAM = ("--evoke-ram", "16")
             ("--kv-eviction", "1", *RAM, "-m", str(ensure(SHAPES["tiny-mamba"]))),
             "recurrent memory: there are no rows",
         ),
+        (
+            ("--ctx-logical", "1025", *RAM, "-m", str(ensure(SHAPES["tiny-longrope"]))),
+            "RoPE factors for long texts, which are chosen only where a slot has more than 1024",
+        ),
+        (
+            ("--kv-eviction", "1", *RAM, "-m", str(ensure(SHAPES["tiny-longrope"]))),
+            "give it more, or --ctx-logical 1024 or less",
+        ),
     ],
 )
 def test_a_start_that_makes_no_sense_ends_with_its_reason(
@@ -162,6 +170,15 @@ def test_a_start_that_makes_no_sense_ends_with_its_reason(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode not in (0, -6)
     assert reason in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("cells", "logical"), [(512, 1024), (1280, 8000)])
+def test_longrope_has_the_factors_of_its_logical_length(cells: int, logical: int) -> None:
+    """Either all positions are below those of the short factors, or the long ones are chosen."""
+    options = ("-c", str(cells), "-np", "1", *RAM, "--ctx-logical", str(logical))
+    with running(True, *options, model=ensure(SHAPES["tiny-longrope"])) as server:
+        prompt = text(logical - 100)
+        assert server.complete(prompt)["timings"]["evoke"]["n_prompt"] == len(prompt)
 
 
 @pytest.mark.parametrize("scaling", ["linear", "yarn"])
