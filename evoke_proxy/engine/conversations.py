@@ -66,6 +66,7 @@ class Conversation:
     `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
     `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
     One that is `elsewhere` goes on at another llama-server, and what was written of it is that's.
+    While it is `computing`, a thread changes its session: nobody else reads its index.
     """
 
     session: Session
@@ -99,6 +100,7 @@ class Conversation:
     drift: dict[str, Any] | None = None
     kept: Kept | None = None
     elsewhere: bool = False
+    computing: bool = False
 
     @property
     def id(self) -> str:
@@ -215,7 +217,7 @@ class Conversations:
         is told it as by a restart. The one that is given stays what it was."""
         session = copy(known.session)
         session.lost(self._adopts)
-        made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
+        made = replace(known, session=session, unsure=True, in_use=0, n_resident=0, computing=False)
         made.epoch = made.was_in = made.capture = made.spoken = made.held = made.kept = None
         self._known[known.id] = made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,8 +11,10 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.bounds import effective
 from evoke_proxy.core.conversation.question import asked
 from evoke_proxy.core.policies import asks
+from evoke_proxy.core.prompt.blocks import Block
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.retrieve import pieces
 from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
@@ -20,6 +22,10 @@ from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
 _AT_ONCE = 1024
+# So many of them are cut into texts at a time: about a millisecond.
+_IN_ONE_STEP = 64
+# Vectors [k, d] by label.
+Arrived = list[tuple[str, Vectors]]
 
 
 class BlockVectors:
@@ -57,31 +63,44 @@ class BlockVectors:
         way.waits["embed"] = way.waits.get("embed", 0.0) + loop.time() - rendered_at
         return rendered
 
-    def collect(self, known: Conversation) -> None:
-        """Give a session the vectors of its blocks that have been made since its last turn."""
-        arrived = list(known.remembered.items())
-        if arrived:
-            known.session.index.hold(known.session.layout.blocks)
-            known.remembered = {}
+    def arrived(self, known: Conversation) -> Arrived:
+        """The vectors of a session's blocks that have been made since its last turn, by label."""
+        found = list(known.remembered.items())
+        known.remembered = {}
         for label, keys in known.awaited.items():
-            found = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
-            if len(found) == len(keys) > 0:
-                arrived.append((label, np.stack(found)))
+            made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
+            if len(made) == len(keys) > 0:
+                found.append((label, np.stack(made)))
                 if len(known.embedded) < _AT_ONCE:  # nobody may ever write them down
                     known.embedded[label] = keys
-        known.session.take(arrived)
+        return found
 
     def submit(self, known: Conversation) -> None:
         """Have the blocks embedded that have no vectors yet, the latest first."""
         if not self._embedding.on or known.passing:
             return
-        lacking = known.session.lacking(_AT_ONCE)
-        known.awaited = {
-            label: known.awaited.get(label) or self._keys(texts, known.tenant)
-            for label, texts in lacking
-        }
-        for label, texts in reversed(lacking):
-            self._embedding.submit(zip(known.awaited[label], texts, strict=True))
+        before, known.awaited = known.awaited, {}
+        # The latest submitted is embedded first, so the oldest are submitted first.
+        lacking = known.session.index.lacking(_AT_ONCE)[::-1]
+        self._submit_some(known, lacking, before)
+
+    def _submit_some(
+        self, known: Conversation, blocks: Sequence[Block], before: Mapping[str, tuple[bytes, ...]]
+    ) -> None:
+        """Submit a few blocks, and the others when the event loop has had its turn."""
+        for block in blocks[:_IN_ONE_STEP]:
+            texts = pieces(block.text)
+            keys = before.get(block.label) or self._keys(texts, known.tenant)
+            known.awaited[block.label] = keys
+            self._embedding.submit(zip(keys, texts, strict=True))
+        rest, awaited = blocks[_IN_ONE_STEP:], known.awaited
+
+        def go_on() -> None:
+            if known.awaited is awaited:  # no other turn has ended meanwhile
+                self._submit_some(known, rest, before)
+
+        if rest:
+            asyncio.get_running_loop().call_soon(go_on)
 
     def _keys(self, texts: tuple[str, ...], tenant: str) -> tuple[bytes, ...]:
         return tuple(self._embedding.key(text, tenant) for text in texts)

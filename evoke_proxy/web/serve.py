@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
 from evoke_proxy.engine import Front, front
+from evoke_proxy.engine.turns.computing import SWITCH_S
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app
@@ -72,6 +73,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     `again` reads the configuration anew, for SIGHUP. Raises OSError when an address cannot be
     bound.
     """
+    sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

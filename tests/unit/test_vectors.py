@@ -88,8 +88,8 @@ def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
     assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
     fake.done[b"me/The first one is here."] = EAST
     fake.done[known.awaited["s/1"][0]] = EAST
-    vectors.collect(known)
-    assert [label for label, _ in known.session.lacking(9)] == ["s/1"]
+    known.session.take(vectors.arrived(known))
+    assert [block.label for block in known.session.index.lacking(9)] == ["s/1"]
     fake.submitted.clear()
     vectors.submit(known)
     assert set(known.awaited) == {"s/1"} and "The first one is here." not in fake.submitted
@@ -100,8 +100,8 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
     monkeypatch.setattr("evoke_proxy.engine.vectors._AT_ONCE", 2)
-    vectors_of(fake).collect(known)
-    assert len(known.embedded) == 2 and not known.session.lacking(9)
+    known.session.take(vectors_of(fake).arrived(known))
+    assert len(known.embedded) == 2 and not known.session.index.lacking(9)
 
 
 def test_an_embedder_that_is_off_is_asked_nothing() -> None:

@@ -29,7 +29,7 @@ from evoke_proxy.core.prompt.layout import Layout, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.reply.books import Books, agree, forecast
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.retrieve import Index, pieces
+from evoke_proxy.core.retrieve import Index
 from evoke_proxy.core.vectors.encoding import Vectors
 
 
@@ -110,8 +110,12 @@ class Session:
         if marks != (False, 1.0):
             self._turn_marks[number] = marks
         layout, adopt_to = self._reconciled(rendered, view, request, number, config)
-        shown = pins.applied(layout, kept := pins.kept(self.pins, layout), config)
-        self.layout, self.pins = layout, kept
+        before = self.pins
+        kept = pins.kept(before, layout)
+        shown = pins.applied(layout, kept, config)
+        self.layout = layout
+        if self.pins is before:  # an operator may have changed them meanwhile
+            self.pins = kept
         self._doubtful = self._doubtful if adopt_to else {}
         question = asked(request)
         question = question.embedded([(vectors or {}).get(part) for part in question.parts])
@@ -189,8 +193,9 @@ class Session:
     def unsaved(self, view: SlotView) -> list[Save]:
         """Copies of the resident blocks that have none. `view` must show the slot as this session's
         last reply left it."""
-        missing = self.layout.blocks.within(view.resident) & ~self.layout.in_pool
-        return [Save(block.label, block.span) for block in self.layout.blocks.pick(missing)]
+        layout = self.layout
+        missing = layout.blocks.within(view.resident) & ~layout.in_pool
+        return [Save(block.label, block.span) for block in layout.blocks.pick(missing)]
 
     def save_all(self, view: SlotView) -> Plan:
         """Copies of every resident row that has none, the generated ones too: before another
@@ -279,13 +284,12 @@ class Session:
         own = (blocks.turns == number) & (blocks.roles == ROLES.index(Role.USER))
         return int(blocks.starts[own][0]) if own.any() else layout.generation
 
-    def lacking(self, limit: int) -> list[tuple[str, tuple[str, ...]]]:
-        """Labels and texts to embed of at most so many blocks without vectors, the latest first."""
-        return [(block.label, pieces(block.text)) for block in self.index.lacking(limit)]
-
     def take(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
-        """The vectors [k, d] of the texts that `lacking` has told, by label."""
-        self.index.take(vectors)
+        """Vectors [k, d] of the `pieces` of blocks that the index lacks, by label."""
+        given = list(vectors)
+        if given and self.index.is_empty:  # the session was recalled from its record
+            self.index.hold(self.layout.blocks)
+        self.index.take(given)
 
     def _generated(self, view: SlotView, start: int) -> list[Span]:
         """Resident rows behind the last block, in pieces of a block, without saved ranges."""

@@ -210,6 +210,11 @@ class BlockTable(Sequence[Block]):
         """Whether a block has this label."""
         return self._run.at.get(label, len(self)) < len(self)
 
+    def index_of(self, label: str) -> int | None:
+        """The index of the block of this label; None when there is none."""
+        at = self._run.at.get(label, len(self))
+        return at if at < len(self) else None
+
     def crossing(self, edges: Iterable[int]) -> list[int]:
         """Indexes, ascending, of the blocks that one of these positions would split."""
         at = np.array(sorted(edges), np.int64)

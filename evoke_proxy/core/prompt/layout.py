@@ -127,12 +127,12 @@ class Layout:
         copied, own = self.in_pool.copy(), set[str]()
         ranges = {item.label: item for item in self.ranges}
         for label, span in copies:
-            at = self.blocks.find(span)
-            if at is not None and self.blocks[at].label == label:
+            at = self.blocks.index_of(label)
+            if at is None:
+                ranges[label] = SavedRange(label, span)
+            elif self.blocks[at].span == span:
                 copied[at] = True
                 own.add(label)
-            elif not self.blocks.has(label):
-                ranges[label] = SavedRange(label, span)
         return replace(
             self,
             blocks=self.blocks.with_copies(copied),

@@ -128,6 +128,11 @@ class Index:
         close: Scores = (np.nan_to_num(found[self._numbers]) + 1) / 2
         return close
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no block is held."""
+        return not len(self._held)
+
     def lacking(self, limit: int) -> list[Block]:
         """At most so many held blocks that have no vectors, the latest first."""
         numbers = enumerate(reversed(self._numbers.tolist()), 1)

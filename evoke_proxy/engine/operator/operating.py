@@ -172,7 +172,11 @@ class Operator:
     def _map(self, known: Conversation, where: Whereabouts, names: bool) -> list[dict[str, Any]]:
         session, turn = known.session, known.session.decided
         scores = None
-        if turn is not None and len(turn.view.blocks) == len(session.layout.blocks):
+        if (
+            not known.computing
+            and turn is not None
+            and len(turn.view.blocks) == len(session.layout.blocks)
+        ):
             scores = worth(turn.view, turn.question, turn.config)
         return block_map(session.layout, where, scores, session.pins, names)
 

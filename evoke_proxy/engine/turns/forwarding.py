@@ -42,6 +42,7 @@ class Forwarding:
     to an unpatched server whose slots are kept, `seat` where it sits there. `server` is what its
     llama-server is called, where there are several; `answered`: its answer has begun. `kept` is the
     body for the next to be compared with, `known` what llama-server has made of the one before.
+    `parsed` are the latest timings of the reply, and the books in them.
     """
 
     body: bytes
@@ -74,6 +75,7 @@ class Forwarding:
     answered: bool = False
     kept: Kept | None = None
     known: Rendered | None = None
+    parsed: tuple[object, Books | None] = (None, None)
 
     @property
     def lease(self) -> Lease | None:
@@ -90,7 +92,10 @@ class Forwarding:
     @property
     def books(self) -> Books | None:
         """What the reply says about its prompt; None until it has said so."""
-        return Books.parse(self.observer.timings)
+        timings = self.observer.timings
+        if timings is not self.parsed[0]:
+            self.parsed = timings, Books.parse(timings)
+        return self.parsed[1]
 
     def observe(self, data: bytes) -> None:
         """Take a copy of the next bytes of the answer."""

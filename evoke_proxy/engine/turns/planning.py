@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import orjson
 
@@ -17,7 +19,7 @@ from evoke_proxy.core.conversation.plan import Plan, Stream
 from evoke_proxy.core.conversation.turn import Turn
 from evoke_proxy.core.policies import recovers_text
 from evoke_proxy.core.prompt.blocks import Block
-from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
@@ -26,6 +28,7 @@ from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.turns.attending import Attending
 from evoke_proxy.engine.turns.block_calls import copies_in, run_plan, slot_in
+from evoke_proxy.engine.turns.computing import Computing, is_long
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.probing import Probing
 from evoke_proxy.engine.turns.seating import Seating
@@ -34,6 +37,7 @@ from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Planner:
@@ -56,6 +60,7 @@ class Planner:
         self._vectors = vectors
         self._records = records
         self._watch = watch
+        self._computing = Computing()
         self._attending = Attending(upstream, lambda: watch.server)
         self.probing = Probing(upstream, metrics, self._attending, lambda: watch.server)
 
@@ -192,10 +197,11 @@ class Planner:
         session = way.conversation.session
         if way.conversation.epoch != view.epoch:
             view = await self._without_foreign_holes(view, way.conversation, client)
-        self._vectors.collect(way.conversation)
-        turn = session.begin(rendered, view, request, way.vectors)
-        turn = await self._attending.seen(turn, way.conversation, client)
-        plan, recalled = session.plan(turn), None
+        turn, plan = await self._begun(way, rendered, view, request)
+        seen = await self._attending.seen(turn, way.conversation, client)
+        if seen is not turn:
+            turn, plan = seen, await self._computed(way, rendered, partial(session.plan, seen))
+        recalled = None
         if recovers_text(turn.config):
             turn, plan, recalled = await self._with_text(way, turn, plan, client)
         else:
@@ -220,7 +226,7 @@ class Planner:
         """The turn with the evicted text it needs in its last message, if that fits the budget and
         leaves the answer its place in the context."""
         assert way.conversation is not None
-        session, request = way.conversation.session, turn.request
+        request = turn.request
         recalled = recall(turn, turn.question, way.body)
         if recalled is None:
             return turn, plan, None
@@ -228,12 +234,35 @@ class Planner:
         rendered = await self._render(request.dialect, recalled.body, client)
         way.stage = "decide"
         view = slot_in(rendered, turn.slot.id)
-        longer = session.begin(rendered, view, recalled.request, way.vectors)
-        longer_plan = session.plan(longer)
+        longer, longer_plan = await self._begun(way, rendered, view, recalled.request)
         too_long = self._too_long(rendered, request.max_tokens or turn.config.reserve_tokens)
         if too_long or (longer_plan.infeasible and not plan.infeasible):
-            return session.begin(turn.rendered, turn.slot, request, way.vectors), plan, None
+            turn, _ = await self._begun(way, turn.rendered, turn.slot, request)
+            return turn, plan, None
         return longer, longer_plan, recalled
+
+    async def _begun(
+        self, way: Forwarding, rendered: Rendered, view: SlotView, request: ChatRequest
+    ) -> tuple[Turn, Plan]:
+        """The turn, and the plan for it: what takes the proxy most of its own time."""
+        assert way.conversation is not None
+        session, vectors = way.conversation.session, self._vectors.arrived(way.conversation)
+
+        def work() -> tuple[Turn, Plan]:
+            session.take(vectors)
+            turn = session.begin(rendered, view, request, way.vectors)
+            return turn, session.plan(turn)
+
+        return await self._computed(way, rendered, work, len(vectors))
+
+    async def _computed(
+        self, way: Forwarding, rendered: Rendered, work: Callable[[], T], n_vectors: int = 0
+    ) -> T:
+        """What `work` computes of the session, in a thread when that takes long."""
+        assert way.conversation is not None
+        n_shared = common_prefix(way.conversation.session.tokens, rendered.tokens)
+        long = is_long(len(rendered.tokens), n_shared, n_vectors)
+        return await self._computing.run(way.conversation, long, work)
 
     def _too_long(self, rendered: Rendered, answer: int) -> bool:
         """Whether a prompt and an answer of so many tokens exceed the context of a slot."""

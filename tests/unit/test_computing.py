@@ -1,0 +1,77 @@
+"""Long computations of a session leave the event loop to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.turns.computing import SWITCH_S, Computing, is_long
+
+
+@pytest.fixture(autouse=True)
+def _switching() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    yield
+    sys.setswitchinterval(before)
+
+
+def conversation() -> Conversation:
+    return Conversation(Session("s", "me", PolicyConfig()), np.zeros(0, np.int32))
+
+
+def _count(n: int) -> int:
+    return sum(1 for _ in range(n))
+
+
+def test_a_long_computation_takes_next_to_no_time_of_the_loop() -> None:
+    known, computing = conversation(), Computing()
+
+    async def run(long: bool) -> float:
+        began = time.thread_time()
+        assert await computing.run(known, long, lambda: _count(3_000_000)) == 3_000_000
+        return time.thread_time() - began
+
+    at_once, aside = asyncio.run(run(False)), asyncio.run(run(True))
+    assert aside < at_once / 4, (aside, at_once)
+
+
+def test_one_that_is_cancelled_ends_before_its_conversation_is_free() -> None:
+    known, computing = conversation(), Computing()
+    entered, leave, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        entered.set()
+        leave.wait(30)
+        ended.set()
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(computing.run(known, True, work))
+        await loop.run_in_executor(None, entered.wait, 30)
+        for _ in range(3):  # a client that leaves, and a proxy that stops
+            task.cancel()
+            await asyncio.sleep(0)
+        assert known.computing and not task.done()
+        leave.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set() and not known.computing
+
+    asyncio.run(run())
+
+
+def test_what_is_short_is_not_put_into_a_thread() -> None:
+    known, mine = conversation(), threading.get_ident()
+    assert asyncio.run(Computing().run(known, False, threading.get_ident)) == mine
+    assert not is_long(32768, 32000, 8)
+    assert is_long(32768, 0, 0) and is_long(32768, 32000, 1000) and is_long(131072, 131000, 0)
