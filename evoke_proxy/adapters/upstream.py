@@ -181,6 +181,8 @@ class Upstream:
     def __init__(self, config: UpstreamConfig) -> None:
         self.config = config
         self.url = config.url.rstrip("/")
+        # Whether a scrape of its metrics was seen to wake it; see engine/operator/exposition.py.
+        self.wakes_for_metrics = False
         self._client: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Upstream:
@@ -376,11 +378,12 @@ def _mapped(url: str) -> Iterator[None]:
         ) from error
     except aiohttp.ClientConnectorError as error:
         raise UpstreamUnavailable(
-            f"llama-server at {url} cannot be reached ({error.strerror or error.os_error});"
+            f"llama-server at {url} cannot be reached ({error.strerror or error.os_error}):"
             " start it, or point --upstream at the right address",
             url,
             reached=False,
-            public="llama-server cannot be reached; try again later",
+            public="llama-server cannot be reached: start it, or point --upstream at the right"
+            " address",
         ) from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise UpstreamUnavailable(

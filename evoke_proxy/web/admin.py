@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 from aiohttp import web
 
 from evoke_proxy.engine import Front
 from evoke_proxy.engine.operator.exposition import exposition
 from evoke_proxy.errors import RequestError
-from evoke_proxy.web import admin_api, page_files
+from evoke_proxy.web import admin_api, page_files, relay
 from evoke_proxy.web.admin_api import json_answer, same_site
-from evoke_proxy.web.guard import admit
+from evoke_proxy.web.guard import admit, is_operator
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Checks: TypeAlias = dict[str, dict[str, Any]]
+_FRESH_S = 1.0
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def routes(engine: Front) -> list[web.RouteDef]:
     """The paths that are ours; every other path belongs to llama-server."""
 
-    async def ready(_: web.Request) -> web.StreamResponse:
-        return await _ready(engine)
+    readiness = _Readiness(engine)
+
+    async def ready(request: web.Request) -> web.StreamResponse:
+        return await readiness.answer(request)
 
     async def metrics(_: web.Request) -> web.StreamResponse:
-        body = await exposition(engine.uplinks, engine.metrics) + engine.metrics.exposition()
-        return web.Response(body=body, headers={"Content-Type": _EXPOSITION})
+        theirs = await exposition(engine.uplinks, engine.metrics)
+        headers = relay.end_to_end(theirs.headers)
+        headers["Content-Type"] = _EXPOSITION
+        return web.Response(body=theirs.text + engine.metrics.exposition(), headers=headers)
 
     async def unknown(request: web.Request) -> web.StreamResponse:
         allowed = await _methods_of(request)
@@ -68,13 +77,35 @@ async def _health(_: web.Request) -> web.StreamResponse:
     return json_answer({"status": "ok"})
 
 
-async def _ready(engine: Front) -> web.StreamResponse:
-    checks = await engine.checks()
-    failed = [name for name, check in checks.items() if not check["ok"]]
-    answer = {
-        "status": "not_ready" if failed else "ready",
-        "failed": failed,
-        "mode": engine.mode,
-        "checks": checks,
-    }
-    return json_answer(answer, 503 if failed else 200)
+class _Readiness:
+    """Answers whether requests can be served.
+
+    Operators get the details, checked at once. Everybody else gets the names of what failed, from
+    checks that are shared by all who ask within `_FRESH_S`: no flood of them reaches llama-server.
+    """
+
+    def __init__(self, engine: Front) -> None:
+        self._engine = engine
+        self._checking = asyncio.Lock()
+        self._checks: Checks = {}
+        self._fresh_until = 0.0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        operator = is_operator(request)
+        checks = await (self._engine.checks() if operator else self._shared())
+        failed = [name for name, check in checks.items() if not check["ok"]]
+        answer: dict[str, Any] = {
+            "status": "not_ready" if failed else "ready",
+            "failed": failed,
+            "mode": self._engine.mode,
+        }
+        if operator:
+            answer["checks"] = checks
+        return json_answer(answer, 503 if failed else 200)
+
+    async def _shared(self) -> Checks:
+        async with self._checking:
+            if time.monotonic() >= self._fresh_until:
+                self._checks = await self._engine.checks()
+                self._fresh_until = time.monotonic() + _FRESH_S
+            return self._checks

@@ -5,14 +5,24 @@ Once it has begun, its status is 200 for good: whatever fails after that is an e
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import Mapping
+
 from aiohttp import web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.upstream import Reply
+from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 from evoke_proxy.web import dialects
+from evoke_proxy.web.patience import PATIENCE
 from evoke_proxy.web.relay import Relayed
 
+# What a browser sends as the origin of a page.
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9.:\[\]_-]{1,255}")
+_CORS = frozenset(("access-control-allow-origin", "vary"))
+_CORS_S = 2.0
 # The event stream format's comment: every client skips it, everything in between sees life.
 _WAITING = b": waiting\n\n"
 
@@ -20,16 +30,22 @@ _WAITING = b": waiting\n\n"
 class BegunStream:
     """What a client was sent before there was an answer; `response` is None until then."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, upstream: Way) -> None:
         self._request = request
+        self._upstream = upstream
         self.response: Relayed | None = None
 
     async def wait(self) -> None:
         """Show the client that its request is alive; ConnectionResetError when it is gone."""
+        patience = self._request.app[PATIENCE]
         if self.response is None:
-            self.response = Relayed(200, "OK", _headers(self._request))
+            headers = CIMultiDict({"Content-Type": "text/event-stream"})
+            origin = self._request.headers.get("Origin", "")
+            if _ORIGIN.fullmatch(origin):
+                headers.extend(await _cors_headers(self._upstream, self._request.path, origin))
+            self.response = Relayed(200, "OK", headers)
             await self.response.prepare(self._request)
-        await self.response.write(_WAITING)
+        await patience.write(self._request, self.response, _WAITING)
 
     async def fail(self, error: EvokeError | ConnectionResetError) -> web.StreamResponse:
         """End the stream with an error event in the client's dialect, if it is still there."""
@@ -38,7 +54,8 @@ class BegunStream:
             self.response.broken = error
         try:
             if isinstance(error, EvokeError):
-                await self.response.write(dialects.error_event(self._request.path, error))
+                event = dialects.error_event(self._request.path, error)
+                await self._request.app[PATIENCE].write(self._request, self.response, event)
         except ConnectionResetError:
             self.response.unheard = True
         self.response.unheard |= isinstance(error, ConnectionResetError)
@@ -52,9 +69,16 @@ async def check(reply: Reply) -> None:
         raise UpstreamRejected(reply.status, await reply.read())
 
 
-def _headers(request: web.Request) -> CIMultiDict[str]:
-    """As llama-server begins a stream; a browser reads no answer that does not name its origin."""
-    headers = CIMultiDict({"Content-Type": "text/event-stream"})
-    if "Origin" in request.headers:
-        headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-    return headers
+async def _cors_headers(upstream: Way, path: str, origin: str) -> Mapping[str, str]:
+    """The CORS headers that llama-server sends to pages of this origin; none when it does not say.
+
+    A browser reads no answer that does not allow its origin, and which are allowed is a setting of
+    llama-server (`--cors-origins`).
+    """
+    try:
+        async with asyncio.timeout(_CORS_S):
+            async with upstream.open("OPTIONS", path, {"Origin": origin}) as reply:
+                answered = reply.headers.items()
+                return {name: value for name, value in answered if name.lower() in _CORS}
+    except (EvokeError, TimeoutError):
+        return {}

@@ -25,7 +25,7 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
     headers = relay.request_headers(request, _REPLACED)
     client = request.app[ACCESS].client(request)
     ways: list[Forwarding] = []
-    stream = BegunStream(request)
+    stream = BegunStream(request, engine.upstream)
 
     async def send(way: Forwarding, upstream: Upstream) -> web.StreamResponse:
         ways.append(way)

@@ -81,6 +81,15 @@ def admit(request: web.Request) -> None:
     request.app[DOOR].admit(request)
 
 
+def is_operator(request: web.Request) -> bool:
+    """Whether `admit` lets this request pass."""
+    try:
+        admit(request)
+    except (Forbidden, Unauthenticated):
+        return False
+    return True
+
+
 def admit_page(request: web.Request) -> None:
     """As `admit`, for the files of the page: they say nothing, and a browser asks for them before
     anybody can have typed in a token."""

@@ -26,6 +26,7 @@ _HOP_BY_HOP = frozenset(
 )
 # Host is the upstream's; Expect was already answered by our own 100 Continue.
 _REQUEST_ONLY = frozenset(("host", "expect"))
+_FRAMING = frozenset(("content-length", "content-encoding"))
 # aiohttp fills these in when absent; a faithful relay takes them out again.
 _FILLED_IN = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
 _HEALTH_METHODS = ("GET", "HEAD", "OPTIONS")
@@ -58,6 +59,11 @@ def request_headers(
     """The client's headers without those that end at this hop."""
     kept = _without(request.headers.copy(), _HOP_BY_HOP | _REQUEST_ONLY | dropped)
     return request.app[ACCESS].forwarded(kept)
+
+
+def end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers of an answer that are not about its connection or its framing."""
+    return _without(CIMultiDict(headers), _HOP_BY_HOP | _FRAMING)
 
 
 def raw_target(request: web.Request) -> str:

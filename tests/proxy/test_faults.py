@@ -33,6 +33,8 @@ def test_refused_connection_is_503_and_says_what_to_do() -> None:
         assert error["type"] == "unavailable_error"
         assert error["param"] is None
         assert "start it, or point --upstream" in error["message"]
+        assert "127.0.0.1" not in error["message"], "where llama-server is, is not for clients"
+        assert answer.headers["retry-after"] == "5"
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") >= 1
         counted = {"endpoint": "/v1/chat/completions", "code": "503"}
         assert running.metric("evoke_requests_total", **counted) == 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_upstream import Exchange, fake_upstream, whole
 from running import RunningProxy, ask, llama_server, proxy, server_binary, until
 from talking import FILLER, Talk
 
@@ -49,9 +50,29 @@ def test_nobody_wakes_it_by_looking(sleepy: tuple[int, bool]) -> None:
             for path in LOOKED_AT:
                 assert ask(running.port, "GET", path).status == 200
             assert _sleeps(port)
-        asleep = ask(running.port, "GET", "/metrics").body
-        assert asleep.startswith(b"# llama-server sleeps")
-        assert b"evoke_build_info" in asleep and b"llamacpp:" not in asleep
+        asleep = ask(running.port, "GET", "/metrics")
+        assert b"evoke_build_info" in asleep.body and b"llamacpp:prompt_tokens_total" in asleep.body
+        direct = ask(port, "GET", "/metrics")
+        assert (
+            asleep.headers["process-start-time-unix"] == direct.headers["process-start-time-unix"]
+        )
+        assert _sleeps(port)
+
+
+def test_one_that_is_woken_by_a_scrape_is_not_scraped_again_in_its_sleep() -> None:
+    """Earlier versions of llama-server are woken by it."""
+    asleep, awake = b'{"total_slots":1,"is_sleeping":true}', b'{"total_slots":1}'
+
+    async def wake(exchange: Exchange) -> None:
+        fake.props = awake
+        await exchange.say(whole(b"llamacpp:n 1\n"))
+
+    with fake_upstream(wake) as fake, proxy(fake.port) as running:
+        for number in range(3):
+            fake.props = asleep
+            body = ask(running.port, "GET", "/metrics").body
+            assert body.startswith(b"# llama-server sleeps" if number else b"llamacpp:n 1")
+        assert len(fake.requests) == 1
 
 
 def test_a_proxy_that_starts_does_not_wake_it(sleepy: tuple[int, bool]) -> None:

@@ -60,7 +60,7 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
             raise UpstreamRejected(502, b"<html>\r\n<h1>Bad gateway</h1>\r\n</html>")
 
     servers = {"": Gateway(UpstreamConfig())}
-    text = asyncio.run(exposition(servers, Metrics())).decode()
+    text = asyncio.run(exposition(servers, Metrics())).text.decode()
     assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1
 
 
@@ -77,6 +77,7 @@ def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
 
     async def scrapes() -> None:
         servers = {"": Slow(UpstreamConfig())}
+        servers[""].wakes_for_metrics = True
         await exposition(servers, metrics)
         assert up() == 1
         async with asyncio.TaskGroup() as tasks:
