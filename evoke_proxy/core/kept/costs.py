@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from evoke_proxy.core.counts import is_count, token_count
+
 # What two calls and a look into the index take, seconds.
 _OVERHEAD_S = 0.02
 # Of `min_gain`, for a save: it is seldom known how often it will be restored. The second is for
@@ -87,16 +89,36 @@ class Costs:
 
 
 def cost_of(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Tokens of a turn that were cached, decoded and made, as an answer of any dialect tells."""
+    """Tokens of a turn that were cached, decoded and made, as an answer of any dialect states them.
+
+    Whatever is not a count is 0: an answer may hold anything.
+    """
+    cached, decoded, made = (token_count(value) for value in _stated(timings, usage))
+    if not timings and "input_tokens_details" in usage:
+        decoded = max(0, decoded - cached)  # Responses state the whole prompt
+    return cached, decoded, made
+
+
+def is_odd(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> bool:
+    """Whether an answer states its tokens in a way that no llama-server does."""
+    odd_details = not isinstance(usage.get("input_tokens_details"), dict | None)
+    stated = (value for value in _stated(timings, usage) if value is not None)
+    return odd_details or not all(is_count(value) for value in stated)
+
+
+def _stated(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[object, object, object]:
+    """What an answer states as cached, decoded (Responses: all of the prompt) and made."""
     if timings:
-        cached, decoded, made = (timings.get(key) for key in ("cache_n", "prompt_n", "predicted_n"))
-    elif "input_tokens_details" in usage:  # of responses: all of the prompt, the cached ones too
-        cached = (usage["input_tokens_details"] or {}).get("cached_tokens") or 0
-        decoded, made = (usage.get("input_tokens") or 0) - cached, usage.get("output_tokens")
-    else:
-        cached, decoded = usage.get("cache_read_input_tokens"), usage.get("input_tokens")
-        made = usage.get("output_tokens")
-    return int(cached or 0), int(decoded or 0), int(made or 0)
+        return timings.get("cache_n"), timings.get("prompt_n"), timings.get("predicted_n")
+    if "input_tokens_details" in usage:
+        details = usage["input_tokens_details"]
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return cached, usage.get("input_tokens"), usage.get("output_tokens")
+    return (
+        usage.get("cache_read_input_tokens"),
+        usage.get("input_tokens"),
+        usage.get("output_tokens"),
+    )
 
 
 @dataclass(slots=True)

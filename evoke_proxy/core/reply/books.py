@@ -8,6 +8,7 @@ from typing import Any
 
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.conversation.policy_view import PolicyView
+from evoke_proxy.core.counts import is_count, token_count
 from evoke_proxy.core.prompt.blocks import Span, count
 
 
@@ -39,14 +40,17 @@ class Books:
         if not isinstance(given, Mapping):
             return None
         try:
-            counts = {name: int(given.get(name, 0)) for name in _COUNTS}
+            counts = {name: _count(given.get(name, 0)) for name in _COUNTS}
             evicted = tuple(
                 (Span(int(start), int(end)), name if isinstance(name, str) else None)
                 for start, end, name in given.get("auto_evicted", ())
             )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return None
-        return cls(**counts, marker=str(given.get("marker", "")), auto_evicted=evicted)
+        epoch = given.get("epoch", 0)
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            return None
+        return cls(**counts, epoch=epoch, marker=str(given.get("marker", "")), auto_evicted=evicted)
 
 
 _COUNTS = (
@@ -59,8 +63,13 @@ _COUNTS = (
     "n_resident",
     "n_resident_peak",
     "budget",
-    "epoch",
 )
+
+
+def _count(value: object) -> int:
+    if not is_count(value):
+        raise ValueError(f"{value!r:.40} is not a count")
+    return token_count(value)
 
 
 def forecast(view: PolicyView, plan: Plan) -> Books:

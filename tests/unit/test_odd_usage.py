@@ -1,0 +1,75 @@
+"""Whatever an answer states as its usage is read without an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.counts import MAX_TOKENS, token_count
+from evoke_proxy.core.kept.costs import cost_of, is_odd
+from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.reply.sse import Observer
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+_USAGE_KEYS = (
+    "input_tokens_details",
+    "input_tokens",
+    "output_tokens",
+    "cache_read_input_tokens",
+)
+_TIMING_KEYS = ("cache_n", "prompt_n", "predicted_n", "prompt_ms", "evoke")
+_BOOK_KEYS = ("decoded", "n_prompt", "epoch", "marker", "auto_evicted", "n_resident_peak")
+
+
+def _objects(keys: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=dict.fromkeys(keys, _JSON))
+
+
+@given(_objects(_TIMING_KEYS), _objects(_USAGE_KEYS))
+def test_any_usage_gives_three_counts(timings: dict[str, Any], usage: dict[str, Any]) -> None:
+    for stated in (timings, {}):
+        counts = cost_of(stated, usage)
+        assert all(isinstance(count, int) and 0 <= count <= MAX_TOKENS for count in counts)
+        is_odd(stated, usage)
+
+
+@given(_objects(_BOOK_KEYS))
+def test_any_books_are_read_or_refused(stated: dict[str, Any]) -> None:
+    books = Books.parse({"evoke": stated})
+    if books is not None:
+        assert 0 <= books.decoded <= MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    "details", [[1], "many", 3, -1, {"cached_tokens": [1]}, {"cached_tokens": -5}, 10**400, True]
+)
+def test_odd_details_do_not_hide_the_other_counts(details: Any) -> None:
+    usage = {"input_tokens_details": details, "input_tokens": 9, "output_tokens": 2}
+    assert cost_of({}, usage) == (0, 9, 2)
+    assert is_odd({}, usage)
+
+
+def test_the_usage_of_a_real_server_is_not_odd() -> None:
+    usage = {"input_tokens": 9, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 4}}
+    assert cost_of({}, usage) == (4, 5, 2) and not is_odd({}, usage)
+    assert not is_odd({}, {}) and not is_odd({"cache_n": 0, "prompt_n": 1}, {})
+
+
+@pytest.mark.parametrize("text", ["1e999", "-1e999", "NaN", "1" * 4000, "-7", "0.5", '"5"', "[[]]"])
+def test_odd_numbers_are_no_counts(text: str) -> None:
+    observer = Observer()
+    observer.feed(b'{"usage":{"input_tokens":%b}}' % text.encode())
+    observer.close()
+    stated = (observer.usage or {}).get("input_tokens")
+    assert stated is not None, "json reads it"
+    assert token_count(stated) == 0 or (isinstance(stated, float) and math.isfinite(stated))
+    json.dumps(token_count(stated))
