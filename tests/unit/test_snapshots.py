@@ -155,6 +155,51 @@ def test_room_is_what_may_go_and_what_is_free() -> None:
     assert has_room(known, quota, "another", 1500, 2000)
 
 
+def test_there_is_no_room_where_pinned_ones_are_as_many_as_may_be() -> None:
+    pinned = [snapshot(str(i), [i], tenant="x", pinned=True) for i in range(3)]
+    assert not has_room(pinned, replace(ROOMY, max_count=3), "x", 10, 10**9)
+    assert has_room(pinned, replace(ROOMY, max_count=4), "x", 10, 10**9)
+    other = snapshot("other", [9], tenant="y")
+    full, five = replace(ROOMY, max_count=4), replace(ROOMY, max_count=5)
+    assert not has_room([*pinned, other], full, "x", 10, 10**9), "x has most, all of it pinned"
+    assert has_room([*pinned, other], full, "y", 10, 10**9), "its older one goes"
+    assert has_room([*pinned, other, snapshot("own", [8], tenant="x")], five, "x", 10, 10**9)
+
+
+@given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
+def test_what_there_is_room_for_is_not_deleted_at_once(
+    made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
+) -> None:
+    known = [
+        snapshot(str(i), [i], n_bytes=size, tenant=who, pinned=pin, hits=hits, used=NOW - ago / 2)
+        for i, (size, who, pin, hits, ago) in enumerate(made)
+    ]
+    bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
+    new = snapshot("new", [99], n_bytes=1000, tenant="x", prefill_s=1e9, used=NOW)
+    gone = [item for item, _ in surplus([*known, new], bounds, 10**9, NOW)]
+    assert has_room(known, bounds, "x", 1000, 10**9 + 1000) == (new not in gone)
+
+
+@pytest.mark.parametrize("reason", ["count", "bytes", "free_space"])
+def test_a_tenant_that_keeps_saving_loses_its_own_snapshots(reason: str) -> None:
+    bounds, free = ROOMY, 10**9
+    if reason == "count":
+        bounds = replace(ROOMY, max_count=6)
+    elif reason == "bytes":
+        bounds = replace(ROOMY, max_bytes=6000)
+    else:
+        bounds, free = replace(ROOMY, min_free_bytes=20_000), 0
+    # Those of the quiet one are the least worth: unused for longest, and cheap to decode again.
+    kept = [snapshot(f"q{i}", [i], tenant="quiet", used=NOW - HOUR) for i in range(2)]
+    for number in range(40):
+        kept.append(snapshot(f"l{number}", [number], tenant="loud", hits=5, prefill_s=100.0))
+        left = free if reason != "free_space" else 26_000 - sum(item.n_bytes for item in kept)
+        gone = surplus(kept, bounds, left, NOW)
+        assert all(item.tenant == "loud" and why == reason for item, why in gone)
+        kept = [item for item in kept if item not in [item for item, _ in gone]]
+    assert len(kept) == 6
+
+
 def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
     costs = Costs(stall_share=0.1)
     assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
@@ -14,6 +17,7 @@ _MIB = 1024 * 1024
 # Where in a conversation it was taken. The history up to a message of the user stays a prefix of
 # whatever is said later; one inside a tool loop, or behind an answer, may still be rewritten.
 USER, STEP = "user", "step"
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ def surplus(
 ) -> list[tuple[Snapshot, str]]:
     """What must go to be within the bounds, with the bound that it breaks; never a pinned one.
 
-    `free_bytes` is what the disk has left. Too old ones go first, then the least worth.
+    `free_bytes` is what the disk has left. Too old ones go first, then the least worth of the
+    tenant that has most.
     """
     loose = [item for item in snapshots if not item.pinned]
     loose.sort(key=lambda item: (worth(item, now, bounds.half_life_s), item.used, item.id))
@@ -197,19 +202,37 @@ def _over_quota(
 def _over_room(
     kept: Collection[Snapshot], loose: Sequence[Snapshot], bounds: Bounds, free_bytes: int
 ) -> list[tuple[Snapshot, str]]:
-    n_bytes, count = sum(item.n_bytes for item in kept), len(kept)
-    gone = []
+    """The least worth of the tenant that has most, until all is within the bounds.
+
+    So no tenant can have another's snapshots deleted that has no more than itself. `loose` ascends
+    in worth.
+    """
+    counts = Counter(item.tenant for item in kept)
+    n_bytes: Counter[str] = Counter()
+    for item in kept:
+        n_bytes[item.tenant] += item.n_bytes
+    theirs: dict[str, deque[Snapshot]] = {}
     for item in loose:
+        theirs.setdefault(item.tenant, deque()).append(item)
+    rank = {item.id: at for at, item in enumerate(loose)}
+    gone = []
+    while theirs:
         reasons = (
-            ("count", count > bounds.max_count),
-            ("bytes", n_bytes > bounds.max_bytes),
-            ("free_space", free_bytes < bounds.min_free_bytes),
+            ("count", counts, counts.total() > bounds.max_count),
+            ("bytes", n_bytes, n_bytes.total() > bounds.max_bytes),
+            ("free_space", n_bytes, free_bytes < bounds.min_free_bytes),
         )
-        reason = next((reason for reason, holds in reasons if holds), None)
-        if reason is None:
+        broken = next(((reason, of) for reason, of, holds in reasons if holds), None)
+        if broken is None:
             break
+        reason, has = broken
+        most = max(theirs, key=lambda tenant: (has[tenant], -rank[theirs[tenant][0].id]))
+        item = theirs[most].popleft()
+        if not theirs[most]:
+            del theirs[most]
         gone.append((item, reason))
-        n_bytes, count = n_bytes - item.n_bytes, count - 1
+        counts[most] -= 1
+        n_bytes[most] -= item.n_bytes
         free_bytes += item.n_bytes
     return gone
 
@@ -217,13 +240,27 @@ def _over_room(
 def has_room(
     snapshots: Collection[Snapshot], bounds: Bounds, tenant: str, n_bytes: int, free_bytes: int
 ) -> bool:
-    """Whether another of `n_bytes` of a tenant can be had at all, once what may go has gone."""
-    pinned = [item for item in snapshots if item.pinned]
-    loose = sum(item.n_bytes for item in snapshots if not item.pinned)
-    theirs = sum(item.n_bytes for item in pinned if item.tenant == tenant)
-    fits = sum(item.n_bytes for item in pinned) + n_bytes <= bounds.max_bytes
-    fits &= not bounds.tenant_bytes or theirs + n_bytes <= bounds.tenant_bytes
-    return fits and free_bytes + loose - n_bytes >= bounds.min_free_bytes
+    """Whether a new one of `n_bytes` of a tenant would stay, whatever it is worth.
+
+    It would not where pinned ones fill a bound, or where its tenant has most and nothing else that
+    may go.
+    """
+    now = max((item.used for item in snapshots), default=0.0)
+    new = Snapshot(
+        id="",
+        tenant=tenant,
+        fingerprint="",
+        branch="",
+        kind=STEP,
+        n_bytes=n_bytes,
+        checksum="",
+        prefill_s=math.inf,
+        created=now,
+        used=now,
+        tokens=_NO_TOKENS,
+    )
+    gone = surplus([*snapshots, new], bounds, free_bytes - n_bytes, now)
+    return all(item is not new for item, _ in gone)
 
 
 def by_branch(snapshots: Iterable[Snapshot]) -> dict[str, list[Snapshot]]:
