@@ -51,6 +51,7 @@ MAX_HEADERS = 90
 _MAY_BE_ZERO = frozenset(
     (
         *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
+        "limits.tenant_queue",
         *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
         *("policy.weight_attention", "policy.weight_relevance", "policy.probe_worth_s"),
         *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
@@ -84,6 +85,7 @@ class LimitsConfig:
     write_timeout_s: float = 60.0
     sessions: int = 64
     queue: int = 64
+    tenant_queue: int = 0
     queue_timeout_s: float = 120.0
     keepalive_s: float = 5.0
     drain_timeout_s: float = 60.0

@@ -10,7 +10,8 @@ from evoke_proxy.config import Config, keys, value_at
 # A key, or with a dot at the end all below it. Whatever sockets, connections, threads or files were
 # made from is not among them.
 _SAFE = (
-    *("log.", "policy.", "limits.sessions", "limits.queue", "limits.queue_timeout_s"),
+    *("log.", "policy.", "limits.sessions", "limits.queue", "limits.tenant_queue"),
+    "limits.queue_timeout_s",
     *("limits.keepalive_s", "limits.drain_timeout_s", "page."),
     *("limits.json_depth", "limits.json_keys", "limits.json_values", "limits.json_elements"),
     *("limits.json_number_chars", "limits.messages", "limits.grammar_bytes"),

@@ -1,10 +1,11 @@
-"""The conversations the proxy knows, the longest unused forgotten first."""
+"""The conversations the proxy knows, bounded in number and shared fairly between tenants."""
 
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,6 @@ from evoke_proxy.core.conversation.recorded import Orders, Seated
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.core.conversation.turn_record import TurnRecord
 from evoke_proxy.core.kept.held import Held
-from evoke_proxy.core.prompt.block_table import Positions
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
@@ -48,13 +48,47 @@ class Spoken:
     answer: AnswerReader
 
 
+@dataclass(frozen=True, slots=True)
+class PromptIdentity:
+    """What the next request is compared with: a prompt as the client sent it, untruncated.
+
+    See `identity.Known` for the fields.
+    """
+
+    tokens: Tokens
+    head: int = 0
+    settled: int = 0
+    n_users: int = 0
+    generation: int = 0
+
+    @classmethod
+    def of(cls, rendered: Rendered) -> PromptIdentity:
+        """That of a rendered prompt."""
+        users = rendered.user_ends
+        head, settled = (int(users[0]), int(users[-1])) if len(users) else (0, 0)
+        return cls(rendered.tokens, head, settled, len(users), rendered.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a request makes of its conversation's identity, once it is admitted.
+
+    `kept` is what the conversation keeps of the body, for the next one to be compared with.
+    """
+
+    rendered: Rendered
+    hint: Hint | None = None
+    kept: Kept | None = None
+
+
 @dataclass(slots=True)
 class Conversation:
     """A session and what outlives its turns.
 
-    `tokens`, `head`, `settled`, `n_users` and `generation` are those of the latest prompt as the
-    client sent it, before any truncation (see `identity.Known`); `hint` is what the client calls
-    it; `epoch` is that of its slot when its last request was marked, None when it was not. A
+    `prompt` is the identity of the latest request that was admitted; it changes when a turn is
+    committed and at no other time. `is_committed` says that one was; a conversation without any is
+    forgotten with the request that began it. `hint` is what the client calls it;
+    `epoch` is that of its slot when its last request was marked, None when it was not. A
     `passing` one is a side request: forgotten after its only turn, and nothing goes on from it.
     `awaited` are by label the embedder's keys of the texts of blocks that are being embedded,
     `embedded` of those that have been since any were written down, `remembered` the vectors that
@@ -70,11 +104,8 @@ class Conversation:
     """
 
     session: Session
-    tokens: Tokens
-    head: int = 0
-    settled: int = 0
-    n_users: int = 0
-    generation: int = 0
+    prompt: PromptIdentity
+    is_committed: bool = False
     hint: Hint | None = None
     passing: bool = False
     budget: int | None = None
@@ -111,6 +142,40 @@ class Conversation:
     def tenant(self) -> str:
         """Whose it is; nobody else's request goes on from it."""
         return self.session.tenant
+
+    @property
+    def tokens(self) -> Tokens:
+        """See `identity.Known`."""
+        return self.prompt.tokens
+
+    @property
+    def head(self) -> int:
+        """See `identity.Known`."""
+        return self.prompt.head
+
+    @property
+    def settled(self) -> int:
+        """See `identity.Known`."""
+        return self.prompt.settled
+
+    @property
+    def n_users(self) -> int:
+        """See `identity.Known`."""
+        return self.prompt.n_users
+
+    @property
+    def generation(self) -> int:
+        """See `identity.Known`."""
+        return self.prompt.generation
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """A block in which it is in use: it is not forgotten."""
+        self.in_use += 1
+        try:
+            yield
+        finally:
+            self.in_use -= 1
 
     @property
     def name(self) -> str | None:
@@ -176,25 +241,17 @@ class Conversations:
         return self._known.get(id) if id is not None else None
 
     def known(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
-        """The conversation this prompt goes on from, now the latest used; None when it is new."""
+        """The conversation this prompt goes on from; None when it is new. It stays as it is."""
         lasting = [known for known in self._known.values() if not known.passing]
-        users = rendered.user_ends
-        known = self.get(find(lasting, hint, tenant, rendered.tokens, len(users)))
-        if known is None:
-            return None
-        if hint is not None and not (hint.weak and known.name):
-            known.hint = hint
-        _read(known, rendered, users)
-        self._known.move_to_end(known.id)
-        return known
+        n_users = len(rendered.user_ends)
+        return self.get(find(lasting, hint, tenant, rendered.tokens, n_users))
 
     def start(
         self, rendered: Rendered, hint: Hint | None, tenant: str, passing: bool = False
     ) -> Conversation:
         """A new one; it cannot be found by a later request when it is only `passing`."""
         session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._adopts)
-        known = Conversation(session, rendered.tokens, hint=hint, passing=passing)
-        _read(known, rendered, rendered.user_ends)
+        known = Conversation(session, PromptIdentity.of(rendered), hint=hint, passing=passing)
         self._known[known.id] = known
         return known
 
@@ -202,8 +259,8 @@ class Conversations:
         """One that was written down, the latest used now; nothing of it is certain."""
         session = Session.recalled(seated.session, self._policy)
         layout = session.layout
-        place = (*seated.edges, layout.generation)
-        known = Conversation(session, layout.tokens, *place, hint=seated.hint)
+        prompt = PromptIdentity(layout.tokens, *seated.edges, layout.generation)
+        known = Conversation(session, prompt, is_committed=True, hint=seated.hint)
         known.epoch, known.was_in, known.unsure = seated.epoch, seated.slot, True
         known.pinned, known.own_budget = seated.orders.pinned, seated.orders.own_budget
         session.pins = seated.orders.pins
@@ -227,15 +284,24 @@ class Conversations:
         rendered: Rendered,
         hint: Hint | None,
         tenant: str,
-        kept: Kept | None = None,
     ) -> Conversation:
         """The one a request goes on from, else a new one, of which side requests leave no trace.
-        `kept` is what it keeps of the request, for the next to be compared with."""
-        known = self.known(rendered, hint, tenant) or self._new(request, rendered, hint, tenant)
-        known.kept = kept
-        if kept is not None:
-            kept.rendered = rendered
-        return known
+
+        What is recorded of it changes when the request is committed.
+        """
+        return self.known(rendered, hint, tenant) or self._new(request, rendered, hint, tenant)
+
+    def commit(self, known: Conversation, arrival: Arrival) -> None:
+        """A request of a conversation is admitted and goes out: the next is compared with it."""
+        known.prompt, known.is_committed = PromptIdentity.of(arrival.rendered), True
+        hint = arrival.hint
+        if hint is not None and not (hint.weak and known.name):
+            known.hint = hint
+        known.kept = arrival.kept
+        if known.kept is not None:
+            known.kept.rendered = arrival.rendered
+        if known.id in self._known:
+            self._known.move_to_end(known.id)
 
     def _new(
         self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str
@@ -265,14 +331,29 @@ class Conversations:
         return [k for k in self._known.values() if k.tenant == tenant and not k.passing]
 
     def forget_surplus(self) -> Collection[Conversation]:
-        """Forget what has passed, and what is over the limit, longest unused first; these are to be
-        dropped upstream."""
+        """Forget what has passed, and what is over the limit; these are to be dropped upstream.
+
+        Over the limit, the longest unused one of the tenant that has most goes first: no tenant can
+        have another's forgotten that has no more than itself.
+        """
         idle = [k for k in self._known.values() if not (k.in_use or k.pinned)]
-        idle.sort(key=lambda known: not known.passing)
-        n_passed = sum(known.passing for known in idle)
-        surplus = idle[: max(n_passed, len(self._known) - self._limit)]
+        surplus = [known for known in idle if known.passing]
         for known in surplus:
             del self._known[known.id]
+        numbers = Counter(known.tenant for known in self._known.values())
+        loose: dict[str, deque[Conversation]] = {}
+        for known in idle:
+            if not known.passing:
+                loose.setdefault(known.tenant, deque()).append(known)
+        while loose and len(self._known) > self._limit:
+            # Of tenants that have as many, the one whose conversation is unused for longest.
+            most = max(loose, key=lambda tenant: numbers[tenant])
+            known = loose[most].popleft()
+            del self._known[known.id]
+            surplus.append(known)
+            numbers[most] -= 1
+            if not loose[most]:
+                del loose[most]
         return surplus
 
     def forget(self, known: Conversation) -> None:
@@ -292,9 +373,3 @@ class Conversations:
             known.epoch = known.epoch if known.was_in is not None else None
             known.n_resident, known.unsure, known.was_in = 0, True, None
         return left
-
-
-def _read(known: Conversation, rendered: Rendered, users: Positions) -> None:
-    """Take over what the next request is compared with; its user's messages end at `users`."""
-    known.tokens, known.generation, known.n_users = rendered.tokens, rendered.generation, len(users)
-    known.head, known.settled = (int(users[0]), int(users[-1])) if len(users) else (0, 0)

@@ -119,6 +119,7 @@ class Engine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._slots.close()
         await self._entered.aclose()
 
     @property
@@ -187,6 +188,8 @@ class Engine:
             await self._prepare(way, dialect, client, patience)
             way.own_s = _now() - way.began - sum(way.waits.values())
             self.metrics.own_seconds.observe(way.own_s)
+            if way.conversation is not None and way.arrival is not None:
+                self.conversations.commit(way.conversation, way.arrival)
             history.begun(way, self.feed)
             yield way
         finally:
@@ -227,6 +230,7 @@ class Engine:
         if isinstance(request, str) or not (self.server.patched or way.helped):
             return
         way.patience = patience if request.stream else None
+        way.exit_stack.enter_context(self._slots.expected())
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         try:
             if way.helped:

@@ -131,3 +131,30 @@ def test_a_waiter_for_a_slot_that_a_smaller_server_lacks_takes_any() -> None:
         assert repr(queue.pool) == "<SlotPool [c*] queued=0>"
 
     _run(work())
+
+
+@pytest.mark.parametrize("slots", [(3, 1, 3), (1, 3), (3, 1), (3, 2, 1, 2)])
+def test_a_session_whose_request_runs_when_the_server_restarts_stays_alone(
+    slots: tuple[int, ...],
+) -> None:
+    """No second request of it begins, in whatever slots the new server has."""
+
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        first, *later = slots
+        queue.restart(first)
+        old = await queue.acquire("a", "", slot=first - 1)
+        for n_slots in later:
+            queue.restart(n_slots)
+        second = asyncio.get_running_loop().create_task(queue.acquire("a", ""))
+        others = [await queue.acquire(name, "") for name in "xyz"[: later[-1] - 1]]
+        assert not second.done()
+        old.release()
+        with await second as lease:
+            assert lease.slot < len(queue.pool)
+            assert lease.slot not in [other.slot for other in others]
+        for other in others:
+            other.release()
+        assert queue.pool.idle() and not queue.pool.queued
+
+    _run(work())

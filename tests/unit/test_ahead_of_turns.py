@@ -18,12 +18,10 @@ from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.kept import whole_slots
 from evoke_proxy.engine.orchestrator import Engine
 from evoke_proxy.engine.stock.stock_calls import Prefilled
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.turns import waiting
 
-TOKENS = np.arange(9, dtype=np.int32)
 TIMINGS = {"evoke": {"marker": "stale"}}
 
 
@@ -38,6 +36,7 @@ def with_engine(
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         known.epoch = 5
+        engine._slots.restart(2)
 
         async def prefill(*_: object) -> Prefilled:
             happened.append("begun")
@@ -45,69 +44,108 @@ def with_engine(
             happened.append("decoded")
             return Prefilled(0, 0, 9, 0.05, TIMINGS)
 
-        async def until_idle(*_: object) -> None:
-            happened.append("idle")
-
         monkeypatch.setattr(engine.keeper._calls, "prefill", prefill)
-        monkeypatch.setattr(engine._seating, "until_idle", until_idle)
-        async with engine.keeper:
+        async with engine.keeper, engine._chores:
             await use(engine, known, happened)
 
     virtual_time.run(run())
     return happened
 
 
-async def begin(engine: Engine, known: Conversation, tasks: asyncio.TaskGroup) -> None:
-    tasks.create_task(engine.keeper.whole.go_on(0, known, TOKENS, {}))
-    await asyncio.sleep(0.01)
+async def decode(engine: Engine, known: Conversation, happened: list[str], n: int = 9) -> None:
+    """Decode ahead in slot 0, as what copies blocks does."""
+
+    async def settle() -> None:
+        happened.append("settling")
+        await asyncio.sleep(0.3)
+        happened.append("idle")
+
+    lease = engine._slots.background(0, known.id, settle, engine._chores.run)
+    assert lease is not None
+    async with lease:
+        await engine.keeper.whole.go_on(lease, known, np.arange(n, dtype=np.int32), {})
 
 
 def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> None:
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            await begin(engine, known, tasks)
-            assert await engine.keeper.whole.undisturbed(0, "t", {})
-            assert known.epoch is None, "its books are in before the turn looks at it"
-            assert not await engine.keeper.whole.undisturbed(0, "t", {})
+            tasks.create_task(decode(engine, known, happened))
+            await asyncio.sleep(0.01)
+            with await engine._slots.acquire(known.id, "t", slot=0) as lease:
+                assert lease.waited and known.epoch is None, "its books are in before the turn"
 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
 
-def test_what_takes_long_is_stopped_and_the_slot_waited_for(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
-        monkeypatch.setattr(whole_slots, "_GRACE_S", 0.01)
-        async with asyncio.TaskGroup() as tasks:
-            await begin(engine, known, tasks)
-            assert await engine.keeper.whole.undisturbed(0, "t", {})
-        assert known.epoch == 5
+def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) -> None:
+    monkeypatch.setattr(waiting, "_GRACE_S", 0.01)
 
-    assert with_engine(monkeypatch, use) == ["begun", "idle"]
-
-
-def test_a_turn_elsewhere_stops_it_and_waits_for_nothing(monkeypatch: Any) -> None:
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            await begin(engine, known, tasks)
-            assert not await engine.keeper.whole.undisturbed(1, "t", {})
+            tasks.create_task(decode(engine, known, happened))
+            await asyncio.sleep(0.01)
+            with await engine._slots.acquire(known.id, "t", slot=0) as lease:
+                assert lease.waited
+                happened.append("granted")
         assert known.epoch == 5
 
-    assert with_engine(monkeypatch, use) == ["begun"]
+    assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
 
 
-def test_nothing_is_begun_while_a_request_runs_and_nothing_told_of_who_lost_its_slot(
-    monkeypatch: Any,
+def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(decode(engine, known, happened))
+            await asyncio.sleep(0.01)
+            with await engine._slots.acquire("other", "t", slot=1) as lease:
+                assert not lease.waited
+                happened.append("granted")
+        assert known.epoch == 5
+
+    assert with_engine(monkeypatch, use) == ["begun", "granted", "settling", "idle"]
+
+
+def test_nothing_is_begun_while_a_request_runs_or_is_on_its_way(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        slots = engine._slots
+        with await slots.acquire("other", "t", slot=1):
+            assert slots.background(0, known.id) is None
+        with slots.expected():
+            assert slots.background(0, known.id) is None
+        await decode(engine, known, happened)
+
+    assert with_engine(monkeypatch, use) == ["begun", "decoded"]
+
+
+def test_a_task_that_is_cancelled_twice_gives_no_busy_slot_back(monkeypatch: Any) -> None:
+    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+        task = asyncio.get_running_loop().create_task(decode(engine, known, happened))
+        await asyncio.sleep(0.01)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+        with await engine._slots.acquire("other", "t", slot=0):
+            happened.append("granted")
+
+    assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_it_goes_on_in_steps_until_somebody_wants_the_server(
+    wanted: bool, monkeypatch: Any
 ) -> None:
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
-        lease = await engine._slots.acquire("other", "t")
-        await engine.keeper.whole.go_on(0, known, TOKENS, {})
-        assert not happened
-        engine._slots.release(lease)
+        monkeypatch.setitem(TIMINGS["evoke"], "marker", "ok")
         async with asyncio.TaskGroup() as tasks:
-            await begin(engine, known, tasks)
-            known.epoch = 7
-        assert known.epoch == 7
+            tasks.create_task(decode(engine, known, happened, n=1100))
+            await asyncio.sleep(0.01)
+            if wanted:
+                with await engine._slots.acquire("other", "t", slot=0):
+                    pass
+        assert known.epoch == 5
 
-    assert with_engine(monkeypatch, use) == ["begun", "decoded"]
+    steps = ["begun", "decoded"]
+    assert with_engine(monkeypatch, use) == (steps if wanted else 3 * steps)
 
 
 def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: Any) -> None:
@@ -120,31 +158,15 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
 
         monkeypatch.setattr(engine._records, "_vault", Disk())
         view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
-        await engine._records.keep(known, view, (), {})
-        engine.conversations.forget(known)
-        await engine._records.keep(known, view, (), {})
+        for _ in range(2):
+            lease = engine._slots.background(0, known.id)
+            assert lease is not None
+            async with lease:
+                await engine._records.keep(known, view, {}, {}, lease)
+            assert not engine._slots.pool.is_locked(known.id)
+            engine.conversations.forget(known)
 
     assert len(with_engine(monkeypatch, use)) == 1
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-def test_it_goes_on_in_steps_until_somebody_wants_the_server(
-    wanted: bool, monkeypatch: Any
-) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
-        monkeypatch.setitem(TIMINGS["evoke"], "marker", "ok")
-        whole, tokens = engine.keeper.whole, np.arange(1100, dtype=np.int32)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(whole.go_on(0, known, tokens, {}))
-            await asyncio.sleep(0.01)
-            if wanted:
-                lease = await engine._slots.acquire("other", "t", slot=0)
-        assert known.epoch == 5
-        if wanted:
-            engine._slots.release(lease)
-
-    steps = ["begun", "decoded"]
-    assert with_engine(monkeypatch, use) == (steps if wanted else 3 * steps)
 
 
 def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
@@ -157,7 +179,9 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             (known,) = engine.conversations
             known.pinned = False
             view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
-            keeping = engine._records.keep(known, view, {}, {})
+            lease = engine._slots.background(0, known.id)
+            assert lease is not None
+            keeping = engine._records.keep(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             engine.operator.pin(known.id, True)
@@ -166,19 +190,3 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             return read(zlib.decompress(record.packed)).orders
 
     assert asyncio.run(written()).pinned
-
-
-def test_what_begins_while_a_guest_waits_for_its_slot_is_stopped(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
-        begun: list[asyncio.Task[None]] = []
-
-        async def queue(*_: object) -> None:
-            begun.append(engine.keeper._ahead.run(asyncio.sleep(60), 0, known.id))
-
-        monkeypatch.setattr(engine._seating, "queue", queue)
-        way: Any = Forwarding(b"", 0.0)
-        await engine.keeper._guest(way, None, "t", "media")  # type: ignore[arg-type]
-        await asyncio.wait(begun, timeout=5)
-        assert begun[0].cancelled() and way.decision == "guest:media"
-
-    with_engine(monkeypatch, use)

@@ -74,8 +74,8 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
             async def decode() -> None:
                 await ended.wait()
 
-            of_mine = ahead.run(decode(), 0, mine.id)
-            of_other = ahead.run(decode(), 0, other.id)
+            of_mine = ahead.run(decode(), mine.id)
+            of_other = ahead.run(decode(), other.id)
             done = await asyncio.wait_for(engine.operator.delete(mine.id), 60)
             assert done["sessions"] == 1
             assert of_mine.cancelled() and not of_other.done()

@@ -13,13 +13,14 @@ from test_state_file import cache, file
 from test_vault import vault
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.config import LimitsConfig, SnapshotsConfig
 from evoke_proxy.core.kept.held import Memory, SlotLook
 from evoke_proxy.core.kept.snapshots import USER
 from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.states import States
 from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import UpstreamTimeout
 
 LABEL = Label("t", "f", "b", USER, 1.0)
@@ -30,6 +31,9 @@ class Calls(StockCalls):
     """A server whose slots always have the same in them."""
 
     busy = slow = False
+    saves = 0
+    saving: asyncio.Event | None = None
+    go_on: asyncio.Event | None = None
 
     def __init__(self, folder: Path, data: bytes) -> None:
         self._folder, self._data = folder, data
@@ -49,6 +53,10 @@ class Calls(StockCalls):
         return [SlotLook(0, 1, 2, self.busy)]
 
     async def save(self, slot: int, name: str, client: Client) -> Copied:
+        self.saves += 1
+        if self.saving is not None and self.go_on is not None:
+            self.saving.set()
+            await self.go_on.wait()
         n_bytes = (self._folder / name).write_bytes(self._data)
         return Copied(2, n_bytes, 0.1)
 
@@ -66,12 +74,12 @@ def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
 ) -> None:
     async def kept(it: Vault) -> Memory:
         calls = Calls(tmp_path, file(*caches))
-        facts = Facts(SnapshotsConfig(), calls, it)
+        facts = Facts(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig()))
         facts.memory = Memory(dense=False, windows=True)  # as before anything is known
         async with asyncio.TaskGroup() as tasks:
 
-            def spawn(work: Coroutine[Any, Any, None], _: str) -> None:
-                tasks.create_task(work)
+            def spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
+                return tasks.create_task(work)
 
             states = States(calls, it, facts, Metrics(), spawn)
             assert await states.save(0, np.zeros(2, np.int32), LABEL, {})
@@ -100,10 +108,56 @@ def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) ->
         return await learnt(facts, False)
 
     with vault(tmp_path) as it:
-        assert asyncio.run(asked_in_vain(Facts(SnapshotsConfig(), calls, it)))[1].dense
+        assert asyncio.run(
+            asked_in_vain(Facts(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())))
+        )[1].dense
         now, busy, later = (
-            asyncio.run(learnt(Facts(SnapshotsConfig(), calls, it), *states))
+            asyncio.run(
+                learnt(Facts(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())), *states)
+            )
             for states in ((False,), (True, True), (True, False))
         )
     assert now == later and now[1].dense
     assert busy[0] == "told" != now[0] and not busy[1].dense
+
+
+def test_slots_are_tried_out_only_while_no_other_request_has_one(tmp_path: Path) -> None:
+    """The request that asks has its own; what cannot be tried out now is tried out later."""
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+
+    async def learnt(it: Vault) -> None:
+        slots = SlotQueue(LimitsConfig())
+        slots.restart(2)
+        facts = Facts(SnapshotsConfig(), calls, it, slots)
+        saves = calls.saves
+        with await slots.acquire("mine", "") as own:
+            with await slots.acquire("other", ""):
+                await facts.learn({}, own)
+                assert calls.saves == saves, "another request may be in any slot"
+            await facts.learn({}, own)
+            assert calls.saves == saves + 1
+        assert slots.pool.idle() and not any(slots.pool.is_locked(name) for name in ("mine", ""))
+
+    with vault(tmp_path) as it:
+        asyncio.run(learnt(it))
+
+
+def test_a_request_waits_until_a_slot_is_tried_out(tmp_path: Path) -> None:
+    """A readiness check that no request knows of tries a slot out, too."""
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+
+    async def raced(it: Vault) -> None:
+        slots = SlotQueue(LimitsConfig())
+        facts = Facts(SnapshotsConfig(), calls, it, slots)
+        calls.saving, calls.go_on = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(facts.learn(None))
+            await calls.saving.wait()
+            request = tasks.create_task(slots.acquire("a", ""))
+            await asyncio.sleep(0)
+            assert not request.done()
+            calls.go_on.set()
+        assert request.result().waited
+
+    with vault(tmp_path) as it:
+        asyncio.run(raced(it))

@@ -153,7 +153,9 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
             (known,) = source.conversations
             fleet.shared.vault.put_record(Record(known.id, known.tenant, time.time(), b"record"))
             view = SlotView(0, 7, 12, 0, (Span(0, 12),), 0)
-            keeping = source._records.keep(known, view, {}, {})
+            lease = source._slots.background(0, known.id)
+            assert lease is not None
+            keeping = source._records.keep(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             if moves:

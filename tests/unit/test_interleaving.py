@@ -23,7 +23,7 @@ from evoke_proxy.core.kept.snapshots import USER, best
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.servers.slots import Grant, SlotPool
-from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
+from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
 from evoke_proxy.engine.kept.vault import Label
 
 INTERLEAVINGS, STEPS = 10_000, 6
@@ -68,6 +68,7 @@ class House:
         known = self.conversations.of_request(request, rendered, hint, tenant)
         assert known.tenant == tenant
         self._seat(known)
+        self.conversations.commit(known, Arrival(rendered, hint))
         self._compare(known, Asked(body, tokens, b"the same"))
         assert _owner_of(known.tokens) == {tenant}
         for gone in self.conversations.forget_surplus():

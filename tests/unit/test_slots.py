@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,46 +69,200 @@ def test_forgotten_sessions_hold_nothing() -> None:
     assert pool.request("b", "", 2) == Grant(0, victim=None)
 
 
-@given(st.lists(st.tuples(st.sampled_from("rgnfc"), st.integers(0, 5)), max_size=80))
-def test_no_slot_is_given_twice_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
+_TENANTS = ("a", "b", "c")
+
+
+@dataclass
+class CheckedPool:
+    """A pool and what must hold of it, checked after each of its answers."""
+
+    pool: SlotPool
+    running: dict[int, str] = field(default_factory=dict)
+    waiting: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def ask(self, session: str, tenant: str, now: float, guest: bool, slot: int | None) -> None:
+        answer = self.pool.request(session, tenant, now, guest, slot)
+        counts = Counter(of for _, of in self.waiting.values())
+        if isinstance(answer, Grant):
+            assert slot in (None, answer.slot)
+            self._run(answer, session)
+        elif isinstance(answer, Wait):
+            self.waiting[answer.ticket] = session, tenant
+            if answer.displaced is not None:
+                _, loser = self.waiting.pop(answer.displaced)
+                assert counts[loser] == max(counts.values()) > counts[tenant] + 1
+                later = [ticket for ticket in self.waiting if ticket > answer.displaced]
+                assert all(self.waiting[ticket][1] != loser for ticket in later), "not the newest"
+        else:
+            assert len(self.waiting) >= self.pool.max_queue
+            assert counts[tenant] + 1 >= max(counts.values()), "it had less than another"
+        self.check()
+
+    def served(self, granted: list[tuple[int, Grant]]) -> None:
+        for ticket, grant in granted:
+            session, _ = self.waiting.pop(ticket)
+            self._run(grant, session)
+        self.check()
+
+    def _run(self, grant: Grant, session: str) -> None:
+        assert grant.slot not in self.running
+        ours = [name for name in self.running.values() if not name.startswith("g")]
+        assert session not in ours, "two requests of a session"
+        self.running[grant.slot] = session
+
+    def check(self) -> None:
+        pool = self.pool
+        assert pool.queued == len(self.waiting)
+        for tenant in _TENANTS:
+            assert pool.queued_of(tenant) == sum(of == tenant for _, of in self.waiting.values())
+        holders = [pool.holder(slot) for slot in range(len(pool)) if pool.holder(slot) is not None]
+        assert len(set(holders)) == len(holders)
+        assert not any(str(holder).startswith("g") for holder in holders)
+
+
+_STEPS = st.lists(st.tuples(st.sampled_from("rgnfcvbh"), st.integers(0, 8)), max_size=80)
+
+
+@given(_STEPS)
+def test_no_slot_or_session_is_given_twice_and_nobody_is_lost(
+    steps: list[tuple[str, int]],
+) -> None:
     pool = SlotPool(2, 3)
-    running: set[int] = set()
-    waiting: set[int] = set()
-
-    def granted(served: list[tuple[int, Grant]]) -> None:
-        for ticket, grant in served:
-            assert ticket in waiting and grant.slot not in running
-            waiting.discard(ticket)
-            running.add(grant.slot)
-
+    it = CheckedPool(pool)
+    works: list[tuple[tuple[int, ...], str | None]] = []
+    held: list[str] = []
     for now, (kind, who) in enumerate(steps):
         if kind in "rgn":
             named = who % 2 if kind == "n" else None
-            answer = pool.request(f"{kind}{who}", f"t{who // 3}", now, kind == "g", named)
-            if isinstance(answer, Grant):
-                assert answer.slot not in running
-                assert named in (None, answer.slot)
-                running.add(answer.slot)
-            elif isinstance(answer, Wait):
-                waiting.add(answer.ticket)
-            else:
-                assert len(waiting) == 3
-        elif kind == "f" and running:
-            slot = sorted(running)[who % len(running)]
-            running.discard(slot)
-            granted(pool.release(slot, now))
-        elif kind == "c" and waiting:
-            ticket = sorted(waiting)[who % len(waiting)]
-            waiting.discard(ticket)
-            granted(pool.cancel(ticket, now))
-        assert pool.queued == len(waiting)
-        holders = [pool.holder(slot) for slot in range(2) if pool.holder(slot) is not None]
-        assert len(set(holders)) == len(holders)
-        assert not any(str(holder).startswith("g") for holder in holders)
-    while running:
-        slot = running.pop()
-        granted(pool.release(slot, 1000))
-    assert not waiting
+            it.ask(f"{kind}{who}", _TENANTS[who % 3], now, kind == "g", named)
+        elif kind == "f" and it.running:
+            slot = sorted(it.running)[who % len(it.running)]
+            del it.running[slot]
+            it.served(pool.release(slot, now))
+        elif kind == "v" and it.running:
+            it.served(pool.vacated(sorted(it.running)[who % len(it.running)], now))
+        elif kind == "c" and it.waiting:
+            ticket = sorted(it.waiting)[who % len(it.waiting)]
+            del it.waiting[ticket]
+            it.served(pool.cancel(ticket, now))
+        elif kind == "b" and pool.begin_background((who % 2,), f"r{who}", alone=who > 4):
+            assert who % 2 not in it.running and f"r{who}" not in it.running.values()
+            works.append(((who % 2,), f"r{who}"))
+        elif kind == "b" and works:
+            slots, session = works.pop()
+            it.served(pool.end_background(slots, session, now))
+        elif kind == "h" and pool.hold(f"r{who}"):
+            assert f"r{who}" not in it.running.values()
+            held.append(f"r{who}")
+        elif kind == "h" and held:
+            it.served(pool.let_go(held.pop(), now))
+    for slots, session in works:
+        it.served(pool.end_background(slots, session, 999))
+    for session in held:
+        it.served(pool.let_go(session, 999))
+    while it.running:
+        slot, _ = it.running.popitem()
+        it.served(pool.release(slot, 1000))
+    assert not it.waiting and pool.idle()
+    assert not any(pool.is_locked(f"{kind}{who}") for kind in "rgn" for who in range(9))
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.lists(st.integers(0, 3), min_size=1, max_size=60),
+)
+def test_a_tenant_that_asks_for_less_than_its_share_is_never_refused(
+    flood: int, max_queue: int, arrivals: list[int]
+) -> None:
+    """However many connections of another retry, and whatever comes between."""
+    pool = SlotPool(1, max_queue)
+    assert isinstance(pool.request("first", "loud", 0), Grant)
+    waiting: dict[int, str] = {}
+    for number, quiet in enumerate(arrivals):
+        for retry in range(flood):
+            answer = pool.request(f"loud{number}.{retry}", "loud", number)
+            _noted(waiting, answer, "loud")
+        share = max_queue // 2
+        if quiet == 0 and list(waiting.values()).count("quiet") < share:
+            answer = pool.request(f"quiet{number}", "quiet", number)
+            assert not isinstance(answer, Refuse)
+            _noted(waiting, answer, "quiet")
+        if quiet == 1:
+            for ticket, _ in pool.release(0, number):
+                del waiting[ticket]
+    assert pool.queued_of("quiet") == list(waiting.values()).count("quiet")
+
+
+def _noted(waiting: dict[int, str], answer: Grant | Wait | Refuse, tenant: str) -> None:
+    if isinstance(answer, Wait):
+        waiting[answer.ticket] = tenant
+        if answer.displaced is not None:
+            assert waiting.pop(answer.displaced) == "loud", "the quiet one lost its place"
+
+
+def test_a_full_queue_displaces_the_newest_waiter_of_the_tenant_that_has_most() -> None:
+    pool = SlotPool(1, 4)
+    pool.request("x", "loud", 0)
+    for ticket in range(1, 5):
+        assert pool.request(f"x{ticket}", "loud", 0) == Wait(ticket)
+    assert pool.request("x5", "loud", 0) == Refuse(4)
+    assert pool.request("y1", "quiet", 0) == Wait(5, displaced=4)
+    assert pool.request("y2", "quiet", 0) == Wait(6, displaced=3)
+    assert pool.request("y3", "quiet", 0) == Refuse(4), "it has its half"
+    assert pool.request("x6", "loud", 0) == Refuse(4)
+
+
+def test_a_tenant_has_a_queue_of_its_own_where_one_is_set() -> None:
+    pool = SlotPool(1, 9, tenant_queue=2)
+    pool.request("x", "loud", 0)
+    assert pool.request("x1", "loud", 0) == Wait(1)
+    assert pool.request("x2", "loud", 0) == Wait(2)
+    assert pool.request("x3", "loud", 0) == Refuse(2)
+    assert pool.request("y1", "quiet", 0) == Wait(3)
+
+
+def test_a_guest_may_have_several_slots() -> None:
+    pool = SlotPool(2, 4)
+    assert pool.request("guest", "", 0, guest=True, slot=0) == Grant(0)
+    assert pool.request("guest", "", 0, guest=True, slot=1) == Grant(1)
+
+
+def test_a_session_that_waits_for_itself_keeps_nobody_from_an_idle_slot() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    assert pool.request("a", "", 1) == Wait(1)
+    assert pool.request("b", "", 2) == Grant(1)
+    assert pool.release(0, 3) == [(1, Grant(0))]
+
+
+def test_a_session_whose_rows_are_being_saved_waits_until_they_are() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    pool.request("c", "", 0)
+    for slot in (0, 1):
+        pool.release(slot, 1)
+    assert pool.request("b", "", 2) == Grant(0, victim="a")
+    assert pool.is_locked("a")
+    assert pool.request("a", "", 3) == Wait(1)
+    assert pool.vacated(0, 4) == [(1, Grant(1, victim="c"))]
+
+
+def test_the_slot_that_a_session_moves_from_is_nobodys_until_its_rows_are_saved() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    pool.release(0, 1)
+    assert pool.request("a", "", 2, slot=1) == Grant(1, left=0)
+    assert pool.request("b", "", 3) == Wait(1)
+    assert pool.vacated(1, 4) == [(1, Grant(0))]
+
+
+def test_short_work_of_ours_makes_no_queue_full() -> None:
+    pool = SlotPool(1, 0)
+    assert pool.begin_background((0,), "a")
+    assert pool.request("b", "", 0) == Wait(1)
+    assert pool.end_background((0,), "a", 1) == [(1, Grant(0))]
+    assert pool.request("c", "", 2) == Refuse(0)
 
 
 def test_a_guest_takes_the_spare_slot_and_leaves_no_trace() -> None:
@@ -137,6 +294,7 @@ def test_a_session_waits_for_a_guest_in_its_slot_only_when_every_slot_is_busy() 
         pool.request(name, "", now)
     pool.release(0, 2)
     assert pool.request("title", "", 3, guest=True) == Grant(0, victim="a")
+    assert pool.vacated(0, 3) == []  # what "a" had there is saved
     assert pool.request("a", "", 4) == Wait(1)
     assert pool.release(1, 5) == [(1, Grant(1, victim="b"))]
     assert pool.slot_of("a") == 1
@@ -179,7 +337,7 @@ def test_a_session_that_names_a_slot_moves_there() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     assert pool.request("a", "", 1, slot=1) == Wait(1)  # its own request runs
-    assert pool.release(0, 2) == [(1, Grant(1))]
+    assert pool.release(0, 2) == [(1, Grant(1, left=0))]
     assert (pool.slot_of("a"), pool.holder(0)) == (1, None)
 
 

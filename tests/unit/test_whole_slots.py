@@ -15,7 +15,7 @@ PROMPT = np.arange(9, dtype=np.int32)
 LONG, SHORT = list(range(8)), list(range(6))
 
 
-def _saved(begins: bool, elsewhere: bool) -> int:
+def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     """How often a slot is saved of a session that is forgotten while its server is asked what it
     is, before that `begins` or not."""
     known: Any = SimpleNamespace(tenant="t", id="b", elsewhere=elsewhere)
@@ -31,13 +31,15 @@ def _saved(begins: bool, elsewhere: bool) -> int:
         saved.append(1)
         return True
 
-    states = SimpleNamespace(vault=None, save=save, save_in_s=lambda: 0.0)
-    facts = SimpleNamespace(memory=SimpleNamespace(too_short=0))
+    vault = SimpleNamespace(has_room=lambda *_: has_room)
+    states = SimpleNamespace(vault=vault, save=save, save_in_s=lambda: 0.0)
+    costs = SimpleNamespace(bytes_per_token=2.0)
+    facts = SimpleNamespace(memory=SimpleNamespace(too_short=0), costs=costs)
     calls = SimpleNamespace(fingerprint=fingerprint)
     parts: Any = SimpleNamespace(
         states=states, facts=facts, calls=calls, conversations=conversations
     )
-    asyncio.run(WholeSlots(parts, None, None).save(0, known, {}))  # type: ignore[arg-type]
+    asyncio.run(WholeSlots(parts).save(0, known, {}))
     return len(saved)
 
 
@@ -45,6 +47,10 @@ def test_what_is_deleted_is_not_saved_any_more_and_what_moves_is() -> None:
     assert _saved(begins=True, elsewhere=False) == 1
     assert _saved(begins=False, elsewhere=False) == 0
     assert _saved(begins=False, elsewhere=True) == 1
+
+
+def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
+    assert _saved(begins=True, elsewhere=False, has_room=False) == 0
 
 
 def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
@@ -63,7 +69,7 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
     states = SimpleNamespace(vault=SimpleNamespace(snapshots=items), restore=restore)
     parts: Any = SimpleNamespace(states=states, calls=SimpleNamespace(fingerprint=fingerprint))
     known: Any = SimpleNamespace(tenant="t", id="b")
-    slots = WholeSlots(parts, None, None)  # type: ignore[arg-type]
+    slots = WholeSlots(parts)
     asyncio.run(slots.bring_back(0, known, PROMPT, n_past, {}))
     return filled, len(asked)
 

@@ -30,6 +30,7 @@ from evoke_proxy.engine.kept.whole_slots import WholeSlots
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.turns.block_calls import batches_of_names, copies_in, copies_of
 from evoke_proxy.engine.turns.next_turn import beginning
+from evoke_proxy.engine.turns.waiting import BackgroundLease
 
 _log = logging.getLogger(__name__)
 
@@ -103,15 +104,13 @@ class Records:
             return None
         return Spoken(dialect, body, AnswerReader())
 
-    async def undisturbed(self, slot: int, tenant: str, client: Mapping[str, str]) -> bool:
-        """Whether anything was decoded ahead in this slot, which is over then."""
-        return self._whole is not None and await self._whole.undisturbed(slot, tenant, client)
-
-    async def ready(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
+    async def ready(
+        self, known: Conversation, lease: BackgroundLease, client: Mapping[str, str]
+    ) -> None:
         """Before a slot is saved whole: decode what the next turn begins with, whatever it says.
 
         A recurrent state cannot go back, so that one with the answer as it was generated is of no
-        use where that reads differently in the history. Raises EvokeErrors.
+        use where that reads differently in the history. Raises EvokeErrors, Preempted among them.
         """
         spoken, known.spoken = known.spoken, None
         if spoken is None or self._whole is None or known.epoch is None:
@@ -122,7 +121,7 @@ class Records:
 
         tokens = await beginning(spoken.body, spoken.answer, render)
         if tokens is not None and len(tokens) > len(known.session.tokens):
-            await self._whole.go_on(slot, known, tokens, client)
+            await self._whole.go_on(lease, known, tokens, client)
 
     async def keep(
         self,
@@ -130,10 +129,13 @@ class Records:
         view: SlotView,
         answer: Mapping[str, Any],
         client: Mapping[str, str],
+        lease: BackgroundLease,
     ) -> None:
         """Write a session down, as `view` shows its slot; `answer` tells, `since` it was last asked
-        for, what copies llama-server had before the latest were made. Raises EvokeErrors for what
-        llama-server does."""
+        for, what copies llama-server had before the latest were made.
+
+        The slot is given back before anything is written to our own files. Raises Preempted when a
+        request comes between two calls, EvokeErrors for what llama-server does."""
         if self._vault is None:
             return
         edges = (known.head, known.settled, known.n_users)
@@ -150,7 +152,9 @@ class Records:
         if self._forgotten(known):  # what is deleted does not come back
             return
         if self._server.whole and self._whole is not None:
+            lease.check()
             await self._whole.save(view.id, known, client)
+        lease.end()
         await self._vectors.write(known, self._vault)
         packed = await asyncio.to_thread(_packed, seated)
         if self._forgotten(known):

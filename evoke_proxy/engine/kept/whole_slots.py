@@ -3,7 +3,6 @@ are not all of it: recurrent states and windows are in none."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 from evoke_proxy.core.kept.snapshots import STEP, Match, best
@@ -12,61 +11,45 @@ from evoke_proxy.core.reply.books import Books
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept.vault import Label
 from evoke_proxy.engine.stock.parts import Parts
-from evoke_proxy.engine.stock.under_way import UnderWay, in_steps
-from evoke_proxy.engine.turns.seating import Seating
+from evoke_proxy.engine.stock.under_way import in_steps
+from evoke_proxy.engine.turns.waiting import BackgroundLease
 
-# llama-server needs about so long to notice that it is to stop.
-_GRACE_S = 1.0
 Client = Mapping[str, str]
 
 
 class WholeSlots:
     """Saves them, restores them, and decodes ahead in them."""
 
-    def __init__(self, parts: Parts, seating: Seating, ahead: UnderWay) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._seating = seating
-        self._ahead = ahead
         self.vault = parts.states.vault
 
-    async def go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
-        """Decode so far in a slot, which keeps its holes and its budget, unless somebody wants
-        it."""
-        if self._parts.slots.pool.idle() and not known.in_use:
-            work = self._go_on(slot, known, tokens, client)
-            await asyncio.wait([self._ahead.run(work, slot, known.id)])
+    async def go_on(
+        self, lease: BackgroundLease, known: Conversation, tokens: Tokens, client: Client
+    ) -> None:
+        """Decode so far in the slot of a lease, which keeps its holes and its budget.
 
-    async def _go_on(self, slot: int, known: Conversation, tokens: Tokens, client: Client) -> None:
-        epoch = known.epoch
+        Raises Preempted when a request comes.
+        """
+        (slot,) = lease.slots
         for end in in_steps(len(known.session.tokens), len(tokens)):
-            done = await self._parts.calls.prefill(tokens[:end], slot, client, epoch)
-            if known.epoch != epoch:  # a guest has its slot; a turn of its own would have waited
-                return
+            prefill = self._parts.calls.prefill(tokens[:end], slot, client, known.epoch)
+            done = await lease.run(prefill)
             books = Books.parse(done.timings)
             if books is None or books.marker != "ok":
                 known.epoch = None
                 return
             known.session.learn((label, span) for span, label in books.auto_evicted if label)
             known.n_resident = books.n_resident
-            if known.in_use or not self._parts.slots.pool.idle():
-                return
-
-    async def undisturbed(self, slot: int, tenant: str, client: Client) -> bool:
-        """Whether anything was decoded ahead in this slot; it is over then. What is about to end
-        does: stopping takes as long."""
-        mine = self._ahead.stop_in(slot)
-        _, late = await asyncio.wait(mine, timeout=_GRACE_S) if mine else ((), ())
-        if late:
-            self._ahead.stop()
-            await asyncio.wait(late)
-            await self._seating.until_idle(slot, tenant, client, lambda: False)
-        return bool(mine)
 
     async def save(self, slot: int, known: Conversation, client: Client) -> None:
         """Save a slot, which begins with the conversation's prompt. Not when another save was just
         now."""
         tokens, states = known.session.tokens, self._parts.states
         if states.save_in_s() > 0 or len(tokens) <= self._parts.facts.memory.too_short:
+            return
+        n_bytes = len(tokens) * self._parts.facts.costs.bytes_per_token
+        if not self.vault.has_room(known.tenant, n_bytes):
             return
         fingerprint = await self._parts.calls.fingerprint(client)
         if self._parts.conversations.get(known.id) is not known and not known.elsewhere:

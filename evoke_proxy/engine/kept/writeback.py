@@ -1,8 +1,8 @@
 """Write-behind: what a conversation leaves in its slot is copied while nobody needs the server.
 
 A block that has a copy leaves the cache without one being made, in a plan or by the engine itself.
-Copies are made in small calls; each is made only while no request runs, and is refused by
-llama-server when the slot is not any more as it was looked at.
+Copies are made in small calls under a background lease of the slot, which a request ends between
+two of them. A call is refused by llama-server when the slot is not any more as it was looked at.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.turns.block_calls import is_processing
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import SlotQueue
+from evoke_proxy.engine.turns.waiting import BackgroundLease, SlotQueue, until_over
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -70,10 +71,18 @@ class Writeback:
         """One conversation after the other, until a request comes or nothing is left."""
         try:
             await asyncio.sleep(_PAUSE_S)
-            while self._waiting and self._slots.pool.idle():
+            while self._waiting:
                 # Taken out first: a turn that ends meanwhile is put behind what waits.
                 known, client = self._waiting.pop(next(iter(self._waiting)))
-                result = await self._copied(known, client)
+                slot, result = self._slots.pool.slot_of(known.id), "done"
+                if slot is not None and known.epoch is not None:
+                    lease = self._lease(slot, known, client)
+                    if lease is None:
+                        self._waiting.setdefault(known.id, (known, client))
+                        return
+                    result = "interrupted"
+                    async with lease:
+                        result = await self._copied(known, lease, client)
                 self._metrics.writebacks.labels(result=result).inc()
                 if result == "interrupted":
                     self._waiting.setdefault(known.id, (known, client))
@@ -81,45 +90,57 @@ class Writeback:
         finally:
             self._running = False
 
-    async def _copied(self, known: Conversation, client: Mapping[str, str]) -> str:
+    def _lease(
+        self, slot: int, known: Conversation, client: Mapping[str, str]
+    ) -> BackgroundLease | None:
+        """The slot of a conversation, for as long as no request comes."""
+
+        async def settle() -> None:
+            async def busy() -> bool:
+                return await is_processing(self._upstream, slot, known.tenant, client)
+
+            await until_over(busy, lambda: self._slots.is_closed)
+
+        return self._slots.background(slot, known.id, settle, self._chores.run)
+
+    async def _copied(
+        self, known: Conversation, lease: BackgroundLease, client: Mapping[str, str]
+    ) -> str:
         """Copy one conversation's unsaved blocks; how it ended, a label of `writebacks`."""
         try:
-            return "done" if await self._copy(known, client) else "interrupted"
+            await self._copy(known, lease, client)
         except PlanRefused as refused:
             _log.debug("session %s not copied: %s", known.id, refused)
             return "refused"
+        return "done"
 
-    async def _copy(self, known: Conversation, client: Mapping[str, str]) -> bool:
-        """All of its unsaved blocks; False when something else came first."""
-        slot, turns = self._slots.pool.slot_of(known.id), known.session.turns
-        if slot is None or known.epoch is None:
-            return True
-        await self._records.ready(known, slot, client)
-        if not self._slots.pool.idle() or known.in_use:
-            return False
+    async def _copy(
+        self, known: Conversation, lease: BackgroundLease, client: Mapping[str, str]
+    ) -> None:
+        """All of its unsaved blocks; Preempted when a request comes between two calls."""
+        (slot,) = lease.slots
+        await self._records.ready(known, lease, client)
+        lease.check()
         since = self._records.since(known)
         answer = await self._upstream.slot(slot, known.tenant, client, since)
         view = SlotView.parse(answer)
         if view.epoch != known.epoch or view.busy:
-            return True
+            return
         expect = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = known.session
         # To come back after a restart it needs what was generated, too.
         everything = session.save_all(view).saves if self._records.on else ()
         saves = everything or session.unsaved(view)
         for batch in _batches(saves[: _room(answer, saves)]):
-            if not self._slots.pool.idle() or known.in_use:
-                return False
+            lease.check()
             ops = Plan(saves=batch).ops()
             call = {"epoch": view.epoch, "ops": ops, "expect": expect, "tenant": known.tenant}
             await self._upstream.run(slot, "block-plan", call, client)
             self._metrics.written_behind.inc(len(batch))
-            if known.in_use or known.session.turns != turns:
-                return False  # its blocks may have other names by now
             known.session.saved_all(Plan(saves=batch))
             self._records.copied(known, [save.label for save in batch])
-        await self._records.keep(known, view, answer, client)
-        return True
+        lease.check()
+        await self._records.keep(known, view, answer, client, lease)
 
 
 def _room(answer: Mapping[str, Any], saves: Sequence[Save]) -> int:

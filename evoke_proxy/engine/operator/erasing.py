@@ -38,7 +38,8 @@ class Eraser:
         await self._its.keeper.quiet(ids)  # from now on nothing of it is on its way to the disk
         left: list[str] = []
         for item in known:
-            left += await self._forget(item)
+            async with self._its.slots.locked(item.id):  # its rows may be being saved now
+                left += await self._forget(item)
         gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
         for id in ids | {item.branch for item in gone}:
             self._its.feed.tell("deleted", session=id)
@@ -127,8 +128,9 @@ class Eraser:
 
     async def _empty(self, slot: int, known: Conversation) -> None:
         """Nobody else's request is in the slot meanwhile; raises what llama-server refuses."""
-        lease = await self._its.slots.acquire(f"erasing-{known.id}", known.tenant, True, slot=slot)
-        try:
+        name = f"erasing-{known.id}"
+        with await self._its.slots.acquire(name, known.tenant, True, slot=slot) as lease:
+            lease.vacated()
             view = None
             if self._its.watch.server.patched:
                 answer = await self._its.upstream.slot(slot, known.tenant, {}, LATEST)
@@ -141,8 +143,6 @@ class Eraser:
                 if view is None:
                     raise
                 await self._evict_all(view, known)
-        finally:
-            self._its.slots.release(lease)
 
     async def _evict_all(self, view: SlotView, known: Conversation) -> None:
         """A server that erases no slots (it runs without --slot-save-path) keeps its last row."""

@@ -118,12 +118,12 @@ class Operator:
     async def drop_block(self, id: str, span: Span) -> None:
         """Their rows and copies are gone, until the client's text is decoded again."""
         known = self._live(id)
-        layout = known.session.layout
-        inside = layout.blocks.pick(layout.blocks.within([span]))
-        labels = {block.label for block in inside}
-        labels |= {item.label for item in layout.ranges if span.encloses(item.span)}
-        drops = tuple(Drop(label) for label in sorted(labels))
         async with self._in_slot(known) as view:
+            layout = known.session.layout
+            inside = layout.blocks.pick(layout.blocks.within([span]))
+            labels = {block.label for block in inside}
+            labels |= {item.label for item in layout.ranges if span.encloses(item.span)}
+            drops = tuple(Drop(label) for label in sorted(labels))
             rows = () if view is None else clipped(view.resident, span)
             plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
             try:
@@ -133,8 +133,8 @@ class Operator:
                     await drop_copies(self._its.upstream, labels, known.tenant, {})
             except PlanRefused as refused:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
-        known.session.failed(labels)
-        known.n_resident -= count(rows)
+            known.session.failed(labels)
+            known.n_resident -= count(rows)
         self._its.feed.tell("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
@@ -201,24 +201,24 @@ class Operator:
 
     @asynccontextmanager
     async def _in_slot(self, known: Conversation) -> AsyncIterator[SlotView | None]:
-        """Its slot, nobody else's meanwhile; None when its rows are in none."""
+        """Its slot, nobody else's meanwhile; None when its rows are in none.
+
+        No turn of it runs meanwhile, whether it has a slot or not.
+        """
+        busy = RequestError("a request of this session is under way", "session_busy", 409)
         if known.in_use:
-            raise RequestError("a request of this session is under way", "session_busy", 409)
-        slot = self._its.slots.pool.slot_of(known.id)
-        if slot is None or known.epoch is None:
-            yield None
-            return
-        known.in_use += 1
-        try:
-            lease = await self._its.slots.acquire(known.id, known.tenant, slot=slot)
-            try:
+            raise busy
+        with known.using():
+            slot = self._its.slots.pool.slot_of(known.id)
+            if slot is None or known.epoch is None:
+                async with self._its.slots.locked(known.id):
+                    yield None
+                return
+            with await self._its.slots.acquire(known.id, known.tenant, slot=slot) as lease:
+                lease.vacated()
                 answer = await self._its.upstream.slot(slot, known.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
                 yield view if view.epoch == known.epoch else None
-            finally:
-                self._its.slots.release(lease)
-        finally:
-            known.in_use -= 1
 
     def _find(self, id: str) -> tuple[Conversation | None, list[Snapshot]]:
         known = self._its.conversations.get(id)

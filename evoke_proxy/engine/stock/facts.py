@@ -14,6 +14,7 @@ from evoke_proxy.core.kept.state_file import Cache, has_windows
 from evoke_proxy.core.request.ahead import Stability, probes, stability
 from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.engine.turns.waiting import SlotLease, SlotQueue
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
@@ -26,8 +27,11 @@ class Facts:
     `clears` says that an idle slot is emptied whenever another one begins, or may be.
     """
 
-    def __init__(self, config: SnapshotsConfig, calls: StockCalls, vault: Vault) -> None:
+    def __init__(
+        self, config: SnapshotsConfig, calls: StockCalls, vault: Vault, slots: SlotQueue
+    ) -> None:
         self._calls = calls
+        self._slots = slots
         self._vault = vault
         self._config = config
         self._plain = self._tools = _UNKNOWN
@@ -49,22 +53,34 @@ class Facts:
         """What its template keeps, with tools in the request or without."""
         return self._tools if tools else self._plain
 
-    async def learn(self, client: Client) -> None:
-        """Ask what is not known yet; raises UpstreamError."""
+    async def learn(self, client: Client, own: SlotLease | None = None) -> None:
+        """Ask what is not known yet; raises UpstreamError.
+
+        Slots are tried out only while no other request has one; `own` is that of the caller. Where
+        that is not so, it is done by a later call.
+        """
         async with self._one:
             if not self.fingerprint:
-                await self._learn(client)
+                await self._learn(client, own)
             elif self._all_busy:
-                self.reduced = await self._reduced(self.memory, client)
-                self.fingerprint = laid_out(self._told, self._layout)
+                lease = self._slots.others(own)
+                if lease is not None:
+                    async with lease:
+                        self.reduced = await self._reduced(self.memory, client)
+                        self.fingerprint = laid_out(self._told, self._layout)
 
-    async def _learn(self, client: Client) -> None:
+    async def _learn(self, client: Client, own: SlotLease | None) -> None:
         told = await self._calls.fingerprint(client)
         self._plain = await probed(self._calls, False, client) or _UNKNOWN
         self._tools = await probed(self._calls, True, client) or self._plain
         memory = Memory(dense=False, windows=True)  # as long as no file has shown what it is
-        self.clears = await self._clears(client)
-        self.reduced = await self._reduced(memory, client)
+        lease = self._slots.others(own)
+        if lease is not None:
+            async with lease:
+                self.clears = await self._clears(client)
+                self.reduced = await self._reduced(memory, client)
+        else:
+            self.clears, self.reduced, self._layout, self._all_busy = True, "", None, True
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
         self.memory = memory
         self._told, self.fingerprint = told, laid_out(told, self._layout)

@@ -19,7 +19,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Asked, Conversation, Conversations
+from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.kept.whole_slots import WholeSlots
@@ -37,6 +37,8 @@ from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
+# A step of what is decoded ahead that ends so soon is not cut off: llama-server notices later.
+_STEP_S = 0.2
 # What other dialects are as chats, and where llama-server counts the tokens of such a request.
 _AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
 _COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
@@ -65,22 +67,23 @@ class Keeper:
         self._conversations = conversations
         self._calls = StockCalls(upstream)
         self.vault = vault
-        self._facts = Facts(config.snapshots, self._calls, self.vault)
+        self._facts = Facts(config.snapshots, self._calls, self.vault, slots)
         self._chores = Chores()
         self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
         known = (self._calls, self._facts, self._states)
         parts = Parts(config.snapshots, *known, slots, conversations, metrics)
+        self._parts = parts
         self._places = Places(parts)
-        self._look_ahead = LookAhead(parts, self._places)
+        self._look_ahead = LookAhead(parts, self._places, self._chores.run)
         self._ahead = UnderWay(self._chores)
-        self.whole = WholeSlots(parts, seating, self._ahead)
+        self.whole = WholeSlots(parts)
 
     async def __aenter__(self) -> Keeper:
         await self._chores.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.stop()
+        self._ahead.stop()
         await self._chores.__aexit__()
 
     def adjust(self, config: SnapshotsConfig) -> None:
@@ -108,13 +111,25 @@ class Keeper:
         await self.quiet()
         for known in list(self._conversations):
             try:
-                await self._places.keep(known)
+                await self._keep(known)
             except EvokeError as error:
                 _log.warning("session %s is not kept: %s", known.id, error)
 
+    async def _keep(self, known: Conversation) -> None:
+        held = known.held
+        if held is None:
+            return
+        slot = self._parts.slot_of_work(held.slot)
+        lease = self._slots.background(slot, known.id, alone=False)
+        if lease is None:
+            _log.info("session %s is not kept: a request runs in its slot", known.id)
+            return
+        async with lease:
+            await self._places.keep(known)
+
     def stop(self) -> None:
-        """Leave off whatever is decoded ahead: somebody wants the server."""
-        self._ahead.stop()
+        """A request has come: whatever is decoded ahead ends, the step under way soon."""
+        self._slots.preempt(_STEP_S)
 
     async def quiet(self, sessions: Collection[str] | None = None) -> None:
         """Nothing is decoded ahead any more, for these sessions or for any, and what was being
@@ -167,10 +182,9 @@ class Keeper:
         way.stage = "session"
         rendered = Rendered(seat.prompt, len(seat.boundary), ())
         known = self._conversations.of_request(request, rendered, way.hint, tenant)
-        way.conversation = known
-        known.in_use += 1
-        await self._seating.acquire(way, known.id, tenant, known.passing)
-        self.stop()  # one that began while we had no slot yet
+        way.begin(known, Arrival(rendered, way.hint))
+        lease = await self._seating.acquire(way, known.id, tenant, known.passing)
+        lease.vacated()  # llama-server chooses what it keeps of what others have left
         if known.passing:
             way.decision = "guest:side"
             return
@@ -185,7 +199,6 @@ class Keeper:
         """Nothing of it is kept."""
         way.decision = f"guest:{reason}"
         await self._seating.queue(way, request, tenant)
-        self.stop()  # what began while it had no slot yet
 
     def _note_drift(self, known: Conversation, seat: Seat) -> None:
         """Say why a request does not go on from the one before it, if it does not."""
@@ -235,5 +248,4 @@ class Keeper:
             return
         if seat is None or known is None:
             return
-        slot = -1 if way.lease is None else way.lease.slot
-        self._ahead.run(self._look_ahead.run(known, seat, client), slot, known.id)
+        self._ahead.run(self._look_ahead.run(known, seat, client), known.id)

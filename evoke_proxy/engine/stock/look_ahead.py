@@ -17,17 +17,19 @@ from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.stock_calls import Client
 from evoke_proxy.engine.stock.under_way import in_steps
 from evoke_proxy.engine.turns.next_turn import beginning
+from evoke_proxy.engine.turns.waiting import BackgroundLease, Spawn
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
 
 
 class LookAhead:
-    """One at a time; `run` in a task that is cancelled when a request comes in."""
+    """One at a time, under a background lease, which ends when a request comes in."""
 
-    def __init__(self, parts: Parts, places: Places) -> None:
+    def __init__(self, parts: Parts, places: Places, spawn: Spawn) -> None:
         self._parts = parts
         self._places = places
+        self._spawn = spawn
         self._one = asyncio.Lock()
 
     async def run(self, known: Conversation, seat: Seat, client: Client) -> None:
@@ -61,22 +63,46 @@ class LookAhead:
         tokens = await beginning(seat.body, seat.answer, render)
         if tokens is None:
             return ""
-        looks = await self._parts.calls.looks(client)
-        mine = known.held is held and held.reaches(tokens) and held.still(looks)
-        if not mine or not self._parts.slots.pool.idle():
+        lease = self._lease(known, held, seat, client)
+        if lease is None:
             return "skipped"
-        await self._decode(known, held, tokens, client)
-        await self._save(known, seat, tokens, client)
-        return "done"
+        result = "cancelled"
+        async with lease:
+            looks = await self._parts.calls.looks(client)
+            if not (known.held is held and held.reaches(tokens) and held.still(looks)):
+                return "skipped"
+            await self._decode(known, held, tokens, lease, client)
+            result = "done"
+        if result == "done":
+            await self._save(known, seat, tokens, client)
+        return result
+
+    def _lease(
+        self, known: Conversation, held: Held, seat: Seat, client: Client
+    ) -> BackgroundLease | None:
+        """The slot of what is held, all of them where llama-server chooses; None when a request
+        runs or comes."""
+
+        async def settle() -> None:
+            await self._places.until_idle(seat, client, lambda: self._parts.slots.is_closed)
+
+        slot = self._parts.slot_of_work(held.slot)
+        return self._parts.slots.background(slot, known.id, settle, self._spawn)
 
     async def _decode(
-        self, known: Conversation, held: Held, tokens: Tokens, client: Client
+        self,
+        known: Conversation,
+        held: Held,
+        tokens: Tokens,
+        lease: BackgroundLease,
+        client: Client,
     ) -> None:
+        """Decode so far, in steps; Preempted when a request comes."""
         shared = common_prefix(held.tokens, tokens)
         going = replace(held, tokens=tokens[:shared], exact=False, at=time.monotonic(), cut=True)
         for end in in_steps(shared, len(tokens)):
             known.held = going
-            done = await self._parts.calls.prefill(tokens[:end], held.slot, client)
+            done = await lease.run(self._parts.calls.prefill(tokens[:end], held.slot, client))
             self._parts.facts.costs.prefilled(done.decoded, done.seconds)
             going = replace(going, tokens=tokens[:end])
         looks = await self._parts.calls.looks(client)
@@ -90,10 +116,16 @@ class LookAhead:
         held = known.held
         if held is None:
             return
-        if (wait_s := self._parts.states.save_in_s()) > 0:
+        wait_s = self._parts.states.save_in_s()
+        if wait_s > 0:
             await asyncio.sleep(wait_s)
-            if not held.still(await self._parts.calls.looks(client)):
+        lease = self._lease(known, held, seat, client)
+        if lease is None:
+            return
+        async with lease:
+            if known.held is not held or not held.still(await self._parts.calls.looks(client)):
                 return
-        if await self._parts.facts.fresh(client):
-            label = self._places.label(seat, STEP, tokens)
-            await self._parts.states.save(held.slot, tokens, label, client)
+            if await self._parts.facts.fresh(client):
+                lease.check()
+                label = self._places.label(seat, STEP, tokens)
+                await self._parts.states.save(held.slot, tokens, label, client)

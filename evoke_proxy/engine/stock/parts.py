@@ -25,3 +25,12 @@ class Parts:
     slots: SlotQueue
     conversations: Conversations
     metrics: Metrics
+
+    def slot_of_work(self, slot: int) -> int | None:
+        """What a background lease for work in a slot has to be of; None: all slots.
+
+        All of them where llama-server chooses the slot of a request, or empties idle ones.
+        """
+        n_slots = len(self.slots.pool)
+        one = n_slots > 1 and not self.facts.clears and 0 <= slot < n_slots
+        return slot if one else None

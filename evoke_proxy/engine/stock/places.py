@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from evoke_proxy.core.counts import seconds_of
 from evoke_proxy.core.kept.costs import cost_of
 from evoke_proxy.core.kept.held import Held, SlotLook, restarted
 from evoke_proxy.core.kept.snapshots import STEP, Match
@@ -20,7 +21,7 @@ from evoke_proxy.engine.stock.parts import Parts
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.stock.stock_calls import Client, Prefilled
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import until_over
+from evoke_proxy.engine.turns.waiting import SlotLease, until_over
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Places:
         its boundary when that is worth it; `seat.slot` is where the request is to go then."""
         assert way.lease is not None
         way.stage = "look"
-        seat.before = await self._look(client)
+        seat.before = await self._look(way.lease, client)
         seat.branch = known.branch or known.id
         held, known.held = known.held, None
         state = self._live(held, way.lease.slot, seat.before)
@@ -84,13 +85,13 @@ class Places:
         empty = now is not None and not now.n_tokens
         return None if seat.in_ram is not None and empty else slot
 
-    async def _look(self, client: Client) -> Sequence[SlotLook] | None:
+    async def _look(self, lease: SlotLease, client: Client) -> Sequence[SlotLook] | None:
         looks = await self._parts.calls.looks(client)
         left = [known.held for known in self._parts.conversations if known.held is not None]
         if looks is not None and restarted(left, looks):
             self.emptied()
             self._parts.facts.forget()
-            await self._parts.facts.learn(client)
+            await self._parts.facts.learn(client, lease)
         return looks
 
     def emptied(self) -> None:
@@ -217,15 +218,18 @@ class Places:
         """llama-server has chosen another slot, which no request of ours is in: go there."""
         old = way.leases.pop(0)
         assert way.conversation is not None
-        self._parts.slots.release(old)
-        tenant = way.conversation.tenant
-        way.leases.append(await self._parts.slots.acquire(way.conversation.id, tenant, slot=slot))
+        old.release()
+        lease = await self._parts.slots.acquire(
+            way.conversation.id, way.conversation.tenant, slot=slot
+        )
+        lease.vacated()
+        way.leases.insert(0, way.exit_stack.enter_context(lease))
 
     async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
         """The answer is over: remember what it has left in its slot."""
         timings = way.observer.timings or {}
         cached, decoded, made = cost_of(timings, way.observer.usage or {})
-        self._parts.facts.costs.prefilled(decoded, float(timings.get("prompt_ms") or 0) / 1000)
+        self._parts.facts.costs.prefilled(decoded, seconds_of(timings.get("prompt_ms")))
         looks = await self._parts.calls.looks(client)
         if seat.match is not None:
             self._prove(seat.match, cached, decoded)

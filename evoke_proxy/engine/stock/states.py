@@ -14,10 +14,11 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.stock.facts import Facts
 from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.engine.turns.waiting import finished
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class States:
@@ -163,12 +164,10 @@ class States:
     async def _finished(self, work: Coroutine[Any, Any, bool], what: str) -> bool:
         """Wait for work that goes on to its end even when whoever wants it goes away."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._spawn(_into(future, work), what)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])  # its slot is not given back before it has ended
-            raise
+        task = self._spawn(_into(future, work), what)
+        # One that is cancelled before it begins never says how it ended.
+        task.add_done_callback(lambda _: future.done() or future.cancel())
+        return await finished(future)  # its slot is not given back before it has ended
 
     async def _seal(self, part: str, copied: Copied, tokens: Tokens, label: Label) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
@@ -56,6 +56,14 @@ def batches_of_names(names: Sequence[str]) -> Iterator[Sequence[str]]:
     """The names in as many parts as llama-server takes in one call each."""
     for start in range(0, len(names), MOST_NAMES):
         yield names[start : start + MOST_NAMES]
+
+
+async def is_processing(
+    upstream: Upstream, slot: int, tenant: str, client: Mapping[str, str]
+) -> bool:
+    """Whether llama-server is at a request in a slot."""
+    answer = await upstream.slot(slot, tenant, client, LATEST)
+    return bool(answer.get("is_processing"))
 
 
 def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

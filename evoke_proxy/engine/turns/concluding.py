@@ -1,11 +1,14 @@
-"""What follows an answer: its books, the slot given back, the time until the next one used."""
+"""Ends requests: the slot is given back first, then the request is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
 from evoke_proxy.core.conversation.turn_record import TurnRecord
+from evoke_proxy.core.kept.costs import is_odd
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.intake.reading import tenant_of
@@ -19,6 +22,9 @@ from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.engine.vectors import BlockVectors
+from evoke_proxy.errors import UpstreamProtocolError
+
+_log = logging.getLogger(__name__)
 
 
 class Concluding:
@@ -51,40 +57,85 @@ class Concluding:
         self._feed = feed
 
     def conclude(self, way: Forwarding, client: Mapping[str, str]) -> None:
-        """Book the reply and give the slot back: at once, or when the engine is done with it."""
-        way.observer.close()
-        known, books = way.conversation, way.books
-        if known is not None and books is not None:
-            book(way, known, books, self._metrics)
-        elif way.leases and (known is not None or not way.observer.done):
-            self._chores.run(self._settle(way, client), "settling a slot")
-            return
-        self._part(way, client)
+        """Give the slots of a request back, then report it; it never raises.
 
-    async def _settle(self, way: Forwarding, client: Mapping[str, str]) -> None:
+        A slot that llama-server may still be using goes to a task that waits until it is idle.
+        """
+        with self._guarded("the end of an answer is not read"):
+            way.observer.close()
+        is_busy = True
+        with self._guarded("whether an answer is complete cannot be told"):
+            is_busy = self._is_busy(way)
+        if way.leases and is_busy:
+            work = self._drain(way, client)
+            try:
+                self._chores.run(work, "settling a slot")
+                return
+            except RuntimeError:  # the engine has ended
+                work.close()
+        self._end(way, client)
+
+    @staticmethod
+    def _is_busy(way: Forwarding) -> bool:
+        """Whether llama-server may still be at a request."""
+        if way.conversation is None:
+            return not way.observer.done
+        return way.books is None
+
+    async def _drain(self, way: Forwarding, client: Mapping[str, str]) -> None:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
-        known, enough = way.conversation, self._hurried
         try:
             if way.helped:
-                await self._keeper.settle(way, client, enough)
+                await self._keeper.settle(way, client, self._is_enough)
                 return
             for lease in way.leases:
-                await self._seating.until_idle(lease.slot, tenant_of(client), client, enough)
+                await self._seating.until_idle(
+                    lease.slot, tenant_of(client), client, self._is_enough
+                )
         finally:
-            if known is not None and way.turn is not None:
-                known.session.finish(None)
-            if known is not None and not way.marked:
-                known.epoch = None
-            self._part(way, client)
+            self._end(way, client)
 
-    def _part(self, way: Forwarding, client: Mapping[str, str]) -> None:
-        """The request is done with its slot and its session."""
-        self._count(way, history.ended(way, self._feed))
-        if way.conversation is not None:
-            way.conversation.in_use -= 1
-            self._vectors.submit(way.conversation)
-        for lease in way.leases:
-            self._slots.release(lease)
+    def _is_enough(self) -> bool:
+        return self._hurried() or self._slots.is_closed
+
+    def _end(self, way: Forwarding, client: Mapping[str, str]) -> None:
+        """Release what the request has, then report it step by step; no step stops the next."""
+        way.exit_stack.close()
+        with self._guarded("a turn is not finished"):
+            self._finish(way)
+        with self._guarded("a turn is not recorded"):
+            self._count(way, history.ended(way, self._feed))
+        with self._guarded("an odd usage is not counted"):
+            self._count_odd(way)
+        with self._guarded("blocks are not embedded"):
+            if way.conversation is not None:
+                self._vectors.submit(way.conversation)
+        with self._guarded("sessions are not forgotten"):
+            self._forget(way, client)
+        with self._guarded("nothing is decoded ahead"):
+            self._keeper.parted(way, client)
+        with self._guarded("nothing is copied"):
+            self._writeback.after(way, client)
+
+    def _finish(self, way: Forwarding) -> None:
+        """Tell the session of a turn how it ended."""
+        known, books = way.conversation, way.books
+        if known is None:
+            return
+        if books is not None:
+            book(way, known, books, self._metrics)
+            return
+        if way.leases and not way.marked:
+            known.epoch = None
+        if way.turn is not None:
+            known.session.finish(None)
+
+    def _forget(self, way: Forwarding, client: Mapping[str, str]) -> None:
+        """Forget what a refused request began, and what is over the limit of conversations."""
+        known = way.conversation
+        if known is not None and not (known.is_committed or known.in_use):
+            self._conversations.forget(known)
+            self._slots.pool.forget(known.id)
         for gone in self._conversations.forget_surplus():
             self._slots.pool.forget(gone.id)
             self._records.forget(gone.id)
@@ -92,8 +143,6 @@ class Concluding:
                 self._feed.tell("forgotten", session=gone.id)
             if gone.labels:
                 self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
-        self._keeper.parted(way, client)
-        self._writeback.after(way, client)
 
     def _count(self, way: Forwarding, turn: TurnRecord | None) -> None:
         """When its answer began, by how; the books of one that llama-server has kept none of."""
@@ -103,3 +152,19 @@ class Concluding:
             self._metrics.ttft_seconds.labels(path=path).observe(way.first_byte_s)
         if turn is not None and way.books is None:
             self._metrics.count_books({kind: getattr(turn, kind) for kind in BOOK_KINDS})
+
+    def _count_odd(self, way: Forwarding) -> None:
+        """Count an answer whose token counts are none that a llama-server gives."""
+        timings, usage = way.observer.timings or {}, way.observer.usage or {}
+        if is_odd(timings, usage) or ("evoke" in timings and way.books is None):
+            self._metrics.upstream_errors.labels(kind=UpstreamProtocolError.code).inc()
+            _log.warning("llama-server states the tokens of an answer in an unknown form")
+
+    @contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """A step whose failure is logged and counted, and stops nothing else."""
+        try:
+            yield
+        except Exception:
+            self._metrics.degraded.labels(stage="report").inc()
+            _log.exception("%s", what)

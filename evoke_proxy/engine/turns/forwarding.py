@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,10 +19,10 @@ from evoke_proxy.core.reply.books import Books, forecast
 from evoke_proxy.core.reply.outcome import outcome
 from evoke_proxy.core.reply.sse import Observer
 from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.conversations import Arrival, Conversation
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.turns.waiting import Lease, Patience
+from evoke_proxy.engine.turns.waiting import Patience, SlotLease
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ class Forwarding:
     """`body` is what to forward, `headers` go into the answer, `outcome` into its `usage.evoke`,
     `observe` wants its bytes.
 
+    `exit_stack` owns the slot leases and the use of the conversation; it is closed when the request
+    is over, before anything is reported of it. `arrival` is what it changes of its conversation's
+    identity once it is forwarded.
     `leases`, `conversation` and `turn` are there as far as planning got; `marked` says that `body`
     carries the marker, so that the reply will bring the engine's books. `probe` is what asking the
     model before took. `held` is the budget of one that has no plan but is held in a budget all the
@@ -57,7 +61,9 @@ class Forwarding:
     marked: bool = False
     headers: dict[str, str] = field(default_factory=dict)
     outcome: dict[str, Any] = field(default_factory=dict)
-    leases: list[Lease] = field(default_factory=list)
+    exit_stack: ExitStack = field(default_factory=ExitStack)
+    leases: list[SlotLease] = field(default_factory=list)
+    arrival: Arrival | None = None
     conversation: Conversation | None = None
     turn: Turn | None = None
     held: int | None = None
@@ -78,7 +84,7 @@ class Forwarding:
     parsed: tuple[object, Books | None] = (None, None)
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> SlotLease | None:
         """The slot it runs in, the first when there are several; None when it has none."""
         return self.leases[0] if self.leases else None
 
@@ -96,6 +102,16 @@ class Forwarding:
         if timings is not self.parsed[0]:
             self.parsed = timings, Books.parse(timings)
         return self.parsed[1]
+
+    def own(self, lease: SlotLease) -> SlotLease:
+        """Have a lease released when the request is over, if it is not before."""
+        self.leases.append(self.exit_stack.enter_context(lease))
+        return lease
+
+    def begin(self, conversation: Conversation, arrival: Arrival) -> None:
+        """The request is one of a conversation, which is in use until the request is over."""
+        self.conversation, self.arrival = conversation, arrival
+        self.exit_stack.enter_context(conversation.using())
 
     def observe(self, data: bytes) -> None:
         """Take a copy of the next bytes of the answer."""

@@ -24,7 +24,7 @@ from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
-from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.turns.attending import Attending
 from evoke_proxy.engine.turns.block_calls import copies_in, run_plan, slot_in
@@ -77,27 +77,24 @@ class Planner:
         rendering = self._render(request.dialect, way.body, client, way.known)
         rendered = await self._vectors.beside(rendering, way, request, tenant)
         way.stage = "session"
-        known = way.conversation = self._conversations.of_request(
-            request, rendered, way.hint, tenant, way.kept
-        )
-        known.in_use += 1
-        left = self._seating.holds(known)
+        known = self._conversations.of_request(request, rendered, way.hint, tenant)
+        way.begin(known, Arrival(rendered, way.hint, way.kept))
         lease = await self._seating.acquire(
             way, known.id, tenant, known.passing, self._seating.wanted(way)
         )
-        moved = await self._records.undisturbed(lease.slot, tenant, client) or lease.waited
-        rendered = await self._brought_back(way, request, rendered, client)
-        request, changed = self._truncated(way, request, rendered)
-        if changed or moved:
-            way.stage = "render"
-            rendered = await self._render(request.dialect, way.body, client, rendered)
-        if left is not None and left != lease.slot:
-            await self._seating.make_room(known, slot_in(rendered, left), client)
-        victim = self._conversations.get(lease.victim)
-        await self._seating.make_room(victim, slot_in(rendered, lease.slot), client)
+        with lease.vacating():
+            rendered = await self._brought_back(way, request, rendered, client)
+            request, changed = self._truncated(way, request, rendered)
+            if changed or lease.waited or lease.changed_at > began:
+                way.stage = "render"
+                rendered = await self._render(request.dialect, way.body, client, rendered)
+            if lease.left is not None:
+                await self._seating.make_room(known, slot_in(rendered, lease.left), client)
+            victim = self._conversations.get(lease.victim)
+            await self._seating.make_room(victim, slot_in(rendered, lease.slot), client)
         if self._too_long(rendered, 0):
             # llama-server says so in the words that agents look for; nothing is moved for it.
-            way.decision = "bypass:too_long"
+            way.decision, way.arrival = "bypass:too_long", None
             self._metrics.bypass.labels(reason="too_long").inc()
             return
         await self._plan(way, request, rendered, client)

@@ -15,9 +15,9 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.slots import taken_by
 from evoke_proxy.engine.conversations import Conversation, Conversations
-from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
+from evoke_proxy.engine.turns.block_calls import drop_copies, is_processing, run_plan
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import Lease, SlotQueue, until_over
+from evoke_proxy.engine.turns.waiting import SlotLease, SlotQueue, until_over
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -43,18 +43,13 @@ class Seating:
         named = way.id_slot
         return named if named is not None and 0 <= named < len(self._slots.pool) else None
 
-    def holds(self, known: Conversation) -> int | None:
-        """The slot that has the rows of a conversation, as far as is known."""
-        return self._slots.pool.slot_of(known.id)
-
     async def acquire(
         self, way: Forwarding, session: str, tenant: str, guest: bool, slot: int | None = None
-    ) -> Lease:
+    ) -> SlotLease:
         """Wait for a slot, for `slot` when one is named; raises SlotsBusy when none gets free."""
         way.stage = "slot"
         began = asyncio.get_running_loop().time()
-        lease = await self._slots.acquire(session, tenant, guest, way.patience, slot)
-        way.leases.append(lease)
+        lease = way.own(await self._slots.acquire(session, tenant, guest, way.patience, slot))
         waited_s = asyncio.get_running_loop().time() - began
         self._metrics.queue_seconds.observe(waited_s)
         way.waits["queue"] = way.waits.get("queue", 0.0) + waited_s
@@ -72,10 +67,11 @@ class Seating:
         for slot in self._places(way, request):
             lease = await self.acquire(way, f"guest-{id(way)}", tenant, True, slot)
             way.stage = "seat"
-            victim = self._conversations.get(lease.victim)
-            if victim is not None and victim.epoch is not None:
-                answer = await self._upstream.slot(lease.slot, victim.tenant, client, LATEST)
-                await self.make_room(victim, SlotView.parse(answer), client)
+            with lease.vacating():
+                victim = self._conversations.get(lease.victim)
+                if victim is not None and victim.epoch is not None:
+                    answer = await self._upstream.slot(lease.slot, victim.tenant, client, LATEST)
+                    await self.make_room(victim, SlotView.parse(answer), client)
         if way.lease is not None and not way.is_batch:
             first = self.wanted(way) or 0 if request.n > 1 else way.lease.slot
             place = {"id_slot": orjson.dumps(first)}
@@ -87,7 +83,8 @@ class Seating:
         Raises SlotsBusy.
         """
         for slot in self._places(way, request):
-            await self.acquire(way, f"guest-{id(way)}", tenant, True, slot)
+            lease = await self.acquire(way, f"guest-{id(way)}", tenant, True, slot)
+            lease.vacated()  # nothing is saved of whoever had it
 
     def _places(self, way: Forwarding, request: ChatRequest) -> Sequence[int | None]:
         """In ascending order, so that two of them never wait for each other."""
@@ -104,15 +101,18 @@ class Seating:
         """Wait until llama-server is done with a slot, or `enough` says that it was waited."""
 
         async def busy() -> bool:
-            answer = await self._upstream.slot(slot, tenant, client, LATEST)
-            return bool(answer.get("is_processing"))
+            return await is_processing(self._upstream, slot, tenant, client)
 
         await until_over(busy, enough)
 
     async def make_room(
         self, victim: Conversation | None, view: SlotView, client: Mapping[str, str]
     ) -> None:
-        """Save what a conversation leaves in a slot; if that fails, it decodes again."""
+        """Save what a conversation leaves in a slot; if that fails, it decodes again.
+
+        The caller has a lease of the slot that is not yet `vacated`, so that no turn of the
+        conversation runs meanwhile.
+        """
         # Another epoch: somebody else was there since, and what is in the slot is not the victim's.
         if victim is None or victim.epoch != view.epoch:
             return

@@ -1,44 +1,258 @@
-"""Waiting for a slot: the pool decides who is next, this makes them wait and wakes them."""
+"""Leases of slots: the pool decides who is next, this makes requests wait and wakes them.
+
+A request takes a `SlotLease`. Work that no request waits for takes a `BackgroundLease`, which every
+request that comes preempts, and awaits where it wants the same slot or session.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.servers.slots import Grant, Refuse, SlotPool
-from evoke_proxy.errors import SlotsBusy
+from evoke_proxy.errors import EvokeError, SlotsBusy, UpstreamRejected, UpstreamTimeout
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # What to do for a client again and again while it waits; what it raises ends the waiting.
 Patience = Callable[[], Awaitable[None]]
+# Runs a coroutine in a task that outlives its caller; the text names it in the log.
+Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
-# llama-server looks for a closed connection after a second without any result, and an answer to
-# us is a result: asking more often would keep it from noticing that its client is gone.
-_ASK_AGAIN_S = 1.5
-_ASK_TIMES = 40
+# A generating slot notices a closed connection with its next token. One that decodes a prompt looks
+# for it after a second without any result, and an answer to us is a result: asking more often would
+# keep it from noticing.
+_FIRST_ASKED_S = (0.0, 0.05, 0.15)
+_ASK_AGAIN_S = 1.3
+_WARN_EVERY_S = 60.0
+# llama-server needs about so long to notice that it is to stop: what ends by itself until then is
+# not cut off.
+_GRACE_S = 1.0
 
 
 async def until_over(busy: Callable[[], Awaitable[bool]], enough: Callable[[], bool]) -> None:
-    """Wait until llama-server is done with a request whose client is gone: it may not know yet.
+    """Wait until llama-server is done with a request whose client is gone.
 
-    Not for ever, and no longer once `enough` says so.
+    A slot that is still busy is never given to the next request, however long that takes. The wait
+    ends early only when `enough` says so, or when llama-server cannot be reached or says nothing
+    about its slots: then nothing of ours runs there, or nobody can tell.
     """
-    for wait_s in (0.0, 0.05, *[_ASK_AGAIN_S] * _ASK_TIMES):
-        await asyncio.sleep(wait_s)
-        if not await busy() or enough():
+    loop = asyncio.get_running_loop()
+    began, warned_at, asked = loop.time(), loop.time(), 0
+    while True:
+        await asyncio.sleep(_FIRST_ASKED_S[asked] if asked < len(_FIRST_ASKED_S) else _ASK_AGAIN_S)
+        asked += 1
+        try:
+            if not await busy():
+                return
+        except UpstreamTimeout as error:  # its main loop is occupied: ask again
+            _log.debug("%s", error)
+        except UpstreamRejected as error:
+            if error.status != 503:
+                raise
+        if enough():
             return
+        if loop.time() - warned_at > _WARN_EVERY_S:
+            warned_at = loop.time()
+            _log.warning(
+                "llama-server has been busy for %.0f s with a request whose client is gone; its"
+                " slot is not used until it is idle",
+                loop.time() - began,
+            )
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A slot until it is released; `victim` is the session whose rows may still be in it."""
+async def finished(work: asyncio.Future[T]) -> T:
+    """The result of work that must end before its caller does, however often that is cancelled."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not work.cancelled():
+            work.exception()  # retrieved: nobody else will
+        raise cancelled
+    return work.result()
 
-    slot: int
-    victim: str | None
-    waited: bool
-    pool: SlotPool
+
+class Preempted(EvokeError):
+    """A request came, and background work ended for it."""
+
+
+class SlotLease:
+    """One slot for one request, from `SlotQueue.acquire` until it is released.
+
+    `victim` is the session whose rows may still be in the slot. It stays locked until `vacated`.
+    `left` is the slot that the session has moved from. It is reserved until then.
+    Releasing is synchronous and does nothing the second time, so that an exit stack can own it.
+    """
+
+    def __init__(self, queue: SlotQueue, grant: Grant, waited: bool) -> None:
+        self.slot = grant.slot
+        self.victim = grant.victim
+        self.left = grant.left
+        self.waited = waited
+        self.changed_at = grant.changed_at
+        self._queue = queue
+        self._is_vacated = grant.victim is None and grant.left is None
+        self.is_released = False
+
+    def __repr__(self) -> str:
+        return f"<SlotLease {self.slot}{' released' if self.is_released else ''}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def vacated(self) -> None:
+        """What others had left in the slot is saved, or will not be: their sessions may go on."""
+        if not (self._is_vacated or self.is_released):
+            self._is_vacated = True
+            self._queue.vacated(self.slot)
+
+    @contextmanager
+    def vacating(self) -> Iterator[None]:
+        """A block in which the rows of others are saved; they are `vacated` however it ends."""
+        try:
+            yield
+        finally:
+            self.vacated()
+
+    def release(self) -> None:
+        """Give the slot back and wake the next request."""
+        if not self.is_released:
+            self.is_released = True
+            self._queue.returned(self.slot)
+
+
+class BackgroundLease:
+    """Slots, and the lock of a session, for work that no request waits for.
+
+    Use as an async context manager. A request that comes sets `preempted`, which is to be looked at
+    between calls, and cuts off what is in `run`. After a call was cut off the lease goes to a task
+    that waits until llama-server is idle, by `settle`; the slots are given back after that.
+    """
+
+    def __init__(
+        self,
+        queue: SlotQueue,
+        slots: tuple[int, ...],
+        session: str | None,
+        settle: Callable[[], Awaitable[None]] | None,
+        spawn: Spawn | None,
+    ) -> None:
+        self.slots = slots
+        self.session = session
+        self.preempted = False
+        self._queue = queue
+        self._settle = settle
+        self._spawn = spawn
+        self._work: asyncio.Task[Any] | None = None
+        self._cut_off = False
+        self._is_busy = False  # llama-server may still be at what was cut off
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_ended = False
+        self.is_released = False
+
+    def __repr__(self) -> str:
+        return f"<BackgroundLease {self.slots} {self.session or ''}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.end()
+        return isinstance(error, Preempted)
+
+    def end(self) -> None:
+        """Give the slots back, at once or when llama-server is idle again."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._is_busy and self._settle is not None and self._spawn is not None:
+            work = self._settled(self._settle)
+            try:
+                self._spawn(work, "waiting for a slot to be idle")
+                return
+            except RuntimeError:  # the proxy is stopping
+                work.close()
+        self.release()
+
+    def release(self) -> None:
+        """Give the slots back and wake the next request."""
+        if not self.is_released:
+            self.is_released = True
+            self._queue.background_ended(self)
+
+    def check(self) -> None:
+        """Raise Preempted when a request has come."""
+        if self.preempted:
+            raise Preempted("a request has come")
+
+    def preempt(self, grace_s: float) -> None:
+        """A request has come: end what is in `run` when that takes longer than `grace_s`."""
+        self.preempted = True
+        if self._cut_off or self._work is None:
+            return
+        if grace_s <= 0:
+            self._cut()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(grace_s, self._cut)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what a request may cut off; Preempted when one does, or has come before."""
+        if self.preempted:
+            work.close()
+            raise Preempted("a request has come")
+        was_busy, self._is_busy = self._is_busy, True
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = self._work = group.create_task(_outcome(work))
+        finally:
+            self._work = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        if task.cancelled():
+            raise Preempted("a request has come")
+        made, error = task.result()
+        if error is not None:
+            raise error
+        self._is_busy = was_busy
+        return cast(T, made)
+
+    def _cut(self) -> None:
+        self._cut_off = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _settled(self, settle: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await settle()
+        finally:
+            self.release()
+
+
+async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | None]:
+    try:
+        return await work, None
+    except Exception as error:
+        return None, error
 
 
 class SlotQueue:
@@ -46,8 +260,12 @@ class SlotQueue:
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
-        self._pool = SlotPool(1, limits.queue)
-        self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
+        self._pool = SlotPool(1, limits.queue, limits.tenant_queue)
+        self._waiting: dict[int, asyncio.Future[Grant]] = {}
+        self._background: list[BackgroundLease] = []
+        self._expected = 0
+        self._changed = asyncio.Event()
+        self.is_closed = False
 
     @property
     def pool(self) -> SlotPool:
@@ -57,11 +275,20 @@ class SlotQueue:
     def adjust(self, limits: LimitsConfig) -> None:
         """Other bounds for whoever comes from now on."""
         self._limits = limits
-        self._pool.max_queue = limits.queue
+        self._pool.max_queue, self._pool.tenant_queue = limits.queue, limits.tenant_queue
 
     def restart(self, n_slots: int) -> None:
-        """Another server with so many empty slots; requests that run keep their leases."""
-        self._wake(self._pool, self._pool.restart(n_slots, self._now()))
+        """A server with so many empty slots has appeared; what runs keeps its lease until its end.
+
+        A session whose request runs stays locked: no second one of it begins.
+        """
+        now = self._now() if self._pool.queued else 0.0
+        self._wake(self._pool.restart(n_slots, now))
+
+    def close(self) -> None:
+        """The engine ends: nothing waits for llama-server any more."""
+        self.is_closed = True
+        self.preempt()
 
     async def acquire(
         self,
@@ -70,30 +297,118 @@ class SlotQueue:
         guest: bool = False,
         patience: Patience | None = None,
         slot: int | None = None,
-    ) -> Lease:
+    ) -> SlotLease:
         """A slot for one request of a session; SlotsBusy when the queue or the time for it ends.
 
         It is `slot` where one is named, which must exist. A guest does not hold the slot
         afterwards. `patience` is called every `keepalive_s` of waiting. A caller that is cancelled
-        while it waits leaves its place to the next.
+        while it waits leaves its place to the next. All background work is preempted.
         """
         pool = self._pool
         answer = pool.request(session, tenant, self._now(), guest, slot)
         if isinstance(answer, Refuse):
             raise SlotsBusy(f"{answer.queued} requests wait for a slot already; try again later")
         if isinstance(answer, Grant):
-            return Lease(answer.slot, answer.victim, False, pool)
-        grant = await self._wait(pool, answer.ticket, patience)
-        return Lease(grant.slot, grant.victim, True, pool)
+            self.preempt()
+            return SlotLease(self, answer, waited=False)
+        if answer.displaced is not None:
+            self._displace(answer.displaced)
+        for lease in self._background:
+            wanted = lease.session == session or slot is None or slot in lease.slots
+            lease.preempt(_GRACE_S if wanted else 0.0)
+        grant = await self._wait(answer.ticket, patience)
+        return SlotLease(self, grant, waited=True)
 
-    def release(self, lease: Lease) -> None:
+    def background(
+        self,
+        slot: int | None,
+        session: str | None = None,
+        settle: Callable[[], Awaitable[None]] | None = None,
+        spawn: Spawn | None = None,
+        alone: bool = True,
+    ) -> BackgroundLease | None:
+        """A slot, None: all of them, for work that no request waits for, with its session locked.
+
+        None when a request has one of them or the session; with `alone` also while any request
+        runs, waits, or is `expected`. `settle` waits until llama-server is done with a call that
+        was cut off, in a task of `spawn`.
+        """
+        slots = tuple(range(len(self._pool))) if slot is None else (slot,)
+        if not all(0 <= each < len(self._pool) for each in slots) or (alone and self._expected):
+            return None
+        return self._taken(slots, session, settle, spawn, alone)
+
+    def others(self, own: SlotLease | None) -> BackgroundLease | None:
+        """All slots but the one of a request, for what it has to try out in them; None when one of
+        them is not idle."""
+        slots = tuple(i for i in range(len(self._pool)) if own is None or i != own.slot)
+        return self._taken(slots, None, None, None, alone=False)
+
+    def _taken(
+        self,
+        slots: tuple[int, ...],
+        session: str | None,
+        settle: Callable[[], Awaitable[None]] | None,
+        spawn: Spawn | None,
+        alone: bool,
+    ) -> BackgroundLease | None:
+        if not self._pool.begin_background(slots, session, alone):
+            return None
+        lease = BackgroundLease(self, slots, session, settle, spawn)
+        self._background.append(lease)
+        return lease
+
+    def preempt(self, grace_s: float = 0.0) -> None:
+        """A request has come: background work ends, what takes longer than `grace_s` is cut off."""
+        for lease in list(self._background):
+            lease.preempt(grace_s)
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """A block in which a request is on its way to a slot: no background work begins."""
+        self._expected += 1
+        try:
+            yield
+        finally:
+            self._expected -= 1
+
+    @asynccontextmanager
+    async def locked(self, session: str) -> AsyncIterator[None]:
+        """A block in which nothing else changes a session; waits for what changes it now.
+
+        Background work of the session is preempted.
+        """
+        while not self._pool.hold(session):
+            for lease in list(self._background):
+                if lease.session == session:
+                    lease.preempt(_GRACE_S)
+            self._changed.clear()
+            await self._changed.wait()
+        try:
+            yield
+        finally:
+            self._wake(self._pool.let_go(session, self._now()))
+
+    def release(self, lease: SlotLease) -> None:
         """Give a slot back and wake who is next."""
-        self._wake(lease.pool, lease.pool.release(lease.slot, self._now()))
+        lease.release()
 
-    async def _wait(self, pool: SlotPool, ticket: int, patience: Patience | None) -> Grant:
-        key = (id(pool), ticket)
+    def returned(self, slot: int) -> None:
+        """A lease of this slot has been released."""
+        self._wake(self._pool.release(slot, self._now()))
+
+    def vacated(self, slot: int) -> None:
+        """The request in this slot has saved what others left there."""
+        self._wake(self._pool.vacated(slot, self._now()))
+
+    def background_ended(self, lease: BackgroundLease) -> None:
+        """A background lease has been released."""
+        self._background.remove(lease)
+        self._wake(self._pool.end_background(lease.slots, lease.session, self._now()))
+
+    async def _wait(self, ticket: int, patience: Patience | None) -> Grant:
         turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        self._waiting[key] = turn
+        self._waiting[ticket] = turn
         limit_s = self._limits.queue_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -102,26 +417,38 @@ class SlotQueue:
                         await patience()
                 return turn.result()
         except TimeoutError as error:
-            self._abandon(pool, ticket, turn)
+            self._abandon(ticket, turn)
             raise SlotsBusy(f"no slot became free in {limit_s:.0f} s; try again later") from error
         except BaseException:
-            self._abandon(pool, ticket, turn)
+            self._abandon(ticket, turn)
             raise
         finally:
-            del self._waiting[key]
+            del self._waiting[ticket]
 
-    def _abandon(self, pool: SlotPool, ticket: int, turn: asyncio.Future[Grant]) -> None:
+    def _displace(self, ticket: int) -> None:
+        """End the wait of a request that has lost its place to another tenant's."""
+        turn = self._waiting[ticket]
+        if not turn.done():
+            turn.set_exception(
+                SlotsBusy(
+                    "the queue for a slot is full, and this client has most of the requests in it;"
+                    " try again later"
+                )
+            )
+
+    def _abandon(self, ticket: int, turn: asyncio.Future[Grant]) -> None:
         """Give back the place in the queue, or the slot that was granted in the same moment."""
-        if turn.done() and not turn.cancelled():
-            self._wake(pool, pool.release(turn.result().slot, self._now()))
+        if turn.done() and not turn.cancelled() and turn.exception() is None:
+            self.returned(turn.result().slot)
         else:
-            self._wake(pool, pool.cancel(ticket, self._now()))
+            self._wake(self._pool.cancel(ticket, self._now()))
 
-    def _wake(self, pool: SlotPool, granted: Iterable[tuple[int, Grant]]) -> None:
+    def _wake(self, granted: Iterable[tuple[int, Grant]]) -> None:
+        self._changed.set()
         for ticket, grant in granted:
-            turn = self._waiting[(id(pool), ticket)]
+            turn = self._waiting[ticket]
             if turn.done():  # cancelled, but not yet told so
-                self._wake(pool, pool.release(grant.slot, self._now()))
+                self.returned(grant.slot)
             else:
                 turn.set_result(grant)
 

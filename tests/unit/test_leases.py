@@ -1,0 +1,550 @@
+"""Leases of slots as races: whatever comes in between, and whatever fails, at a fixed moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
+from test_recorded import seated
+
+from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
+from evoke_proxy.core.conversation.identity import hint_of
+from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
+from evoke_proxy.engine.operator import history
+from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.turns.waiting import Preempted, SlotQueue, finished, until_over
+from evoke_proxy.errors import (
+    PlanRefused,
+    RequestError,
+    SlotsBusy,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+
+LIMITS = LimitsConfig(queue=4, queue_timeout_s=60.0)
+ODD: list[Any] = [
+    {"input_tokens_details": [1]},
+    {"input_tokens_details": "many", "input_tokens": "9"},
+    {"input_tokens": -5, "output_tokens": -1},
+    {"input_tokens": 10**30, "output_tokens": 1e300},
+    {"input_tokens": {"deep": [[[]]]}, "cache_read_input_tokens": [None]},
+]
+
+
+def _prompt(*tokens: int) -> Rendered:
+    return Rendered(np.array(tokens or (1, 2, 3), np.int32), 1, ())
+
+
+def _with_engine(work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        engine = Engine(Config())
+        async with engine.keeper, engine._chores:
+            await work(engine)
+
+    virtual_time.run(run())
+
+
+async def _way(engine: Engine, usage: Any = None) -> tuple[Forwarding, Conversation]:
+    """A request of a conversation, with the only slot, whose answer is over."""
+    way = Forwarding(b"", 0.0)
+    known = engine.conversations.start(_prompt(), None, "")
+    way.begin(known, Arrival(_prompt()))
+    way.own(await engine._slots.acquire(known.id, ""))
+    engine.conversations.commit(known, way.arrival or Arrival(_prompt()))
+    way.first_byte_s = 0.1
+    way.observer.usage, way.observer.done = usage, True
+    return way, known
+
+
+def _is_free(engine: Engine, known: Conversation) -> bool:
+    pool = engine._slots.pool
+    return pool.idle() and not pool.is_locked(known.id) and not known.in_use
+
+
+@pytest.mark.parametrize("usage", ODD)
+def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any) -> None:
+    async def work(engine: Engine) -> None:
+        way, known = await _way(engine, usage)
+
+        async def is_idle(*_: object) -> None:
+            return None
+
+        monkeypatch.setattr(engine._seating, "until_idle", is_idle)
+        engine._concluding.conclude(way, {})
+        await asyncio.sleep(1)
+        assert _is_free(engine, known)
+        assert known.answered == 1, "the turn is recorded"
+        value = engine.metrics.registry.get_sample_value
+        assert value("evoke_upstream_errors_total", {"kind": "upstream_protocol"}) == 1
+        assert value("evoke_degraded_total", {"stage": "report"}) is None
+
+    _with_engine(work)
+
+
+_STEPS = ("close", "ended", "submit", "forget_surplus", "parted", "after")
+
+
+@pytest.mark.parametrize("failing", [*_STEPS, "book"])
+def test_whatever_reporting_raises_the_slot_is_released_before(
+    failing: str, monkeypatch: Any
+) -> None:
+    async def work(engine: Engine) -> None:
+        way, known = await _way(engine)
+        books = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
+        way.observer.timings = {"evoke": books, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
+        seen: list[str] = []
+
+        def step(name: str) -> Callable[..., Any]:
+            def run(*_: object) -> Any:
+                if name != "close":
+                    assert engine._slots.pool.idle(), f"{name} before the slot is released"
+                seen.append(name)
+                if name == failing:
+                    raise ZeroDivisionError(name)
+                return None if name == "ended" else ()
+
+            return run
+
+        end = engine._concluding
+        monkeypatch.setattr(way.observer, "close", step("close"))
+        monkeypatch.setattr(history, "ended", step("ended"))
+        monkeypatch.setattr(end._vectors, "submit", step("submit"))
+        monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
+        monkeypatch.setattr(end._keeper, "parted", step("parted"))
+        monkeypatch.setattr(end._writeback, "after", step("after"))
+        if failing == "book":
+            monkeypatch.setattr(known.session, "finish", step("book"))
+        end.conclude(way, {})
+        assert _is_free(engine, known)
+        assert [name for name in seen if name != "book"] == list(_STEPS)
+        value = engine.metrics.registry.get_sample_value
+        assert value("evoke_degraded_total", {"stage": "report"}) == 1
+
+    _with_engine(work)
+
+
+def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
+    monkeypatch: Any,
+) -> None:
+    async def work(engine: Engine) -> None:
+        way, known = await _way(engine)
+        way.observer.done = False
+        idle = asyncio.Event()
+
+        async def until_idle(*_: object) -> None:
+            await idle.wait()
+            raise UpstreamTimeout("no answer")  # whatever becomes of asking
+
+        monkeypatch.setattr(engine._seating, "until_idle", until_idle)
+        engine._concluding.conclude(way, {})
+        asked = asyncio.get_running_loop().create_task(engine._slots.acquire("next", ""))
+        await asyncio.sleep(50)
+        assert not asked.done() and known.in_use
+        idle.set()
+        (await asked).release()
+        assert _is_free(engine, known)
+
+    _with_engine(work)
+
+
+def test_a_busy_slot_is_not_leased_however_long_it_is_busy() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + 3600
+
+        async def busy() -> bool:
+            return loop.time() < ends_at
+
+        await until_over(busy, lambda: False)
+        assert 0 <= loop.time() - ends_at < 2
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (UpstreamTimeout("it is occupied"), True),
+        (UpstreamRejected(503, b"{}"), True),
+        (UpstreamRejected(501, b"{}"), False),
+        (UpstreamUnavailable("it is gone", reached=False), False),
+    ],
+)
+def test_who_cannot_be_asked_now_is_asked_again(error: Exception, goes_on: bool) -> None:
+    async def work() -> None:
+        answers: list[bool | Exception] = [True, error, False]
+
+        async def busy() -> bool:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        if goes_on:
+            await until_over(busy, lambda: False)
+            assert not answers
+        else:
+            with pytest.raises(type(error)):
+                await until_over(busy, lambda: False)
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
+    times: int,
+) -> None:
+    async def work() -> None:
+        ended = asyncio.Event()
+        states = States(None, None, None, None, _spawn)  # type: ignore[arg-type]
+
+        async def save() -> bool:
+            await ended.wait()
+            return True
+
+        caller = asyncio.get_running_loop().create_task(states._finished(save(), "saving"))
+        await asyncio.sleep(0.1)
+        for _ in range(times):
+            caller.cancel()
+            await asyncio.sleep(0.1)
+            assert not caller.done(), "its slot is given back while it is being saved"
+        ended.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    virtual_time.run(work())
+
+
+def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work)
+
+
+def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
+    async def work() -> None:
+        def spawn(job: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+            task = _spawn(job, what)
+            task.cancel()
+            return task
+
+        states = States(None, None, None, None, spawn)  # type: ignore[arg-type]
+
+        async def save() -> bool:
+            raise AssertionError("it never begins")
+
+        job = save()
+        with pytest.raises(asyncio.CancelledError):
+            await states._finished(job, "saving")
+        job.close()
+
+    virtual_time.run(work())
+
+
+def test_a_result_is_given_to_a_caller_that_nobody_cancels() -> None:
+    async def work() -> None:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(5, future.set_result, 7)
+        assert await finished(future) == 7
+
+    virtual_time.run(work())
+
+
+def test_releasing_twice_gives_nobody_elses_slot_back() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        first = await queue.acquire("a", "")
+        first.release()
+        second = await queue.acquire("b", "")
+        first.release()
+        first.vacated()
+        assert repr(queue.pool) == "<SlotPool [b*] queued=0>"
+        second.release()
+
+    virtual_time.run(work())
+
+
+async def _settled(idle: asyncio.Event) -> None:
+    await idle.wait()
+
+
+def test_a_request_awaits_the_one_call_that_cannot_be_cut_off_and_no_more() -> None:
+    async def work() -> None:
+        queue, calls = SlotQueue(LIMITS), list[int]()
+
+        async def copy() -> None:
+            lease = queue.background(0, "a")
+            assert lease is not None
+            async with lease:
+                for number in range(9):
+                    lease.check()
+                    calls.append(number)
+                    await asyncio.sleep(3)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(copy())
+            await asyncio.sleep(4)
+            with await queue.acquire("b", "") as lease:
+                assert lease.waited and asyncio.get_running_loop().time() == 6
+        assert calls == [0, 1]
+
+    virtual_time.run(work())
+
+
+def test_a_session_of_background_work_waits_though_another_slot_is_idle() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        queue.restart(2)
+        lease = queue.background(1, "a")
+        assert lease is not None and queue.background(0, "a") is None
+        asked = asyncio.get_running_loop().create_task(queue.acquire("a", ""))
+        await asyncio.sleep(1)
+        assert lease.preempted and not asked.done()
+        lease.end()
+        (await asked).release()
+        assert queue.pool.idle()
+
+    virtual_time.run(work())
+
+
+def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
+    """The result wins: nothing was cut off, and the slot is free at once."""
+
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        lease = queue.background(0, "a", lambda: _settled(asyncio.Event()), _spawn)
+        assert lease is not None
+
+        async def call() -> int:
+            await asyncio.sleep(1)
+            lease.preempt(0.0)  # too late: it returns in the same step
+            return 5
+
+        async with lease:
+            with pytest.raises(Preempted):
+                assert await lease.run(call()) == 5
+                await lease.run(call())
+        assert lease.preempted
+
+    virtual_time.run(work())
+
+
+def test_a_displaced_waiter_hears_why_and_nobody_else_loses_a_place() -> None:
+    async def work() -> None:
+        queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
+        first = await queue.acquire("x", "loud")
+        loud = [loop.create_task(queue.acquire(f"x{i}", "loud")) for i in range(4)]
+        await asyncio.sleep(0)
+        quiet = loop.create_task(queue.acquire("y", "quiet"))
+        await asyncio.sleep(1)
+        assert [task.done() for task in loud] == [False, False, False, True]
+        error = loud[3].exception()
+        assert isinstance(error, SlotsBusy) and error.retry_after > 0
+        first.release()
+        (await loud[0]).release()
+        (await quiet).release()
+        for task in loud[1:3]:
+            (await task).release()
+        assert queue.pool.idle()
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypatch: Any) -> None:
+    """Its session has one writer at a time, whatever slot its next turn gets."""
+
+    async def work(engine: Engine) -> None:
+        engine._slots.restart(2)
+        engine.conversations.recall(seated())
+        (victim,) = engine.conversations
+        (await engine._slots.acquire(victim.id, "")).release()
+        victim.epoch = 5
+        saving, saved = asyncio.Event(), asyncio.Event()
+
+        async def run(*_: object) -> dict[str, Any]:
+            saving.set()
+            await saved.wait()
+            if not saves:
+                raise PlanRefused("stale_epoch")
+            return {"epoch": 5}
+
+        monkeypatch.setattr(engine.upstream, "run", run)
+        view = SlotView.parse(
+            {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
+        )
+
+        async def other() -> None:
+            with await engine._slots.acquire("other", "", slot=0) as lease:
+                assert lease.victim == victim.id
+                with lease.vacating():
+                    await engine._seating.make_room(victim, view, {})
+                await asyncio.sleep(100)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(other())
+            await saving.wait()
+            turn = tasks.create_task(engine._slots.acquire(victim.id, ""))
+            await asyncio.sleep(10)
+            assert not turn.done() and engine._slots.pool.slot_of(victim.id) is None
+            saved.set()
+            with await turn as lease:
+                assert lease.slot == 1
+
+    _with_engine(work)
+
+
+@pytest.mark.parametrize("has_slot", [True, False])
+def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatch: Any) -> None:
+    async def work(engine: Engine) -> None:
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        known.epoch = 5
+        if has_slot:
+            (await engine._slots.acquire(known.id, "")).release()
+        dropping, dropped = asyncio.Event(), asyncio.Event()
+
+        async def slot(*_: object) -> dict[str, Any]:
+            return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
+
+        async def run(*_: object) -> dict[str, Any]:
+            dropping.set()
+            await dropped.wait()
+            return {"epoch": 5}
+
+        monkeypatch.setattr(engine.upstream, "slot", slot)
+        monkeypatch.setattr(engine.upstream, "run", run)
+        span = Span(0, len(known.tokens))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine._operator.drop_block(known.id, span))
+            await dropping.wait()
+            turn = tasks.create_task(engine._slots.acquire(known.id, ""))
+            await asyncio.sleep(10)
+            assert not turn.done() and known.labels
+            with pytest.raises(RequestError):
+                await engine._operator.drop_block(known.id, span)
+            dropped.set()
+            (await turn).release()
+        assert not known.session.layout.saved
+        assert _is_free(engine, known)
+
+    _with_engine(work)
+
+
+def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: Any) -> None:
+    """Its copies would be made after they were dropped, and stay for ever."""
+
+    async def work(engine: Engine) -> None:
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        done: list[str] = []
+
+        async def forgotten(*_: object) -> list[str]:
+            done.append("dropped")
+            return []
+
+        monkeypatch.setattr(engine._operator._eraser, "_forget", forgotten)
+        (await engine._slots.acquire(known.id, "")).release()
+        lease = await engine._slots.acquire("other", "")
+        assert lease.victim == known.id
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine._operator.delete(known.id))
+            await asyncio.sleep(1)
+            assert engine.conversations.get(known.id) is None and not done
+            done.append("saved")
+            lease.vacated()
+        lease.release()
+        assert done == ["saved", "dropped"]
+
+    _with_engine(work)
+
+
+def test_a_request_that_is_refused_is_not_the_prompt_of_its_conversation() -> None:
+    conversations = Conversations(PolicyConfig(), 8)
+    hint, renamed = (hint_of({"X-Evoke-Session": name}, {}) for name in ("mine", "other"))
+    known = conversations.start(_prompt(*range(200)), hint, "")
+    latest = conversations.start(_prompt(*range(500, 700)), None, "")
+    before, asked = known.prompt, parse_chat("chat", {"messages": []})
+    longer = _prompt(*range(200), 7, 8, 9)
+    assert conversations.of_request(asked, longer, hint, "") is known
+    assert (known.prompt, known.hint, list(conversations)) == (before, hint, [known, latest])
+    conversations.commit(known, Arrival(longer, renamed))
+    assert known.tokens.tolist()[-3:] == [7, 8, 9] and known.is_committed
+    assert (known.hint, list(conversations)) == (renamed, [latest, known])
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: bool) -> None:
+    async def work(engine: Engine) -> None:
+        way = Forwarding(b"", 0.0)
+        known = engine.conversations.start(_prompt(), None, "")
+        way.begin(known, Arrival(_prompt()))
+        if committed:
+            engine.conversations.commit(known, Arrival(_prompt()))
+        engine._concluding.conclude(way, {})
+        assert (engine.conversations.get(known.id) is known) == committed
+        assert not known.in_use
+
+    _with_engine(work)
+
+
+def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refused_one() -> None:
+    async def work(engine: Engine) -> None:
+        known = engine.conversations.start(_prompt(), None, "")
+        refused, other = Forwarding(b"", 0.0), Forwarding(b"", 0.0)
+        for way in (refused, other):
+            way.begin(known, Arrival(_prompt()))
+        engine._concluding.conclude(refused, {})
+        assert engine.conversations.get(known.id) is known
+        engine._concluding.conclude(other, {})
+        assert engine.conversations.get(known.id) is None
+
+    _with_engine(work)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("xyz"), st.booleans(), st.booleans()), max_size=60),
+    st.integers(1, 8),
+)
+def test_sessions_are_forgotten_of_the_tenant_that_has_most(
+    started: list[tuple[str, bool, bool]], limit: int
+) -> None:
+    conversations = Conversations(PolicyConfig(), limit)
+    for tenant, pinned, in_use in started:
+        known = conversations.start(_prompt(), None, tenant)
+        known.pinned, known.in_use = pinned, int(in_use)
+        before = [item.tenant for item in conversations]
+        loose = {item.tenant for item in conversations if not (item.pinned or item.in_use)}
+        gone = list(conversations.forget_surplus())
+        assert not any(item.pinned or item.in_use for item in gone)
+        assert len(conversations) <= limit or not any(
+            not (item.pinned or item.in_use) for item in conversations
+        )
+        for item in gone:
+            assert before.count(item.tenant) == max(before.count(other) for other in loose)
+            before.remove(item.tenant)
+            loose = {
+                other.tenant
+                for other in [*conversations, *gone[gone.index(item) + 1 :]]
+                if not (other.pinned or other.in_use)
+            }
+
+
+def test_a_flood_of_one_tenant_leaves_the_sessions_of_another() -> None:
+    conversations = Conversations(PolicyConfig(), 8)
+    mine = [conversations.start(_prompt(), None, "quiet") for _ in range(4)]
+    for _ in range(200):
+        conversations.start(_prompt(), None, "loud")
+        conversations.forget_surplus()
+    assert [item for item in conversations if item.tenant == "quiet"] == mine
+    assert len(conversations) == 8
