@@ -147,6 +147,7 @@ class Records:
             copies = layout.saved.union(item.label for item in layout.ranges)
             names = sorted(copies - self._noted(known, answer))
             for batch in batches_of_names(names):
+                lease.check()
                 spill = {"names": batch, "tenant": known.tenant}
                 await self._upstream.run(view.id, "block-spill", spill, client)
         if self._forgotten(known):  # what is deleted does not come back
