@@ -192,7 +192,16 @@ def proxy(
     if upstream is not None:
         command += ["--upstream", f"http://127.0.0.1:{upstream}"]
     given = {f"EVOKE_{name.replace('__', '_').upper()}": str(v) for name, v in settings.items()}
-    with _running([*command, *options], folder, environment(**given)) as (popen, log):
+    with listening([*command, *options], folder, environment(**given)) as started:
+        yield started
+
+
+@contextmanager
+def listening(
+    command: Sequence[str], folder: Path | None, env: Mapping[str, str]
+) -> Iterator[Process]:
+    """Run a command that starts a proxy; entered once it says where it listens."""
+    with _running(command, folder, env) as (popen, log):
         found: list[bytes] = []
 
         def listens() -> bool:
@@ -203,8 +212,24 @@ def proxy(
             return len(found) == 2
 
         wait_until(listens, "evoke-proxy listens")
-        started = Process(popen, int(found[0]), log, int(found[1]))
-        yield started
+        yield Process(popen, int(found[0]), log, int(found[1]))
+
+
+def served_port(output: str) -> int:
+    """The port of the llama-server whose command line is in this output."""
+    found = re.search(r"--port[ =](\d+)", output)
+    assert found, output
+    return int(found[1])
+
+
+def processes_with(words: str) -> list[int]:
+    """Processes whose command line contains these words, which a zero byte separates."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if words.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def command_line(
