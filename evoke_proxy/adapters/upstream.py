@@ -45,7 +45,7 @@ _KEEPALIVE_S = 2.0
 # TCP_USER_TIMEOUT: it ends connections to a program that is there and does not read, too.
 _NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LINE_BYTES = 64 * 1024
-_PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 256 * 1024
 # The largest answer to a call of our own: a rendering of some million tokens fits.
 _ANSWER_BYTES = 256 * 1024 * 1024
 LATEST = "latest"
@@ -331,8 +331,8 @@ class Upstream:
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
     """A body in parts: written in one go, a large one would hold up every other stream."""
-    for start in range(0, len(body), _PIECE_BYTES):
-        yield body[start : start + _PIECE_BYTES]
+    for start in range(0, len(body), PIECE_BYTES):
+        yield body[start : start + PIECE_BYTES]
 
 
 def _decoded(response: aiohttp.ClientResponse) -> CIMultiDict[str]:

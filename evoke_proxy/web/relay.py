@@ -10,8 +10,9 @@ from typing import Any
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.upstream import Reply
-from evoke_proxy.core.reply.usage import StreamEdit, with_books
+from evoke_proxy.adapters.upstream import PIECE_BYTES, Reply
+from evoke_proxy.core.reply.large import TAIL_BYTES, WHOLE_BYTES
+from evoke_proxy.core.reply.usage import StreamEdit, with_books, with_books_in_tail
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.access import ACCESS
@@ -168,9 +169,22 @@ async def _with_books(
         return _edited(chunks, outcome)
     if response.content_type != "application/json":
         return chunks
-    body = with_books(b"".join([chunk async for chunk in chunks]), outcome)
-    response.content_length = len(body)
-    return _once(body)
+    parts = [chunk async for chunk in chunks]
+    tail = _tail_of(parts)
+    edit = with_books_in_tail if parts else with_books
+    parts.append(edit(tail, outcome))
+    response.content_length = sum(map(len, parts))
+    return _each(parts)
+
+
+def _tail_of(parts: list[bytes]) -> bytes:
+    """All the parts as one when they are not large, else the last ones; they are taken out."""
+    taken, size = list[bytes](), 0
+    whole = sum(map(len, parts)) <= WHOLE_BYTES
+    while parts and (whole or size < TAIL_BYTES):
+        taken.append(parts.pop())
+        size += len(taken[-1])
+    return b"".join(reversed(taken))
 
 
 async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> AsyncIterator[bytes]:
@@ -183,8 +197,11 @@ async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> A
         yield out
 
 
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    yield body
+async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
+    """The parts, none of them large: a large one is written as it would be received."""
+    for part in parts:
+        for at in range(0, len(part), PIECE_BYTES):
+            yield part[at : at + PIECE_BYTES]
 
 
 def _without(headers: CIMultiDict[str], dropped: frozenset[str]) -> CIMultiDict[str]:

@@ -182,7 +182,8 @@ def test_what_cannot_be_read_is_ignored(data: bytes) -> None:
 @pytest.mark.parametrize("start", [b"data: ", b"{"])
 def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100_000)
-    monkeypatch.setattr(sse, "_MAX_BODY_BYTES", 100_000)
+    for name in ("WHOLE_BYTES", "HEAD_BYTES", "TAIL_BYTES"):
+        monkeypatch.setattr(sse, name, 100_000)
     observer = Observer()
     observer.feed(start)
     chunk = b'"timings" ' * 1000
@@ -204,3 +205,38 @@ def test_many_data_lines_of_one_event_are_bounded(monkeypatch: pytest.MonkeyPatc
     for _ in range(50):
         observer.feed(b'data: "0123456789"\n')
         assert len(observer._event) <= 100
+
+
+LARGE = {
+    "chat": {"choices": [{"finish_reason": "length", "index": 0, "message": {"content": "@"}}]},
+    "messages": {"content": [{"type": "text", "text": "@"}], "stop_reason": "max_tokens"},
+    "completion": {"content": "@", "stop": True, "stop_type": "limit"},
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_body_is_read_at_its_ends_without_being_parsed(kind: str) -> None:
+    lure = '"usage": {"a": 1}, "timings": {"evoke": {}}, "finish_reason": "stop" é'
+    text = json.dumps(lure * 60_000)[1:-1]
+    body = LARGE[kind] | {"usage": USAGE, "timings": TIMINGS}
+    data = json.dumps(body).replace("@", text).encode()
+    assert len(data) > 3 * 2**20
+    observer = Observer()
+    for at in range(0, len(data), 100_000):
+        observer.feed(data[at : at + 100_000])
+        assert len(observer._body) < 2_200_000
+    observer.close()
+    assert (observer.timings, observer.usage) == (TIMINGS, USAGE)
+    assert observer.finish in ("length", "max_tokens", "limit") and observer.done
+
+
+def test_a_large_event_is_read_at_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: object) -> object:
+        raise AssertionError("it is parsed")
+
+    event = {"content": "a" * 1_500_000, "timings": TIMINGS, "usage": USAGE}
+    data = b"data: " + json.dumps(event).encode() + b"\n\n"
+    monkeypatch.setattr(sse.json, "loads", refused)
+    observer = Observer()
+    observer.feed(data)
+    assert (observer.timings, observer.usage) == (TIMINGS, USAGE)

@@ -94,3 +94,19 @@ def test_a_line_without_end_is_let_through(monkeypatch: pytest.MonkeyPatch) -> N
     assert edit.feed(b"6") == b"6"
     assert edit.feed(b'7\ndata: "a"\n') == b'7\ndata: "a"\n'
     assert edit.close() == b""
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS.values(), *UNTOUCHED[:6]])
+def test_a_large_document_is_edited_near_its_end_without_being_parsed(
+    document: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = b'"text":"%b",' % (rb"\"usage\": {\"a\": 1} ".replace(b"\\", b"\\") * 70_000)
+    large = document.replace(b"{", b"{" + text, 1) if document.startswith(b"{") else document
+    wanted = expected(large) if document in DOCUMENTS.values() else large
+
+    def refused(_: object) -> object:
+        raise AssertionError("it is parsed")
+
+    if len(large) > 1_000_000:
+        monkeypatch.setattr(usage.json, "loads", refused)
+    assert with_books(large, {}) == wanted

@@ -10,9 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# A stream's chunk is small; only the first of a verbose server is not. A body may carry long texts.
+from evoke_proxy.core.reply.large import (
+    HEAD_BYTES,
+    TAIL_BYTES,
+    WHOLE_BYTES,
+    last_object,
+    last_word,
+)
+
+# A stream's chunk is small; only the first of a verbose server is not.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
-_MAX_BODY_BYTES = 32 * 1024 * 1024
 # Most events are text deltas, not worth parsing. Quotes inside a JSON string are escaped, so this
 # can only match keys, or values that are such a word.
 _TELLING = re.compile(
@@ -40,7 +47,7 @@ class Observer:
         self._body = bytearray()
         self._skip_line = False
         self._after_return = False
-        self._dropped = False
+        self._head = b""
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes, decoded of any content-encoding; memory stays bounded."""
@@ -59,7 +66,9 @@ class Observer:
     def close(self) -> None:
         """No more bytes come: a body is read now, and an event without its blank line too."""
         if self._is_body:
-            if not self._dropped:
+            if self._head:
+                self._take_ends(self._head, bytes(self._body))
+            else:
                 self._take(bytes(self._body))
             self._body.clear()
             return
@@ -68,12 +77,24 @@ class Observer:
         self._end_event()
 
     def _feed_body(self, data: bytes) -> None:
-        if self._dropped:
-            return
+        """Keep a body, of a large one its two ends."""
         self._body += data
-        if len(self._body) > _MAX_BODY_BYTES:
-            self._dropped = True
-            self._body.clear()
+        if len(self._body) > WHOLE_BYTES + TAIL_BYTES:
+            self._head = self._head or bytes(self._body[:HEAD_BYTES])
+            del self._body[:-TAIL_BYTES]
+
+    def _take_ends(self, head: bytes, tail: bytes) -> None:
+        """Note what the two ends of a large document say."""
+        found = {key: last_object(tail, key) for key in ("timings", "usage", "error")}
+        part: dict[str, Any] = {key: it[1] for key, it in found.items() if it is not None}
+        for data in (head, tail):
+            for key in ("stop_reason", "stop_type", "status"):
+                part |= {key: word} if (word := last_word(data, key)) else {}
+            if word := last_word(data, "finish_reason"):
+                part["choices"] = [{"finish_reason": word}]
+        if "status" in part:
+            part["object"] = "response"
+        self._note(part)
 
     def _feed_stream(self, data: bytes) -> None:
         second_half = self._after_return and data.startswith(b"\n")  # of a \r\n cut in two
@@ -114,6 +135,9 @@ class Observer:
             self._take(event)
 
     def _take(self, text: bytes) -> None:
+        if len(text) > WHOLE_BYTES:
+            self._take_ends(text[:HEAD_BYTES], text[-TAIL_BYTES:])
+            return
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):

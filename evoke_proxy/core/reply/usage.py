@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.reply.large import WHOLE_BYTES, last_object
 from evoke_proxy.core.request.splice import edit_nested
 from evoke_proxy.errors import RequestError
 
@@ -25,6 +26,8 @@ def with_books(document: bytes, more: Mapping[str, Any]) -> bytes:
     books or usage."""
     if b'"usage"' not in document or b'"evoke"' not in document:
         return document
+    if len(document) > WHOLE_BYTES:
+        return with_books_in_tail(document, more)
     try:
         value = json.loads(document)
     except (ValueError, RecursionError):
@@ -33,11 +36,21 @@ def with_books(document: bytes, more: Mapping[str, Any]) -> bytes:
     path = next((path for path in _USAGES if isinstance(_at(value, path), dict)), None)
     if books is None or path is None:
         return document
-    shown = json.dumps(_shown(books) | dict(more), separators=(",", ":")).encode()
     try:
-        return edit_nested(document, path, {"evoke": shown})
+        return edit_nested(document, path, {"evoke": _written(books, more)})
     except RequestError:
         return document
+
+
+def with_books_in_tail(tail: bytes, more: Mapping[str, Any]) -> bytes:
+    """As `with_books`, of a large document of which this is the end: it is not parsed."""
+    timings, usage = last_object(tail, "timings"), last_object(tail, "usage")
+    books = Books.parse({"evoke": timings[1].get("evoke")}) if timings is not None else None
+    if books is None or usage is None:
+        return tail
+    at = usage[0] + 1
+    comma = b"," if usage[1] else b""
+    return b'%b"evoke":%b%b%b' % (tail[:at], _written(books, more), comma, tail[at:])
 
 
 class StreamEdit:
@@ -75,6 +88,10 @@ class StreamEdit:
         if self._too_long or not line.startswith(b"data:"):
             return line
         return line[:5] + with_books(line[5:], self._more)
+
+
+def _written(books: Books, more: Mapping[str, Any]) -> bytes:
+    return json.dumps(_shown(books) | dict(more), separators=(",", ":")).encode()
 
 
 def _shown(books: Books) -> dict[str, int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -15,8 +15,13 @@ async def beginning(
 ) -> Tokens | None:
     """The tokens that it begins with, whatever its user says; None when the answer is none that
     goes into a history by itself. Raises what `render` does."""
-    message = answer.message(b'"reasoning_content"' in body)
-    if message is None:
+
+    def follow_up() -> Sequence[bytes]:
+        message = answer.message(b'"reasoning_content"' in body)
+        return () if message is None else tuple(next_turns(body, message))
+
+    turns = await asyncio.to_thread(follow_up)
+    if not turns:
         return None
-    one, other = await asyncio.gather(*map(render, next_turns(body, message)))
+    one, other = await asyncio.gather(*map(render, turns))
     return one[: common_prefix(one, other)]
