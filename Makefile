@@ -10,7 +10,7 @@ ARGS   ?=
 
 BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long opencode
 
-.PHONY: demo test check bench fuzz patches-check help venv build tools clean
+.PHONY: demo test check bench fuzz patches-check test-matrix help venv build tools clean
 
 demo: venv
 	@$(BIN)/evoke-proxy demo
@@ -54,9 +54,15 @@ fuzz: venv
 patches-check: venv
 	@$(BIN)/python patches/check.py $(ARGS)
 
+# Servers that the CI has no time to build; `ARGS` names tests, instead of those of the target.
+test-matrix: venv .venv/clients
+	@test -n "$(TARGET)" || { $(BIN)/python tests/matrix.py --help; exit 2; }
+	@$(BIN)/python tests/matrix.py $(TARGET) $(ARGS)
+
 help:
 	@echo "make demo            a planted fact, four policies, pictures in out/demo/report.html"
 	@echo "make test            everything; TESTS=tests/unit for some of it"
+	@echo "make test-matrix TARGET=avx2   the contract tests on another build: avx2, tsan, vulkan, rpc, pins"
 	@echo "make check           style, types, the plan of the house"
 	@echo "make build           the patched llama-server and the stock one"
 	@echo "make bench-latency   save, load, evict a block, against decoding it again"

@@ -124,11 +124,15 @@ def largest_difference(one: list[dict[int, float]], other: list[dict[int, float]
 
 @contextmanager
 def running(patched: bool, *options: str, model: Path = MODEL) -> Iterator[Llama]:
-    """A server on a free loopback port; ends with the block. A start that fails shows its log."""
+    """A server on a free loopback port; ends with the block. A start that fails shows its log.
+
+    `EVOKE_SERVER_ARGS` names further options, those of a backend for example (tests/matrix.py).
+    """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [str(binary(patched)), "-m", str(model), "-t", "1", "--port", str(port)]
         command += ["--slot-save-path", folder, *options]
+        command += os.environ.get("EVOKE_SERVER_ARGS", "").split()
         with serving(command, port, Path(folder) / "llama-server.log"):
             yield Llama(port)
             assert healthy(port), "the server died"
