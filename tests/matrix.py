@@ -1,0 +1,225 @@
+"""Runs the tests on the servers that the CI has no time to build, and records the result.
+
+Each target is a way to build llama-server and the tests that mean something there. The result is
+written to tests/results/TARGET.json with the command, the commit and the machine, and is committed
+with the change that it was run for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.record import checkout, machine  # noqa: E402
+from evoke_proxy.demo.processes import free_port  # noqa: E402
+from evoke_proxy.server_build import BuildError, ensure_server  # noqa: E402
+from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
+
+RESULTS = ROOT / "tests" / "results"
+# Tests of blocks and of what is decoded around them; the others do not depend on the backend.
+BLOCKS = tuple(
+    f"tests/contract/test_{name}.py"
+    for name in "adopt compact disk errors exact follow_up live memories modes probe stream".split()
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row of the matrix: how the servers are built and started, and what is run on them."""
+
+    about: str
+    flags: tuple[str, ...] = ()
+    sanitizer: str = ""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    """Programs the build needs, each with the Debian packages that bring it."""
+    server_args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tests: tuple[str, ...] = ("tests/contract",)
+    rpc: bool = False
+    """Whether a process that computes for the server is started beside it."""
+    stock: bool = True
+    """Whether the tests need the unpatched server, too."""
+    command: tuple[str, ...] = ()
+    """What is run instead of tests."""
+
+
+TARGETS = {
+    "avx2": Target(
+        about="a processor with AVX2 only: sums round differently from one with AVX-512",
+        flags=(
+            "-DGGML_NATIVE=OFF",
+            "-DGGML_AVX2=ON",
+            "-DGGML_FMA=ON",
+            "-DGGML_F16C=ON",
+            "-DGGML_BMI2=ON",
+            "-DGGML_AVX512=OFF",
+            "-DGGML_AVX_VNNI=OFF",
+        ),
+    ),
+    "tsan": Target(
+        about="the thread sanitizer in the code of the patches and in the server around it",
+        sanitizer="thread",
+        environment={"TSAN_OPTIONS": "halt_on_error=1 second_deadlock_stack=1"},
+        tests=tuple(f"tests/contract/test_{name}.py" for name in "disk render live random".split()),
+        stock=False,
+    ),
+    "vulkan": Target(
+        about="K/V in device buffers of the Vulkan backend, on Mesa's software driver",
+        flags=("-DGGML_VULKAN=ON",),
+        programs={
+            "glslc": "glslc libvulkan-dev spirv-headers mesa-vulkan-drivers",
+        },
+        server_args=("-ngl", "99"),
+        environment={"GGML_VK_VISIBLE_DEVICES": "0"},
+        tests=BLOCKS,
+        stock=False,
+    ),
+    "rpc": Target(
+        about="K/V in buffers of the RPC backend, computed by a server process on this machine",
+        flags=("-DGGML_RPC=ON",),
+        server_args=("-ngl", "99"),
+        tests=BLOCKS,
+        rpc=True,
+        stock=False,
+    ),
+    "pins": Target(
+        about="the series on other releases of llama.cpp: writes patches/APPLIES.md",
+        command=("patches/check.py",),
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Builds one target, runs its tests, writes the result; returns their exit status."""
+    args = _parser().parse_args(arguments)
+    target = TARGETS[args.target]
+    missing = {
+        name: packages for name, packages in target.programs.items() if not shutil.which(name)
+    }
+    if missing:
+        names, packages = ", ".join(missing), " ".join(missing.values())
+        print(f"missing: {names}; on Debian: sudo apt-get install -y {packages}", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    try:
+        done = _run(target, args.rest)
+    except BuildError as error:
+        print(f"test-matrix: {error}", file=sys.stderr)
+        return 1
+    closing = next((line for line in reversed(done.lines) if line.strip()), "")
+    path = _write(args.target, done, closing, time.monotonic() - started)
+    print(f"{args.target}: exit status {done.status}, {closing}\nwritten: {path.relative_to(ROOT)}")
+    return done.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python tests/matrix.py",
+        description=__doc__,
+        epilog="targets:\n" + "\n".join(f"  {name:8} {t.about}" for name, t in TARGETS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
+    parser.add_argument(
+        "rest", nargs="*", metavar="TEST", help="run these tests instead of the target's own"
+    )
+    return parser
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of one run: the command as a person types it, its exit status and its output."""
+
+    command: str
+    status: int
+    lines: tuple[str, ...]
+
+
+def _run(target: Target, chosen: Sequence[str]) -> Done:
+    if target.command:
+        return _execute([sys.executable, *target.command], os.environ)
+    servers = {}
+    for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
+        if patched or target.stock:
+            built = ensure_server(patched=patched, sanitize=target.sanitizer, flags=target.flags)
+            servers[variable] = str(built)
+    with contextlib.ExitStack() as stack:
+        options = [*target.server_args]
+        if target.rpc:
+            port = stack.enter_context(_rpc_server(target))
+            options += ["--rpc", f"127.0.0.1:{port}"]
+        environment = os.environ | servers | dict(target.environment)
+        environment |= {"EVOKE_SERVER_ARGS": " ".join(options)}
+        tests = [*(chosen or target.tests)]
+        return _execute([sys.executable, "tests/run.py", *tests], environment)
+
+
+def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Done:
+    """Runs a command in the checkout, showing what it prints."""
+    lines = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    shown = " ".join(["python", *command[1:]])
+    return Done(shown, process.returncode, tuple(lines))
+
+
+@contextlib.contextmanager
+def _rpc_server(target: Target) -> Iterator[int]:
+    """A process that computes for others, built in the tree of the target's server."""
+    tree = max((cache_dir() / "trees").glob("*/build"), key=lambda path: path.stat().st_mtime)
+    build = ["cmake", "--build", str(tree), "--target", "rpc-server", "-j", str(os.cpu_count())]
+    if subprocess.run(build, capture_output=True, text=True).returncode != 0:
+        raise BuildError(f"rpc-server does not compile in {tree}")
+    port = free_port()
+    command = [str(tree / "bin" / "rpc-server"), "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _write(name: str, done: Done, closing: str, seconds: float) -> Path:
+    target = TARGETS[name]
+    record = {
+        "target": name,
+        "about": target.about,
+        "command": f"make test-matrix TARGET={name}",
+        "runs": done.command,
+        "cmake_flags": list(target.flags),
+        "server_args": list(target.server_args),
+        "date": datetime.date.today().isoformat(),
+        "checkout": checkout(),
+        "machine": machine(),
+        "seconds": round(seconds),
+        "exit_status": done.status,
+        "result": closing,
+        "failures": [line for line in done.lines if line.startswith(("FAILED", "ERROR"))],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())
