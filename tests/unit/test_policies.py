@@ -185,7 +185,17 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
         assert plan.stream == Stream(0)
         return
     needed = resident_tokens(then) + view.tail + reserve(view, config)
-    if not plan.infeasible:
+    if plan.crowded:
+        least = (config.budget - config.least_budget) // 2
+        stays = total(block.span for block in must_stay(then, config))
+        loose = resident_tokens(then) - total(
+            block.span
+            for block, state in zip(then.blocks, states_of(then), strict=True)
+            if state.resident
+        )
+        assert resident_tokens(then) <= max(least, stays + loose)
+        assert plan.stream is not None and plan.stream.held <= config.budget
+    elif not plan.infeasible:
         assert needed <= config.budget
         assert resident_tokens(view) > config.budget or model.peak <= max(
             config.budget, total(view.resident)
@@ -481,8 +491,21 @@ def test_a_tail_over_the_budget_frees_all_but_what_must_stay() -> None:
     view = line(FILLER[:8], "rrrrrrrr", tail=5000, pins="3")
     plan = decide(view, "number5", CONFIG)
     assert plan.infeasible and "5000" in plan.reason
+    # what must stay takes the half of the budget that is kept for earlier blocks
     assert moved(plan) == "-s/1 -s/2 -s/4 -s/5 -s/6"
-    assert plan.stream is not None and plan.stream.protect == (Span(192, 256),)
+    assert plan.stream is not None
+    assert plan.stream.protect == (Span(0, 64), Span(192, 256), Span(448, 512))
+
+
+def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
+    view = line(FILLER[:12], "rrrrrrrrssss", tail=5000)
+    plan = decide(view, "number9", replace(CONFIG, budget=1024))
+    assert plan.crowded and "+s/9" in moved(plan)
+    assert plan.stream is not None
+    assert any(Span(9 * 64, 10 * 64).start in span for span in plan.stream.protect)
+    assert plan.stream.held <= 1024
+    recency = decide(view, "number9", replace(CONFIG, budget=1024, name="recency"))
+    assert recency.infeasible and not recency.crowded
 
 
 def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> None:

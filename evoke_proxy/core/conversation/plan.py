@@ -84,8 +84,10 @@ class Plan:
     """What to do before a request is decoded.
 
     `infeasible` means that tail and reserve do not fit beside what must stay: the plan frees what
-    it can and the stream holds the budget. With `reuse` the slot's next request goes on from so
-    many of its tokens at most. `reason` says why a plan is what it is, for logs.
+    it can and the stream holds the budget. `crowded` means that they do not fit beside the earlier
+    blocks the plan keeps: the stream protects these and evicts the tail's own text. With `reuse`
+    the slot's next request goes on from so many of its tokens at most. `reason` says why a plan is
+    what it is, for logs.
     """
 
     EMPTY: ClassVar[Plan]
@@ -98,6 +100,7 @@ class Plan:
     adopt: Adopt | None = None
     reuse: int | None = None
     infeasible: bool = False
+    crowded: bool = False
     reason: str = ""
 
     @property

@@ -51,4 +51,4 @@ def choice(
     ranked = config.budget is not None and has_tail
     narrow = question.narrowed(_FOCUS_CHARS) if ranked else question
     tail = values if narrow is question else worth(narrow)
-    return moves.Choice(values, tail, select, recovers)
+    return moves.Choice(values, tail, select, recovers, keeps_earlier=True)

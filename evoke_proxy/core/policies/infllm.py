@@ -44,7 +44,7 @@ def choice(
 
     relevance = about(view, question, config)
     values = relevance.round(9) + _AGE * by_age(view)
-    return moves.Choice(values, values, select, recovers)
+    return moves.Choice(values, values, select, recovers, keeps_earlier=True)
 
 
 def _select(given: Candidates, values: Scores, capacity: int | None, k: int) -> WorkingSet:

@@ -29,6 +29,10 @@ from evoke_proxy.core.prompt.blocks import Block, count, merged
 # never come are worth less than blocks that are there.
 _MAX_RESERVE_SHARE = 4
 
+# Text longer than the budget is decoded in pieces; beside it this share of the budget's free part
+# stays with the best blocks from before, or a long message would be answered without any of them.
+_EARLIER_SHARE = 0.5
+
 # Chooses what is to be resident of what could be, by these values, in room for so many tokens; None
 # for those takes everything.
 Select = Callable[[Candidates, Scores, int | None], WorkingSet]
@@ -40,13 +44,15 @@ class Choice:
 
     `values` decide what comes back first and what the engine evicts first, of the blocks that were
     there before the turn; `tail` does it for the turn's own. `recovers` says whether evicted blocks
-    are saved and may come back.
+    are saved and may come back. `keeps_earlier` keeps a share of the budget for the best earlier
+    blocks where the turn's own text would take all of it.
     """
 
     values: Scores
     tail: Scores
     select: Select
     recovers: bool
+    keeps_earlier: bool = False
 
 
 def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
@@ -54,28 +60,32 @@ def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
     given = candidates(view, config.sink_tokens, choice.recovers)
     if view.adopt_to and choice.recovers:
         return _adopting(view, config, given, choice)
-    capacity = room_for(view.tail, view.max_tokens, config)
+    fits = room_for(view.tail, view.max_tokens, config)
+    capacity, crowded = _capacity(fits, config, choice)
     chosen = choice.select(given, choice.values, capacity)
     out = given.resident & ~chosen.chosen
     loads = _loads(view, config, given, choice.values, chosen)
+    protected = chosen.chosen if crowded else loads
     rows = view.strange_rows if loads.any() and config.budget is not None else ()
     return Plan(
         saves=_saves(view, out) if choice.recovers else (),
         evicts=(*_evicts(view, out), *(Evict(span) for span in rows)),
         loads=tuple(Load(block.label, block.span) for block in view.blocks.pick(loads)),
         drops=_drops(view, choice.recovers),
-        stream=_stream(view, config, choice, (given.resident & ~out) | loads, loads),
-        infeasible=chosen.infeasible,
+        stream=_stream(view, config, choice, (given.resident & ~out) | loads, protected),
+        infeasible=_infeasible(given, fits),
+        crowded=crowded,
         reason=_reason(view, config, chosen, capacity),
     )
 
 
 def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, choice: Choice) -> Plan:
-    capacity = room_for(view.n_tokens - view.adopt_to, view.max_tokens, config)
+    fits = room_for(view.n_tokens - view.adopt_to, view.max_tokens, config)
+    capacity, crowded = _capacity(fits, config, choice)
     chosen = choice.select(given, choice.values, capacity)
-    room = view.n_free + count(view.resident) - (view.n_tokens - view.adopt_to)
-    if config.budget is not None:
-        room = min(room, config.budget)
+    room = _room_in_cells(
+        view.n_free + count(view.resident), view.n_tokens - view.adopt_to, config.budget
+    )
     loads = that_fit(given, choice.values, chosen.chosen, room)
     blocks = view.blocks.pick(loads)
     if not blocks or blocks[-1].span.end != view.adopt_to:
@@ -87,8 +97,9 @@ def _adopting(view: PolicyView, config: PolicyConfig, given: Candidates, choice:
     return Plan(
         adopt=Adopt(view.adopt_to, tuple(block.label for block in blocks), spans),
         drops=_drops(view, True),
-        stream=_stream(view, config, choice, loads, loads & ~given.settled),
-        infeasible=chosen.infeasible,
+        stream=_stream(view, config, choice, loads, loads if crowded else loads & ~given.settled),
+        infeasible=_infeasible(given, fits),
+        crowded=crowded,
         reason=_reason(view, config, chosen, capacity),
     )
 
@@ -101,17 +112,41 @@ def room_for(tail: int, max_tokens: int | None, config: PolicyConfig) -> int | N
     return config.budget - tail - min(wanted, config.budget // _MAX_RESERVE_SHARE)
 
 
+def _capacity(fits: int | None, config: PolicyConfig, choice: Choice) -> tuple[int | None, bool]:
+    """Tokens for earlier blocks, and whether they are more than `fits` beside the tail."""
+    if fits is None or config.budget is None or not choice.keeps_earlier:
+        return fits, False
+    least = int((config.budget - config.least_budget) * _EARLIER_SHARE)
+    return max(fits, least), fits < least
+
+
+def _infeasible(given: Candidates, fits: int | None) -> bool:
+    return fits is not None and given.rows(given.must) > fits
+
+
+def _room_in_cells(free: int, tail: int, budget: int | None) -> int:
+    """How many rows may be loaded into `free` cells before `tail` tokens are decoded.
+
+    `budget` is what is left of the budget. Where the cells hold all of it, the engine makes room
+    for the tail by itself; where they do not, or there is none, the tail's own cells stay free.
+    """
+    if budget is None:
+        return free - tail
+    return budget if free >= budget else min(budget, free - tail)
+
+
 def _loads(
     view: PolicyView, config: PolicyConfig, given: Candidates, values: Scores, chosen: WorkingSet
 ) -> Mask:
     """The chosen blocks that are out, as far as cells and the budget have room during the plan."""
     out = given.resident & ~chosen.chosen
     freed = int(given.lengths[out].sum())
-    room = view.n_free + freed - view.tail
+    free, left = view.n_free + freed, None
     if config.budget is not None:
         strange = count(view.strange_rows)
-        rows = count(view.resident) - freed - strange
-        room = min(room + strange, config.budget - rows)
+        free += strange
+        left = config.budget - (count(view.resident) - freed - strange)
+    room = _room_in_cells(free, view.tail, left)
     return that_fit(given, values, chosen.chosen & ~given.resident, room)
 
 

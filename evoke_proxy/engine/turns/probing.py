@@ -75,7 +75,7 @@ class Probing:
         began = asyncio.get_running_loop().time()
         roomy = _with_room(turn)
         first = known.session.plan(roomy)
-        if first.infeasible:
+        if first.infeasible or first.crowded:
             return turn, plan
         way.probe = Probed(first, 0, 0.0)  # tried: not again, should it be refused
         more = [*self._attending.ops(turn.config, known), PROBE]
