@@ -47,7 +47,7 @@ _NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LINE_BYTES = 64 * 1024
 PIECE_BYTES = 256 * 1024
 # The largest answer to a call of our own: a rendering of some million tokens fits.
-_ANSWER_BYTES = 256 * 1024 * 1024
+ANSWER_BYTES = 256 * 1024 * 1024
 LATEST = "latest"
 _AUTHENTICATION = ("Authorization", "X-Api-Key")
 # Seconds that `call` has waited in the current task, by name, where somebody wants to know.
@@ -76,8 +76,9 @@ class Reply:
                 return
             yield chunk
 
-    async def read(self, limit: int = _ANSWER_BYTES) -> bytes:
-        """The whole body. Raises UpstreamProtocolError when it is longer than `limit` bytes."""
+    async def read(self) -> bytes:
+        """The whole body. Raises UpstreamProtocolError when it is longer than ANSWER_BYTES."""
+        limit = ANSWER_BYTES
         chunks: list[bytes] = []
         size = 0
         async for chunk in self.chunks():
