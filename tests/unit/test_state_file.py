@@ -18,7 +18,9 @@ from evoke_proxy.errors import SnapshotUnusable
 N_TOKENS = 40
 
 
-def cache(positions: range, transposed: bool, sizes: tuple[int, ...], streams: int = 1) -> bytes:
+def cache(
+    positions: range, transposed: bool, sizes: tuple[int, ...], streams: int = 1, version: int = 3
+) -> bytes:
     """One cache; each row is its position over and over, each layer of rows of one size."""
     out = struct.pack("<I", streams) + struct.pack("<I", 0) * (streams - 1)
     out += struct.pack("<I", len(positions))
@@ -27,6 +29,7 @@ def cache(positions: range, transposed: bool, sizes: tuple[int, ...], streams: i
     for position in positions:
         out += struct.pack("<iIi", position, 1, 0)
     out += struct.pack("<II", transposed, len(sizes))
+    out += struct.pack("<II", 64, 128) if version >= 4 else b""  # rotations of keys and values
     for size in sizes:
         out += struct.pack("<iQ", 8, size)
         out += b"".join(bytes([position]) * size for position in positions)
@@ -46,8 +49,17 @@ def columns_of_nothing() -> bytes:
     return made.removesuffix(columns) + struct.pack("<iII", 1, 0, 0xFFFFFFFF)
 
 
-def file(*parts: bytes) -> bytes:
-    return struct.pack("<III", 0x67677371, 3, 2) + bytes(8) + b"".join(parts)
+def file(*parts: bytes, version: int = 3) -> bytes:
+    return struct.pack("<III", 0x67677371, version, 2) + bytes(8) + b"".join(parts)
+
+
+def checkpoints(*states: bytes, version: int = 1) -> bytes:
+    """What llama-server appends to a file of version 4: checkpoints with a state of the target."""
+    out = struct.pack("<III", 0x504B4353, version, len(states))
+    for state in states:
+        out += struct.pack("<qii", 9, 0, 8)
+        out += struct.pack("<Q", len(state)) + state + 2 * struct.pack("<Q", 0)
+    return out
 
 
 def seen(data: bytes) -> object:
@@ -65,11 +77,21 @@ def completed(folder: Path, data: bytes) -> bytes:
     return part.read_bytes()
 
 
+WINDOWED = {
+    version: [
+        cache(range(N_TOKENS), False, (4,), version=version),
+        cache(range(9, N_TOKENS), False, (4,), version=version),
+    ]
+    for version in (3, 4)
+}
+
+
 @given(
     st.integers(1, N_TOKENS - 1),
     st.booleans(),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),
     st.integers(1, 3),
+    st.sampled_from([3, 4]),
 )
 def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
     tmp_path_factory: pytest.TempPathFactory,
@@ -77,16 +99,19 @@ def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
     transposed: bool,
     sizes: list[int],
     streams: int,
+    version: int,
 ) -> None:
-    folder, shape = tmp_path_factory.mktemp("slots"), (transposed, tuple(sizes), streams)
+    folder = tmp_path_factory.mktemp("slots")
+    shape = (transposed, tuple(sizes), streams, version)
+    appended = checkpoints(b"state", b"another") if version == 4 else b""
     base = cache(range(N_TOKENS), *shape)
-    before = file(base, cache(range(lowest, N_TOKENS), *shape))
+    before = file(base, cache(range(lowest, N_TOKENS), *shape), appended, version=version)
     after = completed(folder, before)
     _, window = caches(lambda at, n_bytes: after[at : at + n_bytes], len(after))
     assert (window.lowest, window.n_cells) == (lowest - 1, N_TOKENS - lowest + 1)
     assert (window.type_names, window.transposed) == (("q8_0", "f16"), transposed)
     # what it would be had the position been there, but that its rows are those of the next
-    wanted = file(base, cache(range(lowest - 1, N_TOKENS), *shape))
+    wanted = file(base, cache(range(lowest - 1, N_TOKENS), *shape), appended, version=version)
     assert len(after) == len(wanted)
     differing = np.flatnonzero(np.frombuffer(after, "u1") != np.frombuffer(wanted, "u1"))
     assert {wanted[at] for at in differing} <= {lowest - 1}
@@ -102,10 +127,22 @@ def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
         file(cache(range(N_TOKENS), False, (4,)), cache(range(9, N_TOKENS), False, (4,))) + b"x",
         file(cache(range(N_TOKENS), False, (4,)), cache(range(9, N_TOKENS), False, (4,)))[:-1],
         file(cache(range(N_TOKENS), True, (1,)), columns_of_nothing()),
+        file(*WINDOWED[3], version=4),
+        file(*WINDOWED[4], version=3),
+        file(*WINDOWED[3], version=5),
+        file(*WINDOWED[3], checkpoints(b"state"), version=3),
+        file(*WINDOWED[4], checkpoints(b"state") + b"x", version=4),
+        file(*WINDOWED[4], checkpoints(b"state")[:-1], version=4),
+        file(*WINDOWED[4], checkpoints(b"state", version=2), version=4),
         b"another format" * 9,
         b"",
     ],
-    ids=["no windows", "empty", "more", "less", "columns of nothing", "other", "nothing"],
+    ids=[
+        *("no windows", "empty", "more", "less", "columns of nothing"),
+        *("version 4 without rotations", "version 3 with rotations", "version 5"),
+        *("version 3 with checkpoints", "more than checkpoints", "checkpoints that end early"),
+        *("checkpoints of another version", "other", "nothing"),
+    ],
 )
 def test_any_other_file_is_left_as_it_is(data: bytes, tmp_path: Path) -> None:
     assert completed(tmp_path, data) == data
@@ -136,4 +173,6 @@ def test_a_file_of_no_use_is_refused(tmp_path: Path) -> None:
 @given(st.binary(max_size=200))
 def test_no_bytes_break_it(data: bytes) -> None:
     assert seen(data) == ()
-    seen(struct.pack("<III", 0x67677371, 3, 0) + data)
+    for version in (3, 4):
+        seen(struct.pack("<III", 0x67677371, version, 0) + data)
+        seen(file(*WINDOWED[version], data, version=version))

@@ -7,7 +7,14 @@ decodes the whole prompt again. One more row, at n - w - 1, is all that is missi
 will ever see it: what it holds does not matter. `missing` makes it of another row.
 
 The format is that of llama_kv_cache::state_write, K rows and V rows by layer, in a file of
-llama_state_seq_save_file. What is not of it to the last byte is left as it is.
+llama_state_seq_save_file. Two versions of it are read (LLAMA_STATE_SEQ_VERSION in include/llama.h):
+
+* 3, of the pinned llama.cpp;
+* 4, of newer ones (seen in b11549): each stream states the sizes of the rotations of its keys and
+  values before its rows, and llama-server appends the slot's context checkpoints to the file
+  (save_slot_checkpoints in tools/server/server-context.cpp).
+
+A file of another version, or with anything else in it, is left as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +30,12 @@ import numpy as np
 Read = Callable[[int, int], bytes]
 _HEAD = struct.Struct("<III")
 _MAGIC = 0x67677371
+# The versions that are read; from the second on, streams state the rotations of their rows.
+_VERSIONS, _ROTATIONS_SINCE = (3, 4), 4
+# What llama-server appends to the state: a head, then of each checkpoint how many tokens it is of,
+# its lowest and highest position, and three states by their length.
+_APPENDIX, _APPENDIX_MAGIC, _APPENDIX_VERSION = struct.Struct("<III"), 0x504B4353, 1
+_CHECKPOINT = struct.Struct("<qii")
 # Of enum ggml_type what a cache may be of.
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0"}
 _TYPES |= {20: "iq4_nl", 30: "bf16"}
@@ -94,14 +107,30 @@ def first_cache(read: Read, size: int) -> Cache | None:
 def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
     """One after the other; None, and the end, for what is no cache."""
     try:
-        magic, _, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
-        cursor.skip(4 * n_tokens)
-        if magic != _MAGIC:
+        magic, version, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
+        if magic != _MAGIC or version not in _VERSIONS:
             raise ValueError("another file")
-        while not cursor.over:
-            yield _cache(cursor)
+        cursor.skip(4 * n_tokens)
+        while not cursor.over and not _skip_checkpoints(cursor, version):
+            yield _cache(cursor, version)
     except ValueError:
         yield None
+
+
+def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
+    """Whether checkpoints begin here; they must be whole and end the file."""
+    if version < _ROTATIONS_SINCE or cursor.peek() != _APPENDIX_MAGIC:
+        return False
+    _, appendix_version, count = _APPENDIX.unpack(cursor.take(_APPENDIX.size))
+    if appendix_version != _APPENDIX_VERSION:
+        raise ValueError("checkpoints of another version")
+    for _ in range(count):
+        cursor.skip(_CHECKPOINT.size)
+        for _ in range(3):
+            cursor.skip(cursor.number("<Q"))
+    if not cursor.over:
+        raise ValueError("more than checkpoints")
+    return True
 
 
 def has_windows(found: Sequence[Cache]) -> bool:
@@ -150,28 +179,40 @@ class _Cursor:
         if self.at > self._size:
             raise ValueError("no caches of rows")
 
+    def peek(self) -> int | None:
+        """The number that comes next, which is not taken; None where none is left."""
+        at = self.at
+        try:
+            return self.number()
+        except ValueError:
+            return None
+        finally:
+            self.at = at
+
     def number(self, form: str = "<I") -> int:
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
 
 
-def _cache(cursor: _Cursor) -> Cache:
+def _cache(cursor: _Cursor, version: int) -> Cache:
     """The one that begins here: of its streams one at most has cells of a sequence."""
     n_streams = cursor.number()
     if not 1 <= n_streams <= 256:
         raise ValueError("no caches of rows")
-    found = [_stream(cursor) for _ in range(n_streams)]
+    found = [_stream(cursor, version) for _ in range(n_streams)]
     held = [cache for cache in found if cache.n_cells]
     if len(held) > 1:
         raise ValueError("no caches of rows")
     return held[0] if held else found[0]
 
 
-def _stream(cursor: _Cursor) -> Cache:
+def _stream(cursor: _Cursor, version: int) -> Cache:
     at, n_cells = cursor.at, cursor.number()
     if not n_cells:
         return Cache(at)
     cells = _cells(cursor, n_cells)
     transposed, n_layers = cursor.number(), cursor.number()
+    if version >= _ROTATIONS_SINCE:
+        cursor.skip(8)  # the sizes of the rotations of keys and values
     keys = [_rows(cursor, n_cells) for _ in range(n_layers)]
     turned = _columns if transposed else _rows
     values = [turned(cursor, n_cells) for _ in range(n_layers)]
