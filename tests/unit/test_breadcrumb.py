@@ -156,6 +156,15 @@ def test_what_has_nothing_to_do_with_the_question_is_not_quoted_unless_asked_for
     assert [block.message for block in found.blocks] == [2]
 
 
+def test_without_recall_only_what_is_named_is_quoted() -> None:
+    body = {"messages": talk(user(ASKS))}
+    turn = turn_of("chat", body, (1,), replace(CONFIG, recall="none"))
+    question = Question.of(turn.request.query)
+    assert recall(turn, question, json.dumps(body).encode()) is None
+    found = recall(turn, replace(question, named=("assistant:1",)), json.dumps(body).encode())
+    assert found is not None and [block.message for block in found.blocks] == [1]
+
+
 def test_blocks_of_one_message_read_on_in_whole_words() -> None:
     long = " ".join(f"word{i}" for i in range(40)) + " oslo vault code 48213 " + "end " * 30
     body = {"messages": [user(long), assistant("ok"), user(ASKS)]}

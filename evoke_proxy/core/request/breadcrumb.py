@@ -18,6 +18,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.policy_view import PolicyView
 from evoke_proxy.core.conversation.question import Question
 from evoke_proxy.core.conversation.turn import Turn
+from evoke_proxy.core.policies.asking import about
 from evoke_proxy.core.policies.moves import room_for
 from evoke_proxy.core.policies.working_set import by_value, candidates
 from evoke_proxy.core.prompt.blocks import Block, Role, Span
@@ -88,14 +89,17 @@ def quoted(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[Messag
 
 
 def _needed(view: PolicyView, question: Question, config: PolicyConfig) -> list[Block]:
-    """Blocks that are nowhere and that the question is about, in their order."""
+    """Blocks that are nowhere and that the question is about by `policy.recall`, in their order.
+
+    Blocks that the client names come with every kind of recall.
+    """
     blocks = view.blocks
     known = blocks.ends <= view.n_past
     out = known & ~view.in_cache
     if not out.any():
         return []
     asked = called(blocks, (*question.named, *question.gold))
-    found = view.index.relevance(question, blocks, view.own)
+    found = about(view, question, config)
     least = max(_LEAST, _SHARE_OF_BEST * float(found[known].max()))
     wanted = out & (asked | (found >= least))
     order = by_value(wanted, found + _ASKED_FOR * asked, blocks)[:_MOST_BLOCKS]
