@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.attention.attention import Capture
@@ -27,6 +28,7 @@ from evoke_proxy.engine.intake.bodies import Kept
 
 # Turns of a conversation that are remembered, in numbers.
 _HISTORY = 256
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Conversation:
     `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
     `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
     One that is `elsewhere` goes on at another llama-server, and what was written of it is that's.
-    While it is `computing`, a thread changes its session: nobody else reads its index.
+    Whoever computes with its session, in a thread or not, has the lock `computing`.
     """
 
     session: Session
@@ -131,7 +133,7 @@ class Conversation:
     drift: dict[str, Any] | None = None
     kept: Kept | None = None
     elsewhere: bool = False
-    computing: bool = False
+    computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def id(self) -> str:
@@ -194,6 +196,14 @@ class Conversation:
         session, own = self.session, self.own_budget
         return Orders(self.pinned, own, session.config.budget if own else None, session.pins)
 
+    async def computed(self, work: Callable[[], T], long: bool) -> T:
+        """What `work` computes with the session, in a thread when that takes long. It ends before
+        this does, even when the caller is cancelled."""
+        async with self.computing:
+            if not long:
+                return work()
+            return await _to_the_end(asyncio.get_running_loop().run_in_executor(None, work))
+
     def summary(self, pool: SlotPool) -> dict[str, Any]:
         """What an operator is shown of it."""
         return {
@@ -207,7 +217,7 @@ class Conversation:
             "used": self.history[-1].at if self.history else None,
             "tokens": len(self.tokens),
             "resident": self.n_resident,
-            "saved_blocks": len(self.labels),
+            "saved_blocks": self.session.layout.n_copies,
             "budget": self.budget,
             "policy": self.policy,
             "drift": self.drift,
@@ -274,7 +284,7 @@ class Conversations:
         is told it as by a restart. The one that is given stays what it was."""
         session = copy(known.session)
         session.lost(self._adopts)
-        made = replace(known, session=session, unsure=True, in_use=0, n_resident=0, computing=False)
+        made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
         made.epoch = made.was_in = made.capture = made.spoken = made.held = made.kept = None
         self._known[known.id] = made
 
@@ -373,3 +383,15 @@ class Conversations:
             known.epoch = known.epoch if known.was_in is not None else None
             known.n_resident, known.unsure, known.was_in = 0, True, None
         return left
+
+
+async def _to_the_end(work: asyncio.Future[T]) -> T:
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError:
+                continue
+        raise

@@ -13,19 +13,21 @@ from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.engine import Front
 from evoke_proxy.engine.front import set_budget
 from evoke_proxy.errors import RequestError
+from evoke_proxy.web.coalescing import COALESCING
 from evoke_proxy.web.events import listen
 from evoke_proxy.web.patience import PATIENCE
 
 Handler = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
 # How the tenant of requests without a key is written in a path.
 _NOBODY = "-"
+# Rows of the list of sessions that are made before the event loop has its turn.
+_ROWS_AT_ONCE = 32
 
 
 def json_answer(answer: object, status: int = 200) -> web.Response:
-    """Any value as an answer that nobody keeps."""
-    response = web.Response(
-        status=status, body=orjson.dumps(answer), content_type="application/json"
-    )
+    """Any value as an answer that nobody keeps; bytes are JSON already."""
+    body = answer if isinstance(answer, bytes) else orjson.dumps(answer)
+    response = web.Response(status=status, body=body, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
     return response
 
@@ -41,12 +43,25 @@ async def _status(_: web.Request, engine: Front) -> web.StreamResponse:
     return json_answer(engine.operator.status() | state)
 
 
-async def _list(_: web.Request, engine: Front) -> web.StreamResponse:
-    return json_answer({"sessions": engine.operator.sessions()})
+async def _list(request: web.Request, engine: Front) -> web.StreamResponse:
+    async def listed() -> bytes:
+        rows = []
+        for row in engine.operator.rows():
+            rows.append(row)
+            if len(rows) % _ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return orjson.dumps({"sessions": rows})
+
+    return json_answer(await request.app[COALESCING].get("sessions", listed))
 
 
 async def _show(request: web.Request, engine: Front) -> web.StreamResponse:
-    return json_answer(await engine.operator.show(_id(request)))
+    id = _id(request)
+
+    async def shown() -> bytes:
+        return orjson.dumps(await engine.operator.show(id))
+
+    return json_answer(await request.app[COALESCING].get(f"session {id}", shown))
 
 
 async def _change(request: web.Request, engine: Front) -> web.StreamResponse:

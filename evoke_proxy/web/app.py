@@ -15,6 +15,7 @@ from evoke_proxy.web import admin, connections, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
 from evoke_proxy.web.bodies import CHECKER, read_body
 from evoke_proxy.web.chat import answer_chat, answer_count
+from evoke_proxy.web.coalescing import COALESCING, Coalescing
 from evoke_proxy.web.draining import TRAFFIC, Traffic
 from evoke_proxy.web.guard import DOOR, Door, apart
 from evoke_proxy.web.patience import PATIENCE, Patience, punctual
@@ -43,6 +44,7 @@ def create_app(engine: Front) -> web.Application:
     app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
     app[CHECKER] = BodyChecker()
     app[TRAFFIC] = Traffic(lambda: engine.shared.draining)
+    app[COALESCING] = Coalescing()
     app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
     app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))

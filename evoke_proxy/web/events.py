@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import orjson
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.operator.feed import Event
 from evoke_proxy.web.patience import PATIENCE
 
 # A comment every so often, so that everything in between sees life.
@@ -34,10 +32,5 @@ async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
             event = await listener.next(_QUIET_S)
             if event is None and listener.over:
                 return response
-            chunk = _QUIET if event is None else _written(event)
+            chunk = _QUIET if event is None else event.encoded
             await patience.write(request, response, chunk)
-
-
-def _written(event: Event) -> bytes:
-    data = orjson.dumps(event.facts)
-    return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.number, event.kind.encode(), data)

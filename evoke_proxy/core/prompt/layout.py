@@ -67,6 +67,12 @@ class Layout:
         """The labels of the blocks that have a copy."""
         return frozenset(compress(self.blocks.labels, self.in_pool.tolist()))
 
+    @property
+    def n_copies(self) -> int:
+        """How many labels llama-server may have a copy of."""
+        others = self.stale.union(item.label for item in self.ranges)
+        return int(np.count_nonzero(self.in_pool)) + len(others)
+
     def reconcile(
         self,
         rendered: Rendered,

@@ -28,15 +28,14 @@ class FleetOperators(Operators):
             "servers": self._servers.rows(),
         }
 
-    def sessions(self) -> list[dict[str, Any]]:
-        """Every one, those of a server the latest used first, then those that are on disk only."""
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every session, those of a server the latest used first, then those on disk only."""
         branches = next(self._named())[1].branches
-        live = [
-            row | {"server": name}
-            for name, operator in self._named()
-            for row in operator.sessions(branches)
-        ]
-        return live + [on_disk(id, items) for id, items in branches.items()]
+        for name, operator in list(self._named()):
+            for row in operator.rows(branches):
+                yield row | {"server": name}
+        for id, items in branches.items():
+            yield on_disk(id, items)
 
     async def show(self, id: str) -> dict[str, Any]:
         """See Operator."""

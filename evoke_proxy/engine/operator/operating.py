@@ -21,6 +21,7 @@ from evoke_proxy.core.prompt.blocks import Span, clipped, count
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.kept.archive import archive
+from evoke_proxy.engine.operator.copies import Copies
 from evoke_proxy.engine.operator.erasing import Eraser
 from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
@@ -29,6 +30,8 @@ from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 _log = logging.getLogger(__name__)
 # llama-server answers between two decodes; who only looks does not wait for long ones.
 _LOOK_S = 2.0
+# The map of more blocks is made in a thread.
+_MOST_BLOCKS = 64
 
 
 class Operator:
@@ -38,6 +41,7 @@ class Operator:
     def __init__(self, reach: Reach) -> None:
         self._its = reach
         self._eraser = Eraser(reach)
+        self._copies = Copies(reach.upstream)
         self._seen: dict[str, Whereabouts] = {}
 
     @property
@@ -45,10 +49,11 @@ class Operator:
         """Snapshots by the session they are of."""
         return by_branch(self._its.keeper.vault.snapshots) if self._its.keeper.on else {}
 
-    def sessions(self, branches: dict[str, list[Snapshot]]) -> list[dict[str, Any]]:
+    def rows(self, branches: dict[str, list[Snapshot]]) -> Iterator[dict[str, Any]]:
         """Every one, the latest used first; what they have on disk is taken out of `branches`."""
-        live = [known for known in reversed(list(self._its.conversations)) if not known.passing]
-        return [self._summary(known, branches) for known in live]
+        for known in reversed(list(self._its.conversations)):
+            if not known.passing:
+                yield self._summary(known, branches)
 
     def has(self, id: str) -> bool:
         """Whether it is live, and one of these."""
@@ -77,7 +82,7 @@ class Operator:
         if known is None:
             return on_disk(id, items) | {"blocks": [], "totals": totals(()), "history": []} | said
         where, fresh = await self._where(known)
-        blocks = self._map(known, where, self._its.watch.config.page.names)
+        blocks = await self._map(known, where, self._its.watch.config.page.names)
         row = self._summary(known, {_branch(known): items})
         said |= {"fresh": fresh, "blocks": blocks, "totals": totals(blocks)}
         return row | said | {"history": [turn.shown() for turn in known.history]}
@@ -157,7 +162,7 @@ class Operator:
             about = self._summary(known, {}) | {
                 "fresh": fresh,
                 "prompt": known.tokens.tolist(),
-                "blocks": self._map(known, where, names=True),
+                "blocks": await self._map(known, where, names=True),
                 "history": [turn.shown() for turn in known.history],
             }
         return archive(directory, items, {"session": about})
@@ -169,16 +174,21 @@ class Operator:
         limit = known.session.config.budget
         return known.summary(self._its.slots.pool) | kept | own | {"limit": limit}
 
-    def _map(self, known: Conversation, where: Whereabouts, names: bool) -> list[dict[str, Any]]:
-        session, turn = known.session, known.session.decided
-        scores = None
-        if (
-            not known.computing
-            and turn is not None
-            and len(turn.view.blocks) == len(session.layout.blocks)
-        ):
-            scores = worth(turn.view, turn.question, turn.config)
-        return block_map(session.layout, where, scores, session.pins, names)
+    async def _map(
+        self, known: Conversation, where: Whereabouts, names: bool
+    ) -> list[dict[str, Any]]:
+        """Its blocks. Of thousands that takes long, so a thread does it, while no turn of the
+        session is planned: both use its index."""
+        session = known.session
+
+        def mapped() -> list[dict[str, Any]]:
+            layout, turn = session.layout, session.decided
+            scores = None
+            if turn is not None and len(turn.view.blocks) == len(layout.blocks):
+                scores = worth(turn.view, turn.question, turn.config)
+            return block_map(layout, where, scores, session.pins, names)
+
+        return await known.computed(mapped, len(session.layout.blocks) > _MOST_BLOCKS)
 
     async def _where(self, known: Conversation) -> tuple[Whereabouts, bool]:
         """Where its rows and copies are; False with what was seen last when nobody says now."""
@@ -187,7 +197,7 @@ class Operator:
             return Whereabouts(), not server.sleeping
         try:
             async with asyncio.timeout(_LOOK_S):
-                answer = await self._its.upstream.slot(slot or 0, known.tenant, {})
+                answer = await self._copies.ask(slot or 0, known.tenant)
             view = SlotView.parse(answer)
         except (EvokeError, TimeoutError) as error:
             _log.info("session %s cannot be looked at now: %s", known.id, error or "busy")

@@ -25,9 +25,15 @@ class Operators:
 
     def sessions(self) -> list[dict[str, Any]]:
         """Every one, the latest used first, behind them those that are on disk only."""
+        return list(self.rows())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The same, one by one: of many the caller lets others run in between."""
         branches = self._all()[0].branches
-        live = [row for operator in self._all() for row in operator.sessions(branches)]
-        return live + [on_disk(id, items) for id, items in branches.items()]
+        for operator in self._all():
+            yield from operator.rows(branches)
+        for id, items in branches.items():
+            yield on_disk(id, items)
 
     async def show(self, id: str) -> dict[str, Any]:
         """See Operator, as all that follows."""

@@ -25,25 +25,17 @@ _AT_ONCE = 4
 
 
 class Computing:
-    """Runs long computations, a few at a time, none twice for one conversation."""
+    """Runs long computations, a few at a time."""
 
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self, known: Conversation, long: bool, work: Callable[[], T]) -> T:
-        """The result of `work`, which may change the session of `known` and nothing else.
-
-        When the caller is cancelled it is waited for all the same: the conversation is free only
-        when nothing computes for it any more.
-        """
+        """The result of `work`, which may change the session of `known` and nothing else."""
         if not long:
-            return work()
+            return await known.computed(work, long)
         async with self._room:
-            known.computing = True
-            try:
-                return await _to_the_end(asyncio.get_running_loop().run_in_executor(None, work))
-            finally:
-                known.computing = False
+            return await known.computed(work, long)
 
 
 def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:
@@ -51,15 +43,3 @@ def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:
     thread."""
     many = n_tokens - n_shared > _MOST_NEW or n_tokens > _MOST_TOKENS
     return many or n_vectors > _MOST_VECTORS
-
-
-async def _to_the_end(work: asyncio.Future[T]) -> T:
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            try:
-                await asyncio.wait([work])
-            except asyncio.CancelledError:
-                continue
-        raise

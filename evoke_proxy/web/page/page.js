@@ -274,19 +274,21 @@ function tell(kind, facts) {
 }
 
 // Many events may come at once: what they are about is asked for once, and not again before it came.
+// A page that nobody sees asks for nothing, and one that waits long for its answers asks less often.
 let asked = false, running = false;
 async function refreshAll() {
   asked = true;
-  if (running) return;
+  if (running || document.hidden) return;
   running = true;
   try {
     while (asked) {
       asked = false;
+      const began = performance.now();
       await refreshHead();
       await refreshList();
       await refreshSession();
       document.body.dataset.drawn = Number(document.body.dataset.drawn ?? 0) + 1;
-      await new Promise((done) => setTimeout(done, 150));
+      await new Promise((done) => setTimeout(done, Math.max(150, performance.now() - began)));
     }
   } finally {
     running = false;
@@ -294,6 +296,7 @@ async function refreshAll() {
 }
 
 addEventListener("hashchange", () => trying(refreshAll));
+addEventListener("visibilitychange", () => asked && trying(refreshAll));
 setInterval(() => document.hidden || trying(refreshAll), 20000);
 trying(refreshAll);
 follow((kind, facts) => {

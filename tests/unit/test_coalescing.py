@@ -1,0 +1,129 @@
+"""Many open pages load the proxy and llama-server no more than one does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from evoke_proxy.engine.operator.copies import Copies
+from evoke_proxy.web import coalescing
+from evoke_proxy.web.coalescing import Coalescing
+
+
+def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> None:
+    made: list[int] = []
+    state = {"now": 0}
+
+    async def make() -> bytes:
+        begun = state["now"]
+        made.append(begun)
+        await asyncio.sleep(0.005)
+        return b"%d" % begun
+
+    async def run() -> None:
+        shared = Coalescing()
+
+        async def ask() -> None:
+            wanted = state["now"]
+            assert int(await shared.get("sessions", make)) >= wanted
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(50):
+                state["now"] += 1
+                for _ in range(20):  # pages
+                    tasks.create_task(ask())
+                await asyncio.sleep(0.001)
+        began, n_made = asyncio.get_running_loop().time(), len(made)
+        assert 2 <= n_made <= 20
+        for _ in range(3):  # one after the other: each answer takes 5 ms and its pause of 20
+            await shared.get("sessions", make)
+        assert asyncio.get_running_loop().time() - began >= 0.04
+        assert len(made) == n_made + 3
+
+    asyncio.run(run())
+
+
+def test_an_error_reaches_all_who_asked_and_nobody_after_them() -> None:
+    fails = [True]
+
+    async def make() -> bytes:
+        await asyncio.sleep(0)
+        if fails.pop() if fails else False:
+            raise ValueError("no such session")
+        return b"{}"
+
+    async def run() -> None:
+        shared = Coalescing()
+        found = await asyncio.gather(
+            *(shared.get("a", make) for _ in range(3)), return_exceptions=True
+        )
+        assert [type(item) for item in found] == [ValueError] * 3
+        assert await shared.get("a", make) == b"{}"
+
+    asyncio.run(run())
+
+
+def test_one_that_leaves_takes_no_answer_from_the_others_and_keys_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coalescing, "_KEYS", 4)
+
+    async def run() -> None:
+        shared, go_on = Coalescing(), asyncio.Event()
+
+        async def make() -> bytes:
+            await go_on.wait()
+            return b"{}"
+
+        tasks = [asyncio.get_running_loop().create_task(shared.get("a", make)) for _ in range(2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await tasks[1] == b"{}"
+        for number in range(20):
+            await shared.get(f"{number}", make)
+        assert len(shared._entries) <= 5
+
+    asyncio.run(run())
+
+
+class Llama:
+    """Says of a tenant's copies what has changed."""
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.copies: dict[str, dict[str, Any]] = {"s/0": {"name": "s/0", "v": 1}}
+        self.told: list[int] = []
+
+    async def slot(self, slot: int, tenant: str, client: Any, since: str = "") -> dict[str, Any]:
+        least = int(since or 0)
+        least = 0 if least > self.version else least
+        blocks = [copy for copy in self.copies.values() if copy["v"] > least]
+        self.told.append(len(blocks))
+        return {"version": self.version, "blocks": blocks, "id": slot}
+
+
+def test_only_what_changed_of_the_copies_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, now = Llama(), [0.0]
+    monkeypatch.setattr("evoke_proxy.engine.operator.copies.time.monotonic", lambda: now[0])
+    copies = Copies(llama)  # type: ignore[arg-type]
+
+    async def names() -> set[str]:
+        return {str(item["name"]) for item in (await copies.ask(0, "t"))["blocks"]}
+
+    async def run() -> None:
+        assert await names() == {"s/0"}
+        llama.version = 2
+        llama.copies["s/1"] = {"name": "s/1", "v": 2}
+        assert await names() == await names() == {"s/0", "s/1"}
+        assert llama.told == [1, 1, 0]
+        del llama.copies["s/0"]
+        now[0] = 31.0
+        assert await names() == {"s/1"}, "what is gone is noticed"
+        llama.version, llama.copies = 1, {"s/2": {"name": "s/2", "v": 1}}
+        assert await names() == {"s/2"}, "another server"
+
+    asyncio.run(run())
