@@ -142,7 +142,7 @@ def _talk(llama: Llama, slot: int, *, seed: int, evict: bool, load: bool) -> lis
     p0, p1 = _BLOCK
     if evict:
         llama.act("block-save", slot, name=f"b{slot}", p0=p0, p1=p1, evict=True)
-    if load and not llama.act("block-load", slot, names=[f"b{slot}"])["bit_exact"]:
+    if load and not llama.act("block-load", slot, names=[f"b{slot}"])["same_cells"]:
         raise RuntimeError("the block's cells were not free")
     more = history + reply["tokens"] + _tokens(llama, " And what is item 7?")
     how = {"n_predict": _STEPS, "n_probs": _VOCABULARY, "ignore_eos": True, "grammar": _ASCII}

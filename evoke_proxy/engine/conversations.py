@@ -180,6 +180,11 @@ class Conversation:
             self.in_use -= 1
 
     @property
+    def owner(self) -> dict[str, str]:
+        """The fields of a block call that say for whom copies are made and loaded."""
+        return {"tenant": self.tenant, "session": self.id}
+
+    @property
     def name(self) -> str | None:
         """What the client calls it, when that is a name for it and not for a person."""
         return self.hint.text if self.hint is not None and not self.hint.weak else None

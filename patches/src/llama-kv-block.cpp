@@ -1,5 +1,6 @@
 #include "llama-kv-block.h"
 
+#include "llama-adapter.h"
 #include "llama-context.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
@@ -13,6 +14,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <string>
 #include <typeinfo>
 
 #if defined(__SSE2__)
@@ -448,10 +451,13 @@ llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx) {
     return kind;
 }
 
-// how positions are turned into angles: rows of one way are of no use in another
+// how positions are turned into angles, and how attention is computed: rows of one set-up are of no use in another
 static uint64_t kv_block_rope(const llama_context * ctx) {
     const auto & c = ctx->get_cparams();
     uint64_t h = kv_block_mix(c.n_ctx_orig_yarn, c.n_ctx_seq > c.n_ctx_orig_yarn); // longrope looks at the latter
+    h = kv_block_mix(h, (uint64_t) c.rope_scaling_type);
+    h = kv_block_mix(h, c.causal_attn);
+    h = kv_block_mix(h, c.flash_attn);
     for (const float value : { c.rope_freq_base, c.rope_freq_scale, c.yarn_ext_factor, c.yarn_attn_factor, c.yarn_beta_fast, c.yarn_beta_slow }) {
         uint32_t bits;
         memcpy(&bits, &value, sizeof(bits));
@@ -472,6 +478,39 @@ int32_t llama_kv_block_rope_limit(const llama_context * ctx) {
 uint64_t llama_kv_block_layout(const llama_context * ctx) {
     const auto * kv = kv_block_cache(ctx);
     return kv ? kv_block_mix(llama_kv_block_access::layout(*kv), kv_block_rope(ctx)) : 0;
+}
+
+uint64_t llama_kv_block_adapter_id(const llama_adapter_lora * adapter) {
+    const std::map<std::string, llama_adapter_lora_weight> weights(adapter->ab_map.begin(), adapter->ab_map.end()); // in one order
+    uint32_t alpha;
+    memcpy(&alpha, &adapter->alpha, sizeof(alpha));
+    uint64_t h = kv_block_mix(weights.size(), alpha);
+    const auto add = [&](const uint8_t * p, size_t n) {
+        h = kv_block_mix(h, n);
+        for (uint64_t word = 0; n > 0; word = 0) {
+            const size_t size = std::min(n, sizeof(word));
+            memcpy(&word, p, size);
+            h = kv_block_mix(h, word);
+            p += size;
+            n -= size;
+        }
+    };
+    for (const auto & [name, weight] : weights) {
+        add((const uint8_t *) name.data(), name.size());
+        for (const ggml_tensor * t : { weight.a, weight.b }) {
+            std::vector<uint8_t> data(ggml_nbytes(t));
+            ggml_backend_tensor_get(t, data.data(), 0, data.size());
+            h = kv_block_mix(h, (uint64_t) t->type);
+            for (const int64_t size : t->ne) {
+                h = kv_block_mix(h, (uint64_t) size);
+            }
+            add(data.data(), data.size());
+        }
+    }
+    for (const llama_token token : adapter->alora_invocation_tokens) {
+        h = kv_block_mix(h, (uint32_t) token);
+    }
+    return h;
 }
 
 ggml_backend_buffer_type_t llama_kv_block_host_buft(const llama_context * ctx) {

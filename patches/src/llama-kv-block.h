@@ -61,6 +61,10 @@ LLAMA_API int32_t llama_kv_block_rope_limit(const llama_context * ctx);
 // a value that is equal for two caches of one model exactly when rows of one can be written into the other
 LLAMA_API uint64_t llama_kv_block_layout(const llama_context * ctx);
 
+// a value for the contents of a LoRA adapter, whatever file it came from; not for its scale
+struct llama_adapter_lora;
+LLAMA_API uint64_t llama_kv_block_adapter_id(const llama_adapter_lora * adapter);
+
 // Memory of the host that the device of the cache copies to and from fastest (pinned), or nullptr: it has none, or
 // the cache is in the host's memory itself. What is allocated may be of another type: the device may refuse.
 LLAMA_API ggml_backend_buffer_type_t llama_kv_block_host_buft(const llama_context * ctx);

@@ -272,8 +272,17 @@ json server_blocks::bounds_json(const json & body, const server_blocks_slot & sl
 
 // the copy of exactly this range of the slot's text, or nullptr
 const server_blocks::saved * server_blocks::copy_of(const std::string & tenant, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const {
-    const auto it = p1 < (llama_pos) hashes.size() ? store.find({ tenant, hashes[p1], p0, p1 }) : store.end();
-    return it == store.end() ? nullptr : &it->second;
+    const saved * res = nullptr;
+    if (p1 < (llama_pos) hashes.size()) { // the latest of those that differ in what was visible
+        for (auto it = store.lower_bound({ tenant, hashes[p1], p0, p1, 0 }); it != store.end(); ++it) {
+            const auto & [owner, hash, begin, end, visibility] = it->first;
+            if (owner != tenant || hash != hashes[p1] || begin != p0 || end != p1) {
+                break;
+            }
+            res = !res || res->used < it->second.used ? &it->second : res;
+        }
+    }
+    return res;
 }
 
 // what the bounds are bounds of: the greatest product itself, of resident rows and of copies in host memory
@@ -308,7 +317,8 @@ server_blocks_bounds server_blocks::key_bounds(int id, llama_pos p0, llama_pos p
 }
 
 // a copy that is there already, of rows that are resident: it may have been made before anybody captured these layers
-void server_blocks::keep_bounds(saved & block, int id) {
+void server_blocks::keep_bounds(block_it it, int id) {
+    auto & block = it->second;
     const auto * params = llama_attn_capture_get(ctx, id);
     if (!block.in_ram() || !params || params->queries == 0 || block.bounds.layers == params->layers) {
         return;
@@ -317,10 +327,11 @@ void server_blocks::keep_bounds(saved & block, int id) {
     if (ram_used + bytes_aside - block.bounds.size() + bounds.size() > ram_budget) {
         return;
     }
-    ram_used    += bounds.size() - block.bounds.size();
+    leave(it);
     block.bytes += bounds.size() - block.bounds.size();
     block.bounds  = std::move(bounds);
     block.renamed = true;
+    enter(it);
 }
 
 // of a file: whether it has them of layers that there are, and of each as many as it must

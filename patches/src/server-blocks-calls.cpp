@@ -130,6 +130,7 @@ struct server_blocks::plan_op {
 struct server_blocks::plan_state {
     const server_blocks_slot & slot;
     std::string                tenant;
+    std::string                session;
     llama_tokens               tokens;
     std::vector<uint64_t>      hashes;
     llama_kv_ranges            resident;
@@ -169,7 +170,7 @@ struct server_blocks::plan_state {
 bool server_blocks::is_action(const std::string & action) {
     static const std::set<std::string> actions = {
         "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "block-compact", "block-spill", "stream",
-        "attn-capture", "attention",
+        "attn-capture", "attention", "block-rows",
     };
     return actions.count(action) > 0;
 }
@@ -202,6 +203,8 @@ json server_blocks::run(server_blocks_call & call, const std::vector<server_bloc
             res = run_drop(call.body);
         } else if (call.action == "block-adopt") {
             res = run_adopt(call.body, slot);
+        } else if (call.action == "block-rows") {
+            res = run_rows(call.body, slot);
         } else if (call.action == "block-compact") {
             res = run_compact(call.body, slot);
         } else if (call.action == "block-load" && call.body.contains("at")) {
@@ -269,6 +272,7 @@ json server_blocks::slot_json(const server_blocks_slot & slot) const {
         {"resident",      ranges_json(resident)},
         {"n_resident",    llama_kv_block_n_rows(ctx, slot.id)},
         {"held",          ranges_json(held(*slot.prompt))},
+        {"n_reusable",    state[slot.id].history.clean_end()},
         {"n_free",        llama_kv_block_n_free(ctx, slot.id)},
         {"is_processing", slot.busy},
         {"reserved",      state[slot.id].reserved},
@@ -289,7 +293,7 @@ json server_blocks::run_view(const server_blocks_call & call, const std::vector<
 // which copies of a tenant are new, have other names or are elsewhere since this was last asked
 void server_blocks::note_changes(const std::string & tenant) {
     const uint64_t next = version + 1;
-    for (auto it = store.lower_bound(key_t { tenant, 0, 0, 0 }); it != store.end() && std::get<0>(it->first) == tenant; ++it) {
+    for (auto it = store.lower_bound(key_t { tenant, 0, 0, 0, 0 }); it != store.end() && std::get<0>(it->first) == tenant; ++it) {
         const int now = 2*it->second.in_ram() + it->second.on_disk;
         if (now != it->second.told) {
             it->second.told    = now;
@@ -314,19 +318,21 @@ json server_blocks::run_info(const server_blocks_call & call, const std::vector<
     after = after > version ? 0 : after; // that of another server
 
     json blocks = json::array();
-    for (auto it = store.lower_bound(key_t { tenant, 0, 0, 0 }); it != store.end() && std::get<0>(it->first) == tenant; ++it) {
+    for (auto it = store.lower_bound(key_t { tenant, 0, 0, 0, 0 }); it != store.end() && std::get<0>(it->first) == tenant; ++it) {
         const auto & block = it->second;
         if (block.changed <= after) {
             continue;
         }
         const int32_t n = block.kv.p1 - block.kv.p0;
         const bool stale = !matches(block, tokens, hashes, false);
-        for (const auto & name : block.labels) {
+        const auto visibility = std::get<4>(it->first);
+        for (const auto & [name, session] : block.labels) {
             blocks.push_back(json {
                 {"name", name}, {"p0", block.kv.p0}, {"p1", block.kv.p1}, {"n_tokens", n}, {"n_bytes", block.kv.size},
                 {"tier", block.in_ram() ? "ram" : "disk"}, {"on_disk", block.on_disk},
                 {"resident", !stale && server_ranges_count(resident, block.kv.p0, block.kv.p1) == n},
                 {"stale",    stale},
+                {"whole",    server_blocks_is_whole(visibility)}, {"visibility", hex(visibility)}, {"session", session},
             });
         }
     }
@@ -386,7 +392,13 @@ json server_blocks::run_spill(server_blocks_call & call) {
         }
         keys.insert(labels.at({ tenant, name }));
     }
-    if (call.visit == 0) {
+    for (const auto & write : call.writes) {
+        if (disk.state(*write) == server_blocks_write::FAILED) {
+            fail(503, "unavailable_error", "the disk did not take a block: " + write->error);
+        }
+    }
+    call.writes.clear();
+    if (call.visit < VISITS_MAX) { // a write that was under way may have been of other names
         for (const auto & key : keys) {
             const auto it = store.find(key);
             write(it, true);
@@ -399,17 +411,13 @@ json server_blocks::run_spill(server_blocks_call & call) {
             return json();
         }
     }
-    for (const auto & write : call.writes) {
-        if (disk.state(*write) == server_blocks_write::FAILED) {
-            fail(503, "unavailable_error", "the disk did not take a block: " + write->error);
-        }
-    }
     size_t n_spilled = 0, n_bytes = 0;
     for (const auto & key : keys) {
         const auto it = store.find(key);
-        n_spilled += it->second.on_disk;
-        n_bytes   += it->second.on_disk ? it->second.kv.size : 0;
-        if (it->second.on_disk && !it->second.writing && it->second.in_ram() && json_value(call.body, "release", false)) {
+        const bool current = it->second.on_disk && !it->second.renamed && !it->second.redone;
+        n_spilled += current;
+        n_bytes   += current ? it->second.kv.size : 0;
+        if (current && !it->second.writing && it->second.in_ram() && json_value(call.body, "release", false)) {
             release(it);
         }
     }
@@ -423,6 +431,33 @@ void server_blocks::unknown(const std::string & tenant, const std::string & name
         fail(409, "other_model", "the block is on disk but cannot be used here: " + why, json { {"name", name} });
     }
     fail(404, "unknown_block", "there is no saved block of this name", json { {"name", name} });
+}
+
+// the session that a call is made for: which copies that are not whole it may load
+static std::string get_session(const json & body) {
+    if (!body.contains("session")) {
+        return "";
+    }
+    const std::string session = body.at("session").is_string() ? body.at("session").get<std::string>() : std::string(201, '?');
+    if (session.size() > 200) {
+        fail_request("\"session\" must be a string of at most 200 bytes");
+    }
+    return session;
+}
+
+// Rows that were decoded while text before them was missing are not what another history would have there: only the
+// session that saved them loads them, unless the call wants whole ones only.
+void server_blocks::check_visible(const json & body, const saved & block, const std::string & name, const std::string & session) {
+    if (block.whole()) {
+        return;
+    }
+    if (json_value(body, "whole", false)) {
+        fail(409, "not_whole", "the block was decoded while text before it was missing, and the call asks for whole ones", json { {"name", name} });
+    }
+    if (block.labels.at(name) != session) {
+        fail(409, "not_whole", "the block was decoded while text before it was missing: only the session that saved it may load it; "
+            "decode the text again", json { {"name", name} });
+    }
 }
 
 // a copy that can be loaded now: what was on disk has been read by the thread of the call
@@ -492,13 +527,19 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     }
 
     const std::string tenant = json_value(body, "tenant", std::string());
+    const std::string session = get_session(body);
     const auto hashes = prefix_hashes(list, state[slot.id].adapters);
-    std::map<llama_pos, saved *> blocks; // by first position
+    json not_whole = json::array();
+    std::map<llama_pos, key_t> blocks; // by first position
     llama_kv_ranges covered;
     for (const auto & name : get_names(body)) {
         saved * block = in_memory(tenant, name);
         if (!matches(*block, list, hashes, json_value(body, "force", false))) {
             fail(409, "stale_block", "the block was made of other tokens", json { {"name", name} });
+        }
+        check_visible(body, *block, name, session);
+        if (!block->whole()) {
+            not_whole.push_back(name);
         }
         if (blocks.count(block->kv.p0) == 0 && server_ranges_overlap(covered, block->kv.p0, block->kv.p1)) {
             fail_request("blocks overlap: " + name);
@@ -506,7 +547,7 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
         if (block->kv.layout != llama_kv_block_layout(ctx)) {
             fail(409, "other_model", "the block was saved with other KV types or options", json { {"name", name} });
         }
-        blocks[block->kv.p0] = block;
+        blocks[block->kv.p0] = labels.at({ tenant, name });
         server_ranges_add(covered, block->kv.p0, block->kv.p1);
     }
     if (covered.back().second != (llama_pos) list.size()) {
@@ -525,21 +566,23 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
     bump(slot.id);
     state[slot.id].reserved = true;
     state[slot.id].used.clear();
+    state[slot.id].history.clear();
     int32_t n_same = 0;
-    for (const auto & [p0, block] : blocks) {
-        const int32_t n = llama_kv_block_load(ctx, slot.id, block->kv, true);
+    for (const auto & [p0, key] : blocks) {
+        auto & block = store.at(key);
+        const int32_t n = llama_kv_block_load(ctx, slot.id, block.kv, true);
         if (n < 0) { // was checked; a slot with half of a text would be worse than an empty one
             fence();
             llama_memory_seq_rm(llama_get_memory(ctx), slot.id, -1, -1);
             slot.prompt->clear();
-            bump(slot.id);
+            on_clear(slot.id);
             fail(503, "no_free_cells", "a block could not be put back: the slot is empty now");
         }
         n_same += n;
         copying = true;
-        use(*block);
-        server_ranges_add(state[slot.id].loaded, p0, block->kv.p1);
-        touch(slot.id, p0, block->kv.p1);
+        use(key, block);
+        note_loaded(slot.id, block, hashes[p0]);
+        touch(slot.id, p0, block.kv.p1);
     }
     fence();
     note_peak(slot.id);
@@ -547,7 +590,9 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
         {"epoch",     state[slot.id].epoch},
         {"n_tokens",  list.size()},
         {"n_loaded",  needed},
-        {"bit_exact", n_same == needed},
+        {"same_cells", n_same == needed},
+        {"whole",     not_whole.empty()},
+        {"not_whole", not_whole},
         {"n_free",    llama_kv_block_n_free(ctx, slot.id)},
     };
 }
@@ -557,6 +602,8 @@ json server_blocks::run_adopt(const json & body, const server_blocks_slot & slot
 json server_blocks::run_plan(const json & body, const server_blocks_slot & slot, const std::vector<plan_op> & ops) {
     check_epoch(body, slot.id);
     plan_state plan(slot, state[slot.id].adapters, json_value(body, "tenant", std::string()), llama_kv_block_resident(ctx, slot.id));
+    state[slot.id].history.reconcile(plan.resident);
+    plan.session = get_session(body);
     plan.n_free = llama_kv_block_n_free(ctx, slot.id);
     plan.budget = state[slot.id].stream.budget;
     if (body.contains("expect")) {
@@ -576,8 +623,8 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot,
             throw;
         }
     }
-    if (!may_fit(plan) || !make_space(plan.bytes, plan.keep) || !set_aside(plan)) {
-        fail(413, "ram_budget", "the blocks to save do not fit --evoke-ram", json { {"needed", plan.bytes}, {"budget", ram_budget} });
+    if (!may_fit(plan) || !make_space(plan.tenant, plan.bytes, plan.keep) || !set_aside(plan)) {
+        fail(413, "ram_budget", "the blocks to save do not fit --evoke-ram beside what other tenants have a right to", json { {"needed", plan.bytes}, {"budget", ram_budget} });
     }
 
     plan.dry = false;
@@ -611,21 +658,24 @@ json server_blocks::run_plan(const json & body, const server_blocks_slot & slot,
 }
 
 // whether put() makes a copy of these rows: there is none, or only in a file that somebody deleted
-bool server_blocks::will_copy(const key_t & key) const {
+bool server_blocks::will_copy(const key_t & key, int id) const {
     const auto it = store.find(key);
-    return it == store.end() || (!it->second.in_ram() && !it->second.reading && !disk.holds(file_of(key, it->second)));
+    return !has_copy(key, id) || (!it->second.in_ram() && !it->second.reading && !disk.holds(file_of(key, it->second)));
 }
 
 // whether the new copies find contiguous memory beside those that the plan needs: if not, no copy is given up for them
-bool server_blocks::may_fit(const plan_state & plan) const {
+bool server_blocks::may_fit(const plan_state & plan) {
     std::vector<size_t> sizes;
     for (const auto & key : plan.fresh) {
         sizes.push_back((std::get<3>(key) - std::get<2>(key))*row_size);
     }
     std::set<const uint8_t *> freeable;
-    for (const auto & [key, block] : store) {
-        if (!sizes.empty() && block.in_ram() && !block.writing && !block.reading && !plan.keep.count(key)) {
-            freeable.insert(block.kv.data);
+    for (const auto * share : must_give(plan.tenant, plan.bytes)) {
+        for (const auto & [used, key] : share->lru[1]) {
+            const auto & block = store.at(key);
+            if (!sizes.empty() && !block.writing && !block.reading && !plan.keep.count(key)) {
+                freeable.insert(block.kv.data);
+            }
         }
     }
     return arena.fits(sizes, freeable);
@@ -635,7 +685,7 @@ bool server_blocks::may_fit(const plan_state & plan) const {
 bool server_blocks::set_aside(const plan_state & plan) {
     for (const auto & key : plan.fresh) {
         const size_t size = (std::get<3>(key) - std::get<2>(key))*row_size;
-        uint8_t * data = take(size, plan.keep);
+        uint8_t * data = take(plan.tenant, size, plan.keep);
         if (!data) {
             give_back_aside();
             return false;
@@ -683,7 +733,7 @@ json server_blocks::op_save(const json & op, const json & label, plan_state & pl
     if (plan.dry) {
         plan.cover(p1 - p0);
     }
-    const key_t key { plan.tenant, plan.hashes[p1], p0, p1 };
+    const key_t key = key_of(plan.tenant, plan.slot.id, plan.hashes, p0, p1);
     if (plan.dry) {
         if (!server_ranges_hold(plan.resident_first, p0, p1)) {
             fail_request(string_format("[%d, %d) is not wholly resident", p0, p1));
@@ -693,12 +743,13 @@ json server_blocks::op_save(const json & op, const json & label, plan_state & pl
         }
         plan.refer(name, key);
         plan.keep.insert(key);
-        if (will_copy(key) && plan.fresh.insert(key).second) {
+        if (will_copy(key, plan.slot.id) && plan.fresh.insert(key).second) {
+            plan.bytes += cost(p1 - p0, plan.slot.id);
             plan.bytes += cost(p1 - p0, plan.slot.id);
         }
         return {};
     }
-    if (!put(plan.tenant, name, plan.slot.id, plan.tokens, plan.hashes, p0, p1, plan.keep)) {
+    if (!put({ plan.tenant, plan.session, name }, plan.slot.id, plan.tokens, plan.hashes, p0, p1, plan.keep)) {
         give_back_aside(); // there was memory for all of them: it cannot be
         fail(413, "ram_budget", "the host has no memory for this block", json { {"name", name} });
     }
@@ -706,6 +757,7 @@ json server_blocks::op_save(const json & op, const json & label, plan_state & pl
     return json {
         {"name", name}, {"p0", p0}, {"p1", p1}, {"n_tokens", p1 - p0}, {"n_bytes", block.kv.size}, {"n_runs", block.kv.n_runs},
         {"tokens_hash", hex(plan.hashes[p1])}, {"prefix_hash", hex(block.prefix_hash)},
+        {"whole", block.whole()}, {"visibility", hex(std::get<4>(key))},
     };
 }
 
@@ -772,6 +824,7 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
     }
     int32_t n_loaded = 0;
     int32_t n_same   = 0;
+    json    not_whole = json::array();
     for (const auto & name : get_names(op)) {
         if (plan.dropped.count(name) && plan.dry) {
             unknown(plan.tenant, name);
@@ -787,9 +840,12 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
             n_same   += n;
             copying   = true;
             n_loaded += p1 - p0;
-            use(*block);
-            server_ranges_add(state[plan.slot.id].loaded, p0, p1);
+            use(labels.at({ plan.tenant, name }), *block);
+            note_loaded(plan.slot.id, *block, plan.hashes[p0]);
             touch(plan.slot.id, p0, p1);
+            if (!block->whole()) {
+                not_whole.push_back(name);
+            }
             continue;
         }
         plan.cover(p1 - p0);
@@ -799,6 +855,7 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
         if (block->kv.layout != llama_kv_block_layout(ctx)) {
             fail(409, "other_model", "the block was saved with other KV types or options", json { {"name", name} });
         }
+        check_visible(op, *block, name, plan.session);
         if (server_ranges_overlap(plan.resident, p0, p1)) {
             fail(409, "already_resident", "rows of this block are resident", json { {"name", name} });
         }
@@ -812,14 +869,45 @@ json server_blocks::op_load(const json & op, plan_state & plan) {
         plan.keep.insert(labels.at({ plan.tenant, name }));
         server_ranges_add(plan.resident, p0, p1);
     }
-    return json { {"n_loaded", n_loaded}, {"n_same_cells", n_same}, {"bit_exact", n_same == n_loaded} };
+    return json { {"n_loaded", n_loaded}, {"n_same_cells", n_same}, {"same_cells", n_same == n_loaded},
+        {"whole", not_whole.empty()}, {"not_whole", not_whole} };
+}
+
+// rows of a copy are in the slot; behind another text than they were made behind they are not what that would make
+void server_blocks::note_loaded(int id, const saved & block, uint64_t prefix_hash) {
+    server_ranges_add(state[id].loaded, block.kv.p0, block.kv.p1);
+    state[id].history.loaded(block.prefix_hash == prefix_hash ? block.rows : server_blocks_rows_displaced(block.rows, block.prefix_hash));
+}
+
+// a checksum of each row of some ranges: for tests that compare what comes back with what went out
+json server_blocks::run_rows(const json & body, const server_blocks_slot & slot) {
+    if (!getenv("EVOKE_ROW_CHECKSUMS")) {
+        fail(501, "not_supported_error", "row checksums are for tests: start the server with EVOKE_ROW_CHECKSUMS=1 in its environment");
+    }
+    const int32_t n_tokens = slot.prompt->n_tokens();
+    const llama_pos p0 = get_int(body, "p0", 0, n_tokens);
+    const llama_pos p1 = get_int(body, "p1", 0, n_tokens);
+    const auto resident = llama_kv_block_resident(ctx, slot.id);
+    std::vector<uint8_t> data(row_size);
+    json sums = json::array();
+    for (llama_pos p = p0; p < p1; ++p) {
+        llama_kv_block row;
+        if (server_ranges_count(resident, p, p + 1) == 0 || !llama_kv_block_save(ctx, slot.id, p, p + 1, data.data(), row)) {
+            sums.push_back(nullptr);
+            continue;
+        }
+        llama_kv_block_fence(ctx);
+        sums.push_back(hex(server_blocks_checksum(data.data(), data.size())));
+    }
+    return json { {"p0", p0}, {"sums", sums} };
 }
 
 json server_blocks::op_stream(const json & op, plan_state & plan) {
     const int32_t big = 1 << 30;
     const int32_t zero = 0, block = 64;
     server_blocks_stream stream;
-    stream.tenant = plan.tenant;
+    stream.tenant  = plan.tenant;
+    stream.session = plan.session;
     stream.budget = get_int(op, "budget", 0, big);
     stream.sink   = get_int(op, "sink",   0, big, &zero);
     stream.recent = get_int(op, "recent", 0, big, &zero);
@@ -895,7 +983,11 @@ json server_blocks::run_compact(const json & body, const server_blocks_slot & sl
     for (const auto & r : llama_kv_block_resident(ctx, slot.id)) {
         kept.insert(kept.end(), tokens.begin() + std::min<size_t>(r.first, tokens.size()), tokens.begin() + std::min<size_t>(r.second, tokens.size()));
     }
+    auto & history = state[slot.id].history;
+    const auto before = llama_kv_block_resident(ctx, slot.id);
+    history.removed(!before.empty() && before[0].first == 0 ? before[0].second : 0, std::numeric_limits<llama_pos>::max());
     const uint32_t n_moved = llama_kv_block_compact(ctx, slot.id);
+    history.moved(llama_kv_block_resident(ctx, slot.id));
     slot.prompt->clear();
     slot.prompt->tokens.insert(kept);
     bump(slot.id);
@@ -920,6 +1012,7 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
         fail_request("one block at a time can be loaded at another place");
     }
     saved * block = in_memory(tenant, names[0]);
+    check_visible(body, *block, names[0], get_session(body));
     const int32_t n = block->kv.p1 - block->kv.p0;
     if ((int64_t) tokens.size() + n >= slot.n_ctx) {
         fail_request(string_format("%zu + %d tokens do not fit the slot's context of %d", tokens.size(), n, slot.n_ctx));
@@ -934,7 +1027,9 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
     }
     copying = true;
     fence();
-    use(*block);
+    use(labels.at({ tenant, names[0] }), *block);
+    state[slot.id].history.removed(at, std::numeric_limits<llama_pos>::max());
+    state[slot.id].history.moved(llama_kv_block_resident(ctx, slot.id));
     tokens.insert(tokens.begin() + at, block->tokens.begin(), block->tokens.end());
     slot.prompt->clear();
     slot.prompt->tokens.insert(tokens);

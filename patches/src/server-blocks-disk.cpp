@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <limits>
+#include <tuple>
 
 #if defined(_WIN32)
 
@@ -37,6 +39,9 @@ json server_blocks_disk::stats() const { return json(); }
 
 static constexpr size_t  CAP_DEFAULT_MIB = 4096;
 static constexpr int64_t SCAN_AGAIN_MS   = 5000; // others may write into the folder too
+
+static constexpr const char * OLDER = "written in an earlier version of the file format, which does not say what rows were made from; "
+    "the text is decoded and saved again, and these files are deleted when the folder is full";
 
 static bool ends_with(const std::string & s, const char * end) {
     const size_t n = strlen(end);
@@ -105,6 +110,11 @@ void server_blocks_disk::close() {
     changed.notify_all();
     worker.join();
     folder.clear();
+    files.clear();
+    fresh.clear();
+    lost.clear();
+    queue.clear();
+    n_used = 0;
 }
 
 //
@@ -151,6 +161,10 @@ void server_blocks_disk::scan() {
         }
     }
     const std::lock_guard<std::mutex> lock(mutex);
+    if (n_older > n_older_said) {
+        LOG_WRN("evoke: %zu block files are not used: %s\n", n_older, OLDER);
+        n_older_said = n_older;
+    }
     scanned_ms = ggml_time_ms();
     for (const auto & file : known) {
         if (!seen.count(file) && files.count(file) && access(path(file).c_str(), F_OK) != 0) {
@@ -180,12 +194,14 @@ void server_blocks_disk::look_at(const std::string & file) {
     } else {
         try {
             head = server_blocks_file_peek(path(file));
-            if (server_blocks_file_name(head) != file) {
+            const bool older = head.version < SERVER_BLOCKS_FILE_FIRST_USED;
+            if (!older && server_blocks_file_name(head) != file) {
                 throw server_blocks_file_error(server_blocks_file_error::DAMAGED, "the file has the name of another block");
             }
-            e.why = head.model != model ? "it was saved from another model" : head.kv.layout != layout ? "it was saved with other KV types or options" : "";
+            e.tenant = head.tenant;
+            e.why = older ? OLDER : head.model != model ? "it was saved from another model" : head.kv.layout != layout ? "it was saved with other KV types or options" : "";
             for (const auto & label : head.labels) {
-                e.names.insert({ head.tenant, label });
+                e.names.insert({ head.tenant, label.name });
             }
         } catch (const server_blocks_file_error & error) {
             if (error.kind == server_blocks_file_error::DAMAGED) {
@@ -199,6 +215,7 @@ void server_blocks_disk::look_at(const std::string & file) {
         }
     }
     const std::lock_guard<std::mutex> lock(mutex);
+    n_older += e.why == OLDER ? 1 : 0;
     if (head.model == model && e.why.empty() && e.used > 0) {
         e.names.clear();
         fresh.push_back(std::move(head));
@@ -417,6 +434,10 @@ void server_blocks_disk::write_one(server_blocks_write & job, std::unique_lock<s
         if (last_error != e.what()) {
             LOG_WRN("evoke: a block stays in host memory: %s\n", e.what());
         }
+        if (!job.data && access(path(file).c_str(), F_OK) != 0) { // it was to get other labels
+            forget(file);
+            lost.push_back(file);
+        }
         n_failed++;
         last_error = job.error = e.what();
         job.state  = server_blocks_write::FAILED;
@@ -426,16 +447,22 @@ void server_blocks_disk::write_one(server_blocks_write & job, std::unique_lock<s
 
 void server_blocks_disk::write_file(const server_blocks_write & job, const std::string & file, std::unique_lock<std::mutex> & lock) {
     lock.unlock();
-    const size_t bytes = server_blocks_file_size(job.head);
+    server_blocks_head head = job.head;
+    if (!job.data) {
+        head = server_blocks_file_peek(path(file));
+        head.labels = job.head.labels;
+    }
+    const size_t bytes = server_blocks_file_size(head);
     lock.lock();
     if (bytes > n_cap) {
         throw std::runtime_error("the block is larger than --evoke-disk allows");
     }
-    make_room(bytes, file, lock);
+    const wanted want { file, head.tenant, bytes, job.data == nullptr };
+    make_room(want, lock);
     for (int attempt = 0; ; ++attempt) {
         try {
             lock.unlock();
-            server_blocks_file_write(folder, job.head, job.data);
+            server_blocks_file_write(folder, head, job.data);
             lock.lock();
             others_fill = false;
             break;
@@ -443,7 +470,7 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
             lock.lock();
             const bool again = attempt == 0 && (e.kind == server_blocks_file_error::GONE
                 ? mkdir(folder.c_str(), 0700) == 0 // somebody removed the folder
-                : e.kind == server_blocks_file_error::FULL && !others_fill && free_up(bytes, file, lock));
+                : e.kind == server_blocks_file_error::FULL && !others_fill && free_up(want, lock));
             others_fill = others_fill || (attempt > 0 && e.kind == server_blocks_file_error::FULL);
             if (!again) {
                 throw;
@@ -451,53 +478,80 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
         }
     }
     entry e;
-    e.bytes = bytes;
-    e.used  = now_ns();
+    e.bytes  = bytes;
+    e.used   = now_ns();
+    e.tenant = head.tenant;
     add(file, std::move(e));
     queue.push_back({ nullptr, file, true }); // the file's time says the same
 }
 
-// so many bytes of the oldest files go, as the disk is full; false if there are not so many
-bool server_blocks_disk::free_up(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock) {
+// as many bytes of old files go, as the disk is full; false if there are not so many that may
+bool server_blocks_disk::free_up(const wanted & want, std::unique_lock<std::mutex> & lock) {
     const size_t before = n_used;
-    while (n_used + bytes > before) {
-        if (!delete_oldest(except, lock)) {
+    while (n_used + want.bytes > before) {
+        if (!delete_one(want, lock)) {
             return false;
         }
     }
     return true;
 }
 
-// files go until so many bytes fit under the cap
-void server_blocks_disk::make_room(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock) {
+// files go until the wanted one fits under the cap
+void server_blocks_disk::make_room(const wanted & want, std::unique_lock<std::mutex> & lock) {
     if (ggml_time_ms() - scanned_ms > SCAN_AGAIN_MS) {
         lock.unlock();
         scan();
         lock.lock();
     }
-    const auto it = files.find(except);
+    const auto it = files.find(want.file);
     const size_t own = it == files.end() ? 0 : it->second.bytes; // will be replaced, but is there until then
-    while (n_used + bytes > n_cap && delete_oldest(except, lock)) {
+    while (n_used + want.bytes > n_cap && delete_one(want, lock)) {
     }
-    if (n_used + bytes > n_cap && own > 0) {
-        forget(except);
+    if (n_used - (want.copied ? 0 : own) + want.bytes > n_cap) {
+        throw std::runtime_error("the tenant's share of --evoke-disk holds no such block beside those of others");
+    }
+    if (n_used + want.bytes > n_cap && own > 0) {
+        forget(want.file);
         lock.unlock();
-        unlink(path(except).c_str());
+        unlink(path(want.file).c_str());
         lock.lock();
     }
 }
 
-bool server_blocks_disk::delete_oldest(const std::string & except, std::unique_lock<std::mutex> & lock) {
-    auto oldest = files.end();
+// Damaged files first. Then the oldest of the tenant that has most, the wanted file counted with its own tenant's:
+// none deletes the files of a tenant that has less than itself.
+std::map<std::string, server_blocks_disk::entry>::iterator server_blocks_disk::next_to_delete(const wanted & want) {
+    std::map<std::string, size_t> bytes;
+    for (const auto & [file, e] : files) {
+        if (e.used == 0) {
+            continue;
+        }
+        bytes[e.tenant] += file == want.file ? 0 : e.bytes;
+    }
+    bytes[want.tenant] += want.bytes;
+    auto res = files.end();
     for (auto it = files.begin(); it != files.end(); ++it) {
-        if (it->first != except && (oldest == files.end() || it->second.used < oldest->second.used)) {
-            oldest = it;
+        const auto & e = it->second;
+        const bool damaged = e.used == 0;
+        if (it->first == want.file || (!damaged && e.tenant != want.tenant && bytes[e.tenant] <= bytes[want.tenant])) {
+            continue;
+        }
+        const auto rank = [&](const entry & of) { // the first to go has the least
+            return std::make_tuple(of.used != 0, std::numeric_limits<size_t>::max() - (of.used == 0 ? 0 : bytes[of.tenant]), of.used);
+        };
+        if (res == files.end() || rank(e) < rank(res->second)) {
+            res = it;
         }
     }
-    if (oldest == files.end()) {
+    return res;
+}
+
+bool server_blocks_disk::delete_one(const wanted & want, std::unique_lock<std::mutex> & lock) {
+    const auto next = next_to_delete(want);
+    if (next == files.end()) {
         return false;
     }
-    const std::string file = oldest->first;
+    const std::string file = next->first;
     forget(file);
     lost.push_back(file);
     n_deleted++;

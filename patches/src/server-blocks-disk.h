@@ -20,7 +20,8 @@
 #include <utility>
 #include <vector>
 
-// a block on its way to its file; `data` must stay until it is over
+// a block on its way to its file; `data` must stay until it is over. Without `data` the file that is there gets the
+// labels of `head`
 struct server_blocks_write {
     enum state_t { QUEUED, RUNNING, DONE, FAILED, CANCELLED };
 
@@ -102,6 +103,7 @@ private:
     struct entry {
         size_t   bytes = 0;
         uint64_t used  = 0; // ns of the wall clock, the file's time of change
+        std::string tenant;
         std::string why;    // not to be used here, because
         std::set<std::pair<std::string, std::string>> names; // of those
     };
@@ -118,9 +120,19 @@ private:
     void work();
     void write_one(server_blocks_write & job, std::unique_lock<std::mutex> & lock);
     void write_file(const server_blocks_write & job, const std::string & file, std::unique_lock<std::mutex> & lock);
-    void make_room(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock);
-    bool free_up(size_t bytes, const std::string & except, std::unique_lock<std::mutex> & lock);
-    bool delete_oldest(const std::string & except, std::unique_lock<std::mutex> & lock);
+
+    // a file to be written: whose it is, and how large it will be
+    struct wanted {
+        const std::string & file;
+        const std::string & tenant;
+        size_t              bytes;
+        bool                copied; // from the file that it replaces
+    };
+
+    void make_room(const wanted & want, std::unique_lock<std::mutex> & lock);
+    bool free_up(const wanted & want, std::unique_lock<std::mutex> & lock);
+    bool delete_one(const wanted & want, std::unique_lock<std::mutex> & lock);
+    std::map<std::string, entry>::iterator next_to_delete(const wanted & want);
     void add(const std::string & file, entry e);
     void forget(const std::string & file);
     void look_at(const std::string & file);
@@ -140,6 +152,7 @@ private:
     std::deque<chore>       queue;
     std::string last_error;
     uint64_t    n_written = 0, n_failed = 0, n_damaged = 0, n_deleted = 0, n_read = 0;
+    size_t      n_older = 0, n_older_said = 0; // files of earlier versions of the format, and of how many the log says so
     int64_t     scanned_ms = 0; // when the folder was last looked through
     bool        others_fill = false; // the disk is full, and deleting a file of ours did not help: no more of them go for that
     bool        stopping  = false;

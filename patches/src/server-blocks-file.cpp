@@ -17,8 +17,8 @@
 #endif
 
 static constexpr char     MAGIC[8] = { 'e', 'v', 'o', 'k', 'e', 'K', 'V', 'B' };
-static constexpr uint32_t VERSION  = 2;          // 1: without bounds of the keys; is read too
-static constexpr uint64_t ID_SEED  = 1;          // of server_blocks_model_id()
+static constexpr uint32_t VERSION  = 3;          // 1: without bounds of the keys, 2: without what rows were made from
+static constexpr uint64_t ID_SEED  = 2;          // of server_blocks_model_id()
 static constexpr uint32_t ORDER    = 0x01020304; // of the bytes of a number
 static constexpr size_t   ALIGN    = 64;         // of the rows
 static constexpr size_t   HEAD_MAX = size_t(64) << 20;
@@ -121,7 +121,8 @@ std::vector<uint8_t> packed(const server_blocks_head & head, uint64_t sum_data) 
     p.text(head.tenant);
     p.number<uint64_t>(head.labels.size());
     for (const auto & label : head.labels) {
-        p.text(label);
+        p.text(label.name);
+        p.text(label.session);
     }
     p.list(head.tokens);
     p.list(head.kv.pos);
@@ -131,6 +132,7 @@ std::vector<uint8_t> packed(const server_blocks_head & head, uint64_t sum_data) 
     p.list(head.kv.y);
     p.list(head.bounds.layers);
     p.list(head.bounds.values);
+    p.list(head.rows);
     p.bytes.resize(aligned(p.bytes.size()));
 
     fixed_head fixed {};
@@ -155,6 +157,7 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
     }
     unpacker u { bytes.data() + sizeof(fixed), bytes.data() + bytes.size() };
     server_blocks_head head;
+    head.version     = fixed.version;
     head.model       = u.number<uint64_t>();
     head.kv.layout   = u.number<uint64_t>();
     head.prefix_hash = u.number<uint64_t>();
@@ -163,7 +166,10 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
     head.kv.p1       = u.number<llama_pos>();
     head.tenant      = u.text();
     for (uint64_t n = u.count(sizeof(uint64_t)); n > 0; --n) {
-        head.labels.push_back(u.text());
+        head.labels.push_back({ u.text(), "" });
+        if (fixed.version >= 3) {
+            head.labels.back().session = u.text();
+        }
     }
     head.tokens   = u.list<llama_token>();
     head.kv.pos   = u.list<llama_pos>();
@@ -176,6 +182,9 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
         head.bounds.layers = u.list<int32_t>();
         head.bounds.values = u.list<float>();
     }
+    if (fixed.version >= 3) {
+        head.rows = u.list<server_blocks_rows>();
+    }
 
     const size_t n = head.tokens.size();
     bool sound = head.kv.p0 >= 0 && head.kv.p1 > head.kv.p0 && n == (size_t) head.kv.p1 - head.kv.p0 && !head.labels.empty();
@@ -186,6 +195,12 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
         const bool same = head.kv.tok[i] == head.tokens[i] || head.kv.tok[i] == LLAMA_TOKEN_NULL; // a model may look rows up by it
         sound = head.kv.pos[i] == head.kv.p0 + (llama_pos) i && same;
     }
+    llama_pos end = head.kv.p0;
+    for (const auto & r : head.rows) {
+        sound = sound && r.p0 == end && r.p1 > r.p0;
+        end = r.p1;
+    }
+    sound = sound && (fixed.version < 3 || end == head.kv.p1);
     if (!sound) {
         damaged("the head contradicts itself");
     }
@@ -357,6 +372,7 @@ std::string server_blocks_file_name(const server_blocks_head & head) {
     p.number(head.hash);
     p.number(head.kv.p0);
     p.number(head.kv.p1);
+    p.number(server_blocks_visibility_of(head.rows));
     p.text(head.tenant);
     return string_format("evoke-%016" PRIx64 "%016" PRIx64 ".kvb", server_blocks_checksum(p.bytes.data(), p.bytes.size(), 1),
         server_blocks_checksum(p.bytes.data(), p.bytes.size(), 2));
@@ -387,26 +403,68 @@ uint64_t server_blocks_model_id(const common_params & params) {
         llama_split_path(path.data(), path.size(), prefix.data(), i, n_files);
         h = named ? gguf_id(path.data(), h, ignored) : 0;
     }
-    for (const auto & vector : params.control_vectors) {
-        packer p;
-        p.text(vector.fname);
-        p.number(vector.strength);
+    packer p;
+    for (const auto & item : params.kv_overrides) {
+        const std::string key(item.key, strnlen(item.key, sizeof(item.key)));
+        if (key.empty()) { // ends the list
+            continue;
+        }
+        p.text(key);
+        p.number<uint64_t>(item.tag);
+        switch (item.tag) {
+            case LLAMA_KV_OVERRIDE_TYPE_INT:   p.number(item.val_i64); break;
+            case LLAMA_KV_OVERRIDE_TYPE_FLOAT: p.number(item.val_f64); break;
+            case LLAMA_KV_OVERRIDE_TYPE_BOOL:  p.number<uint64_t>(item.val_bool); break;
+            case LLAMA_KV_OVERRIDE_TYPE_STR:   p.text(std::string(item.val_str, strnlen(item.val_str, sizeof(item.val_str)))); break;
+        }
+    }
+    if (!params.control_vectors.empty()) {
+        const auto vectors = common_control_vector_load(params.control_vectors); // their sum, scaled
+        if (vectors.n_embd <= 0) {
+            return 0;
+        }
+        p.number(vectors.n_embd);
+        p.list(vectors.data);
         p.number(params.control_vector_layer_start);
         p.number(params.control_vector_layer_end);
-        h = h == 0 ? 0 : server_blocks_checksum(p.bytes.data(), p.bytes.size(), h);
     }
-    return h;
+    return h == 0 ? 0 : server_blocks_checksum(p.bytes.data(), p.bytes.size(), h);
 }
+
+namespace {
+
+// the rows of the file of a block behind another head
+void copy_rows(int from, size_t offset, int to, size_t n) {
+    std::vector<uint8_t> part(std::min(n, size_t(1) << 20));
+    while (n > 0) {
+        const size_t size = std::min(n, part.size());
+        read_all(from, part.data(), size, offset);
+        write_all(to, part.data(), size);
+        offset += size;
+        n      -= size;
+    }
+}
+
+} // namespace
 
 void server_blocks_file_write(const std::string & folder, const server_blocks_head & head, const uint8_t * data) {
     const std::string path = folder + "/" + server_blocks_file_name(head);
     const std::string temp = path + "." + std::to_string(getpid()) + "-" + std::to_string(ggml_time_us()) + ".tmp";
-    const auto bytes = packed(head, server_blocks_checksum(data, head.kv.size));
+    fixed_head before {};
+    std::unique_ptr<descriptor> rows; // where there are no data
+    if (!data) {
+        rows = std::make_unique<descriptor>(path, O_RDONLY);
+        const auto found = peek(rows->fd, before);
+        if (found.kv.size != head.kv.size || !(found.rows == head.rows)) {
+            damaged("the file is of another block");
+        }
+    }
+    const auto bytes = packed(head, data ? server_blocks_checksum(data, head.kv.size) : before.sum_data);
     try {
         const descriptor file(temp, O_WRONLY | O_CREAT | O_TRUNC);
         flock(file.fd, LOCK_EX | LOCK_NB);
         write_all(file.fd, bytes.data(), bytes.size());
-        write_all(file.fd, data, head.kv.size);
+        data ? write_all(file.fd, data, head.kv.size) : copy_rows(rows->fd, before.n_head, file.fd, head.kv.size);
         if (fsync(file.fd) != 0) {
             failed("fsync");
         }

@@ -178,6 +178,7 @@ int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want
 
 uint32_t server_blocks::evict_rows(int id, llama_pos p0, llama_pos p1) {
     server_ranges_remove(state[id].loaded, p0, p1);
+    state[id].history.removed(p0, p1);
     return llama_kv_block_evict(ctx, id, p0, p1);
 }
 
@@ -328,8 +329,12 @@ void server_blocks::look(int id) {
     s.n_obs = n_obs;
 }
 
-static std::string auto_name(const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) {
-    return string_format("auto/%016" PRIx64 "/%d-%d", hashes[p1], p0, p1);
+// by content, and by visibility where text was missing: the same rows evicted again have the same name
+std::string server_blocks::auto_name(int id, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const {
+    const auto & session = state[id].stream.session;
+    const auto   seen    = std::get<4>(key_of("", id, hashes, p0, p1));
+    const auto   h       = seen == 0 ? hashes[p1] : mix(mix(hashes[p1], seen), server_blocks_checksum(session.data(), session.size()));
+    return string_format("auto/%016" PRIx64 "/%d-%d", h, p0, p1);
 }
 
 // one block of the slot, saved first
@@ -345,11 +350,10 @@ bool server_blocks::evict_next(int id) {
         return evict_rows(id, out.p0, out.p1) > 0; // of a text that was given up: its next request empties the slot
     }
     if (out.name.empty()) {
-        // by content: the same text evicted again has the same name
-        out.name = auto_name(hashes, out.p0, out.p1);
+        out.name = auto_name(id, hashes, out.p0, out.p1);
     }
     auto & s = state[id];
-    const bool kept = put(s.stream.tenant, out.name, id, tokens, hashes, out.p0, out.p1);
+    const bool kept = put({ s.stream.tenant, s.stream.session, out.name }, id, tokens, hashes, out.p0, out.p1);
     if (!s.first_token) {
         s.hidden += std::max(0, out.p1 - std::max<llama_pos>(out.p0, s.n_past));
     }
@@ -367,7 +371,7 @@ void server_blocks::save_rows(int id, const server_prompt & prompt) {
     for (const auto & r : llama_kv_block_resident(ctx, id)) {
         for (llama_pos p0 = r.first, p1; p0 < std::min<llama_pos>(r.second, tokens.size()); p0 = p1) {
             p1 = std::min<llama_pos>({ r.second, (p0/size + 1)*size, (llama_pos) tokens.size() });
-            put(stream.tenant, auto_name(hashes, p0, p1), id, tokens, hashes, p0, p1);
+            put({ stream.tenant, stream.session, auto_name(id, hashes, p0, p1) }, id, tokens, hashes, p0, p1);
         }
     }
     fence();

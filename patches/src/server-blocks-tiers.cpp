@@ -14,7 +14,6 @@
 static constexpr int64_t REST_MS      = 2000;  // after a failed write
 static constexpr int     FLUSH_MS     = 5000;  // for what is not on disk yet when the server stops
 static constexpr int     SPILL_MS     = 60000; // for what a client wants on disk
-static constexpr int     VISITS_MAX   = 4;
 static constexpr size_t  INDEX_SHARE  = 4;     // 1/4 of the budget at most is for knowing what is on disk
 static constexpr size_t  AHEAD_SHARE  = 4;     // 1/4 of the budget is kept free or on disk
 
@@ -24,8 +23,7 @@ void server_blocks::open_disk(const common_params & params) {
         return;
     }
     const int64_t t_start = ggml_time_ms();
-    disk_model = server_blocks_model_id(params);
-    disk_why   = disk.open(option, disk_model, llama_kv_block_layout(ctx));
+    disk_why = disk.open(option, model_id, llama_kv_block_layout(ctx));
     if (!disk_why.empty()) {
         LOG_WRN("evoke: saved blocks stay in host memory, --evoke-disk: %s\n", disk_why.c_str());
         return;
@@ -39,24 +37,40 @@ server_blocks::~server_blocks() {
         return;
     }
     copying = false; // the context is gone, and its copies are over
+    std::map<uint64_t, block_it> newest; // by last use, in memory or not: the file may not have the names
+    for (auto it = store.begin(); it != store.end(); ++it) {
+        newest[it->second.used] = it;
+    }
     std::vector<std::shared_ptr<server_blocks_write>> writes;
-    for (auto it = lru[1].rbegin(); it != lru[1].rend(); ++it) { // the newest first: time may be short
-        const auto block = store.find(it->second);
-        settle_write(block);
-        write(block);
-        if (block->second.writing) {
-            writes.push_back(block->second.writing);
+    for (auto it = newest.rbegin(); it != newest.rend(); ++it) { // the newest first: time may be short
+        settle_write(it->second);
+        write(it->second);
+        if (it->second->second.writing) {
+            writes.push_back(it->second->second.writing);
         }
     }
     disk.wait(writes, FLUSH_MS);
     disk.close();
 }
 
+// no copy that was made so far is of any use: another model has been loaded. Files stay, for servers of that one
+void server_blocks::forget_all() {
+    while (!store.empty()) {
+        store.begin()->second.on_disk = false;
+        erase(store.begin());
+    }
+    files.clear();
+    disk.close();
+}
+
 server_blocks_head server_blocks::head_of(const key_t & key, const saved & block) const {
     server_blocks_head head;
-    head.model  = disk_model;
+    head.model  = model_id;
     head.tenant = std::get<0>(key);
-    head.labels.assign(block.labels.begin(), block.labels.end());
+    for (const auto & [name, session] : block.labels) {
+        head.labels.push_back({ name, session });
+    }
+    head.rows   = block.rows;
     head.prefix_hash = block.prefix_hash;
     head.hash   = block.hash;
     head.tokens = block.tokens;
@@ -69,8 +83,9 @@ server_blocks_head server_blocks::head_of(const key_t & key, const saved & block
 // the name of its file
 std::string server_blocks::file_of(const key_t & key, const saved & block) const {
     server_blocks_head head;
-    head.model  = disk_model;
+    head.model  = model_id;
     head.tenant = std::get<0>(key);
+    head.rows   = block.rows;
     head.hash   = block.hash;
     head.kv.layout = block.kv.layout;
     head.kv.p0  = block.kv.p0;
@@ -97,6 +112,15 @@ void server_blocks::settle() {
             busy.erase(key);
         }
     }
+    const std::vector<key_t> unnamed(mislabelled.begin(), mislabelled.end());
+    for (const auto & key : unnamed) {
+        const auto it = store.find(key);
+        if (it == store.end() || it->second.in_ram() || !it->second.renamed) {
+            mislabelled.erase(key);
+        } else {
+            write(it);
+        }
+    }
     sweep();
     for (const auto & file : disk.gone()) {
         const auto known = files.find(file);
@@ -120,10 +144,14 @@ void server_blocks::settle_write(block_it it) {
     }
     const auto state = disk.state(*block.writing);
     if (state == server_blocks_write::DONE) {
-        const auto & names = block.writing->head.labels;
+        const auto & head = block.writing->head;
+        std::map<std::string, std::string> names;
+        for (const auto & label : head.labels) {
+            names[label.name] = label.session;
+        }
         block.on_disk = true;
-        block.renamed = block.labels != std::set<std::string>(names.begin(), names.end())
-            || block.bounds.layers != block.writing->head.bounds.layers;
+        block.renamed = block.labels != names || block.bounds.layers != head.bounds.layers;
+        block.redone  = !(block.rows == head.rows);
         files[server_blocks_file_name(block.writing->head)] = it->first;
     } else if (state == server_blocks_write::FAILED) {
         rest_ms = block.rest_ms = ggml_time_ms() + REST_MS;
@@ -145,19 +173,19 @@ void server_blocks::settle_read(block_it it) {
     block.reading.reset();
     busy.erase(it->first);
     const size_t bytes = rows_cost(block.kv);
+    ram_used -= bytes; // was set aside for it
     if (read->state == server_blocks_read::DONE) {
-        lru[0].erase(block.used);
-        index_used   -= block.bytes;
+        leave(it);
         block.kv      = read->head.kv;
         block.kv.data = read->data;
         block.tokens  = read->head.tokens;
-        block.bytes  += bytes;
+        block.rows    = read->head.rows; // another server may have written the file since
+        block.bytes   = bytes + block.index_bytes();
         block.used    = ++clock;
-        lru[1][block.used] = it->first;
+        enter(it);
         disk.touch(read->file);
         return;
     }
-    ram_used -= bytes;
     arena.give(read->data);
     if (read->state == server_blocks_read::GONE || read->state == server_blocks_read::DAMAGED) {
         block.on_disk = false;
@@ -174,9 +202,10 @@ void server_blocks::sweep() {
         if (item.write) {
             const auto state = disk.state(*item.write);
             over = state != server_blocks_write::QUEUED && state != server_blocks_write::RUNNING;
-            const std::string file = server_blocks_file_name(item.write->head);
-            if (state == server_blocks_write::DONE && !files.count(file)) {
-                disk.remove(file);
+            const auto & head  = item.write->head;
+            const auto   owner = store.find({ head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) });
+            if (state == server_blocks_write::DONE && (owner == store.end() || (!owner->second.on_disk && !owner->second.writing))) {
+                disk.remove(server_blocks_file_name(head));
             }
         }
         if (item.read) {
@@ -187,7 +216,9 @@ void server_blocks::sweep() {
             ++i;
             continue;
         }
-        arena.give(item.data);
+        if (item.data) {
+            arena.give(item.data);
+        }
         ram_used -= item.bytes;
         limbo.erase(limbo.begin() + i);
     }
@@ -195,7 +226,18 @@ void server_blocks::sweep() {
 
 // files of this model that another process has written, or an earlier one
 void server_blocks::take_found() {
-    const auto found = disk.found(); // the newest first: of two with one name it has it
+    auto found = disk.found(); // the newest first: of two with one name it has it
+    std::map<std::string, size_t> ranks;
+    std::vector<std::pair<size_t, size_t>> order; // the newest of each tenant first: there may be no room for all
+    for (size_t i = 0; i < found.size(); ++i) {
+        order.push_back({ ranks[found[i].tenant]++, i });
+    }
+    std::stable_sort(order.begin(), order.end());
+    std::vector<server_blocks_head> sorted;
+    for (const auto & item : order) {
+        sorted.push_back(std::move(found[item.second]));
+    }
+    found = std::move(sorted);
     clock += found.size();
     for (size_t i = 0; i < found.size(); ++i) {
         const auto & head = found[i];
@@ -206,21 +248,22 @@ void server_blocks::take_found() {
         if (hash != head.hash || head.kv.size != head.tokens.size()*row_size) {
             continue;
         }
-        const key_t key { head.tenant, head.hash, head.kv.p0, head.kv.p1 };
-        std::set<std::string> names;
-        for (const auto & name : head.labels) {
-            if (!labels.count({ head.tenant, name })) { // what has been said since the file was written counts more
-                names.insert(name);
+        const key_t key { head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) };
+        std::map<std::string, std::string> names;
+        for (const auto & label : head.labels) {
+            if (!labels.count({ head.tenant, label.name })) { // what has been said since the file was written counts more
+                names[label.name] = label.session;
             }
         }
         auto it = store.find(key);
         if (it == store.end()) {
+            saved block;
+            block.rows = head.rows;
             const size_t room   = std::min(ram_budget - ram_used, ram_budget/INDEX_SHARE - std::min(index_used, ram_budget/INDEX_SHARE));
-            const bool   bounds = bounds_fit(head.bounds) && META + head.bounds.size() <= room;
-            if (names.empty() || META > room) {
+            const bool   bounds = bounds_fit(head.bounds) && block.index_bytes() + head.bounds.size() <= room;
+            if (names.empty() || block.index_bytes() > room) {
                 continue;
             }
-            saved block;
             block.bounds = bounds ? head.bounds : server_blocks_bounds();
             block.kv.p0  = head.kv.p0;
             block.kv.p1  = head.kv.p1;
@@ -228,19 +271,30 @@ void server_blocks::take_found() {
             block.kv.layout = head.kv.layout;
             block.prefix_hash = head.prefix_hash;
             block.hash   = head.hash;
-            block.bytes  = META + block.bounds.size();
+            block.bytes  = block.index_bytes();
             block.used   = clock - i;
-            ram_used    += block.bytes;
-            index_used  += block.bytes;
-            lru[0][block.used] = key;
             it = store.emplace(key, std::move(block)).first;
+            enter(it);
         }
-        it->second.on_disk = true;
+        auto & block = it->second;
+        block.on_disk = true;
+        block.redone  = !(block.rows == head.rows);
+        if (block.redone && !block.in_ram()) { // another server has written the file anew
+            leave(it);
+            block.rows   = head.rows;
+            block.bytes  = block.index_bytes();
+            block.redone = false;
+            enter(it);
+        }
         files[server_blocks_file_name(head)] = key;
-        for (const auto & name : names) {
-            label(head.tenant, name, key);
+        for (const auto & [name, session] : names) {
+            labels[{ head.tenant, name }] = key;
+            block.labels[name] = session;
+            block.told = -1;
         }
-        it->second.renamed = it->second.labels.size() > head.labels.size();
+        if (block.labels.size() > head.labels.size()) {
+            rename(it);
+        }
     }
 }
 
@@ -251,7 +305,9 @@ void server_blocks::take_found() {
 void server_blocks::write(block_it it, bool insist) {
     auto & block = it->second;
     const bool resting = !insist && ggml_time_ms() < std::max(rest_ms, block.rest_ms);
-    if (!disk.is_open() || resting || block.writing || (block.on_disk && !block.renamed) || !block.in_ram()) {
+    const bool current = block.on_disk && !block.renamed && !block.redone;
+    const bool absent  = !block.in_ram() && (!block.on_disk || block.reading); // the rows; its file can get other names
+    if (!disk.is_open() || resting || block.writing || current || absent) {
         return;
     }
     fence();
@@ -265,13 +321,15 @@ void server_blocks::write_ahead() {
     if (!disk.is_open() || spare >= ram_budget/AHEAD_SHARE) {
         return;
     }
-    for (const auto & [used, key] : lru[1]) {
-        if (spare >= ram_budget/AHEAD_SHARE) {
-            return;
+    for (const auto * share : largest_first(true)) {
+        for (const auto & [used, key] : share->lru[1]) {
+            if (spare >= ram_budget/AHEAD_SHARE) {
+                return;
+            }
+            const auto it = store.find(key);
+            write(it);
+            spare += it->second.on_disk || it->second.writing ? it->second.bytes : 0;
         }
-        const auto it = store.find(key);
-        write(it);
-        spare += it->second.on_disk || it->second.writing ? it->second.bytes : 0;
     }
 }
 
@@ -279,8 +337,7 @@ void server_blocks::write_ahead() {
 void server_blocks::release(block_it it) {
     fence();
     auto & block = it->second;
-    lru[1].erase(block.used);
-    lru[0][block.used] = it->first;
+    leave(it);
     arena.give(block.kv.data);
     llama_kv_block kv;
     kv.p0     = block.kv.p0;
@@ -289,58 +346,79 @@ void server_blocks::release(block_it it) {
     kv.layout = block.kv.layout;
     block.kv  = std::move(kv);
     llama_tokens().swap(block.tokens);
-    ram_used    -= rows_cost(block.kv);
-    block.bytes -= rows_cost(block.kv);
-    index_used  += block.bytes;
+    block.bytes = block.index_bytes();
+    enter(it);
+    if (block.renamed) {
+        mislabelled.insert(it->first);
+    }
 }
 
-bool server_blocks::release_one(const std::set<key_t> & keep) {
-    for (const auto & [used, key] : lru[1]) {
-        const auto it = store.find(key);
-        if (!it->second.on_disk || it->second.writing || keep.count(key)) {
-            continue; // a file that gets other names is being read from this memory
+bool server_blocks::release_one(const std::vector<tenant_share *> & from, const std::set<key_t> & keep) {
+    for (const auto * share : from) {
+        for (const auto & [used, key] : share->lru[1]) {
+            const auto it = store.find(key);
+            auto & block = it->second;
+            if (!block.on_disk || block.redone || block.writing || keep.count(key)) {
+                continue; // a file that gets other names is being written from this memory
+            }
+            if (disk.holds(file_of(key, block))) {
+                release(it);
+                trim_index();
+                return true;
+            }
+            files.erase(file_of(key, block));
+            block.on_disk = false;
         }
-        if (disk.holds(file_of(key, it->second))) {
-            release(it);
-            trim_index();
-            return true;
-        }
-        files.erase(file_of(key, it->second));
-        it->second.on_disk = false;
     }
     return false;
 }
 
-// knowing of blocks on disk must not take all the memory: of the oldest the bounds are forgotten, then that they are there
+// knowing of blocks on disk must not take all the memory: of the oldest of the tenant that has most the bounds are
+// forgotten, then that they are there
 void server_blocks::trim_index() {
-    for (auto it = lru[0].begin(); it != lru[0].end() && index_used > ram_budget/INDEX_SHARE; ++it) {
-        auto & block = store.at(it->second);
-        index_used  -= block.bounds.size();
-        ram_used    -= block.bounds.size();
-        block.bytes -= block.bounds.size();
-        block.bounds = {};
-    }
-    for (auto it = lru[0].begin(); it != lru[0].end() && index_used > ram_budget/INDEX_SHARE; ) {
-        const auto block = store.find((it++)->second);
-        if (!block->second.reading) {
-            erase(block);
+    for (const bool bounds_only : { true, false }) {
+        bool found = true;
+        while (found && index_used > ram_budget/INDEX_SHARE) {
+            found = false;
+            for (const auto * share : largest_first(false)) {
+                const auto next = std::find_if(share->lru[0].begin(), share->lru[0].end(), [&](const auto & item) {
+                    const auto & block = store.at(item.second);
+                    return bounds_only ? block.bounds.size() > 0 : !block.reading;
+                });
+                if (next == share->lru[0].end()) {
+                    continue;
+                }
+                const auto it = store.find(next->second);
+                if (bounds_only) {
+                    leave(it);
+                    it->second.bounds = {};
+                    it->second.bytes  = it->second.index_bytes();
+                    enter(it);
+                } else {
+                    erase(it);
+                }
+                found = true;
+                break;
+            }
         }
     }
 }
 
 // the oldest copy that is not on disk gets there, if that takes no longer than the main loop may wait
-bool server_blocks::wait_for_write(const std::set<key_t> & keep) {
+bool server_blocks::wait_for_write(const std::vector<tenant_share *> & from, const std::set<key_t> & keep) {
     const int64_t left_ms = patience_ms - ggml_time_ms();
-    for (auto at = lru[1].begin(); disk.is_open() && left_ms > 0 && at != lru[1].end(); ++at) {
-        const auto it = store.find(at->second);
-        if (keep.count(at->second)) {
-            continue;
-        }
-        write(it);
-        if (it->second.writing) {
-            const bool over = disk.wait({ it->second.writing }, (int) left_ms);
-            settle_write(it);
-            return over && it->second.on_disk;
+    for (const auto * share : from) {
+        for (auto at = share->lru[1].begin(); disk.is_open() && left_ms > 0 && at != share->lru[1].end(); ++at) {
+            const auto it = store.find(at->second);
+            if (keep.count(at->second)) {
+                continue;
+            }
+            write(it);
+            if (it->second.writing) {
+                const bool over = disk.wait({ it->second.writing }, (int) left_ms);
+                settle_write(it);
+                return over && it->second.on_disk && !it->second.redone;
+            }
         }
     }
     return false;
@@ -407,7 +485,8 @@ bool server_blocks::stage(server_blocks_call & call) {
 void server_blocks::begin_read(const key_t & key, const std::set<key_t> & keep) {
     const size_t size  = store.at(key).kv.size;
     const size_t bytes = rows_cost(store.at(key).kv);
-    uint8_t * data = make_space(bytes, keep) ? take(size, keep) : nullptr;
+    const std::string & tenant = std::get<0>(key);
+    uint8_t * data = make_space(tenant, bytes, keep) ? take(tenant, size, keep) : nullptr;
     if (!data) {
         fail(413, "ram_budget", "host memory has no room for what is to come from disk", json { {"needed", bytes}, {"budget", ram_budget} });
     }

@@ -5,6 +5,7 @@
 #include "log.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <random>
 
@@ -138,6 +139,13 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
     }
     kind = llama_kv_block_kind(ctx);
     copying  = false;
+    const uint64_t id = server_blocks_model_id(params);
+    if (id != model_id || id == 0) { // after a sleep there may be another file of that name
+        forget_all();
+        model_id = id;
+    }
+    adapter_ids.clear();
+    adapters_hash(params.lora_adapters); // reads them now, not when the first request comes
     row_size = llama_kv_block_row_size(ctx);
     ram_budget = (size_t) flags.ram_mib*1024*1024;
     if (arena.size() != ram_budget && !arena.reset(ram_budget, llama_kv_block_host_buft(ctx))) {
@@ -219,14 +227,20 @@ void server_blocks::on_task(server_task & task, const json & data) const {
     }
 }
 
-// rows made under an adapter are of no use under another one
-static uint64_t adapters_hash(const std::vector<common_adapter_lora_info> & adapters) {
+// rows made under an adapter are of no use under another one, or at another scale
+uint64_t server_blocks::adapters_hash(const std::vector<common_adapter_lora_info> & adapters) {
     uint64_t res = 0;
     for (const auto & adapter : adapters) {
-        if (adapter.scale != 0.0f) {
-            const std::string id = adapter.path + "@" + std::to_string(adapter.scale);
-            res = server_blocks_checksum(id.data(), id.size(), res);
+        if (adapter.scale == 0.0f) {
+            continue;
         }
+        auto found = adapter_ids.find(adapter.ptr);
+        if (found == adapter_ids.end()) {
+            found = adapter_ids.emplace(adapter.ptr, llama_kv_block_adapter_id(adapter.ptr)).first;
+        }
+        uint32_t scale;
+        memcpy(&scale, &adapter.scale, sizeof(scale));
+        res = mix(mix(res, found->second), scale);
     }
     return res;
 }
@@ -237,6 +251,9 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
     }
     auto & s = state[id];
     s.adapters = adapters_hash(adapters);
+    s.opaque   = std::any_of(adapters.begin(), adapters.end(), [](const auto & adapter) {
+        return adapter.scale != 0.0f && llama_adapter_get_alora_n_invocation_tokens(adapter.ptr) > 0;
+    });
     s.marker = task.evoke_epoch < 0 ? -1 : task.evoke_epoch == s.epoch;
     s.first_token = false;
     s.books  = json();
@@ -252,14 +269,14 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
         // one token at least is decoded; what is reused ends before it, also for windows and checkpoints
         return clip(id, std::min(n_past, task.n_tokens() - 1));
     }
-    // somebody who does not know about holes: the slot is theirs now, and only a gapless prefix is reused
+    // somebody who does not know about holes: the slot is theirs now, and only a prefix is reused that has none
+    // and no row that was decoded behind one
     bump(id);
     if (modes.on() && task.n_tokens() > modes.n_rows) {
         return clip(id, std::min(n_past, task.n_tokens() - 1)); // decoded again, it would have holes as well
     }
-    const auto resident = llama_kv_block_resident(ctx, id);
-    const llama_pos gapless = !resident.empty() && resident[0].first == 0 ? resident[0].second : 0;
-    return std::min(n_past, gapless);
+    s.history.reconcile(llama_kv_block_resident(ctx, id));
+    return std::min(n_past, s.history.clean_end());
 }
 
 int32_t server_blocks::clip(int id, int32_t n_past) const {
@@ -298,6 +315,8 @@ void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) 
         s.reuse = n_past; // ended or broken off
     }
     server_ranges_remove(s.loaded, n_past, end);
+    s.history.reconcile(resident);
+    s.history.removed(n_past, end);
     s.used.resize(std::min(s.used.size(), (size_t) n_past));
     llama_attn_capture_forget(ctx, id, n_past);
     llama_attn_capture_prompt(ctx, id, true);
@@ -308,6 +327,7 @@ void server_blocks::on_decoded() {
     for (int id = 0; id < n_slots; ++id) {
         note_peak(id);
         const llama_pos end = llama_memory_seq_pos_max(llama_get_memory(ctx), id) + 1;
+        state[id].history.decoded(end, state[id].opaque);
         if (end > (llama_pos) state[id].used.size()) {
             touch(id, (llama_pos) state[id].used.size(), end);
         }
@@ -387,6 +407,17 @@ void server_blocks::on_clear(int id) {
     if (enabled()) {
         bump(id);
         state[id].used.clear();
+        state[id].history.clear();
+        state[id].history.reconcile(llama_kv_block_resident(ctx, id)); // of a slot file
+    }
+}
+
+void server_blocks::on_copy(int from, int id) {
+    if (enabled()) {
+        on_clear(id);
+        state[id].history  = state[from].history;
+        state[id].adapters = state[from].adapters;
+        state[id].opaque   = state[from].opaque;
     }
 }
 

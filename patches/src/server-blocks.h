@@ -10,6 +10,7 @@
 #include "llama-kv-block.h"
 #include "server-blocks-arena.h"
 #include "server-blocks-disk.h"
+#include "server-blocks-history.h"
 #include "server-blocks-modes.h"
 #include "server-task.h"
 
@@ -77,6 +78,7 @@ struct server_blocks_stream {
     int32_t block  = 64;
     int32_t align  = 0; // where a block begins
     std::string        tenant;
+    std::string        session; // that the copies are made for
     llama_kv_ranges    protect;
     std::vector<entry> order; // evicted first to last; then as --kv-eviction says, or the oldest first
 };
@@ -162,6 +164,9 @@ public:
     // the slot's cells were emptied or replaced by somebody else
     void on_clear(int id);
 
+    // the slot's cells are about to get the rows of another slot
+    void on_copy(int from, int id);
+
     // ---- block calls
 
     // when it sets `call.waits`, the caller does work(call) and comes again
@@ -174,14 +179,16 @@ public:
     void work(server_blocks_call & call);
 
 private:
-    using key_t = std::tuple<std::string, uint64_t, llama_pos, llama_pos>; // tenant, prefix hash at p1, p0, p1
+    // tenant, prefix hash at p1, p0, p1, visibility of the rows
+    using key_t = std::tuple<std::string, uint64_t, llama_pos, llama_pos, server_blocks_visibility>;
 
     struct saved {
         llama_kv_block        kv; // without data: it is only on disk
         llama_tokens          tokens;
         uint64_t              prefix_hash = 0; // of the tokens before p0
         uint64_t              hash        = 0; // of the tokens up to p1
-        std::set<std::string> labels;
+        std::map<std::string, std::string> labels; // names, and the session that saved each
+        server_blocks_row_list rows; // what they were made from
         server_blocks_bounds  bounds;
         uint64_t              used = 0;
         size_t                bytes = 0; // of host memory
@@ -191,12 +198,25 @@ private:
 
         bool        on_disk = false; // there is a file of it
         bool        renamed = false; // which does not have its names, or its bounds
+        bool        redone  = false; // which does not have its rows: they were decoded again since
         int64_t     rest_ms = 0;     // not to be written before: it has failed
         std::shared_ptr<server_blocks_write> writing;
         std::shared_ptr<server_blocks_read>  reading;
 
         bool in_ram() const { return kv.data != nullptr; }
+        bool whole()  const { return server_blocks_is_whole(server_blocks_visibility_of(rows)); }
+
+        // host memory of what is known of it wherever its rows are
+        size_t index_bytes() const { return META + bounds.size() + rows.size()*sizeof(server_blocks_rows); }
     };
+
+    // what one tenant has of the host memory
+    struct tenant_share {
+        std::map<uint64_t, key_t> lru[2]; // by last use: only on disk, in host memory
+        size_t bytes[2] = { 0, 0 };       // of those
+    };
+
+    using block_it = std::map<key_t, saved>::iterator;
 
     // memory of a block that is no more, while the disk is still at it
     struct in_flight {
@@ -210,6 +230,8 @@ private:
         int64_t epoch    = 0;
         bool    reserved = false;
         uint64_t adapters = 0; // of the rows, 0 = none
+        bool     opaque   = false; // rows are made under adapters that come and go within a text
+        server_blocks_history history;
         server_blocks_stream stream;
 
         // the turn: everything since the last reply
@@ -234,6 +256,7 @@ private:
     };
 
     static constexpr int64_t PATIENCE_MS = 100; // how long the main loop waits for a write before a copy is lost
+    static constexpr int VISITS_MAX = 4; // how often a call may wait for the disk
     static constexpr size_t META = 512; // what knowing of a block takes, wherever its rows are
 
     struct plan_state;
@@ -257,7 +280,8 @@ private:
     server_blocks_arena      arena; // ram_budget bytes
     std::vector<slot_state>  state;
     std::map<key_t, saved>   store;
-    std::map<uint64_t, key_t> lru[2]; // by last use: only on disk, in host memory
+    std::map<std::string, tenant_share> shares;
+    std::set<key_t>          mislabelled; // only on disk, where the file does not have their names
     std::map<std::string, key_t> files; // on disk, by name of the file
     std::set<key_t>          busy; // being written or read
     std::vector<in_flight>   limbo;
@@ -265,7 +289,8 @@ private:
     size_t                   bytes_aside = 0;
     server_blocks_disk       disk;
     std::string              disk_why; // why there is none, though asked for
-    uint64_t                 disk_model = 0;
+    uint64_t                 model_id = 0; // server_blocks_model_id()
+    std::map<const llama_adapter_lora *, uint64_t> adapter_ids; // by contents
     uint64_t                 n_dropped  = 0; // copies lost because memory was short
     int64_t                  patience_ms = 0; // until when a call may wait for the disk
     int64_t                  rest_ms     = 0; // until when nothing is written: the disk has failed
@@ -285,8 +310,8 @@ private:
     json run_spill (server_blocks_call & call);
     json run_plan  (const json & body, const server_blocks_slot & slot, const std::vector<plan_op> & ops);
     json run_op    (const plan_op & what, plan_state & plan);
-    bool will_copy (const key_t & key) const;
-    bool may_fit   (const plan_state & plan) const;
+    bool will_copy (const key_t & key, int id) const;
+    bool may_fit   (const plan_state & plan);
     bool set_aside (const plan_state & plan);
     void give_back_aside();
     json op_save   (const json & op, const json & label, plan_state & plan);
@@ -295,6 +320,9 @@ private:
     json op_stream (const json & op, plan_state & plan);
     json op_reuse  (const json & op, plan_state & plan);
     saved * in_memory(const std::string & tenant, const std::string & name);
+    static void check_visible(const json & body, const saved & block, const std::string & name, const std::string & session);
+    void note_loaded(int id, const saved & block, uint64_t prefix_hash);
+    json run_rows  (const json & body, const server_blocks_slot & slot);
     json op_probe  (plan_state & plan);
     [[noreturn]] void unknown(const std::string & tenant, const std::string & name) const;
     static std::vector<std::string> needed(const server_blocks_call & call);
@@ -311,7 +339,7 @@ private:
     server_blocks_bounds key_bounds(int id, llama_pos p0, llama_pos p1) const;
     size_t key_bounds_size(int id) const; // bytes of one block's
     bool   bounds_fit(const server_blocks_bounds & bounds) const;
-    void   keep_bounds(saved & block, int id);
+    void   keep_bounds(block_it it, int id);
 
     // server-blocks.cpp
     void     bump(int id);
@@ -327,6 +355,7 @@ private:
     uint32_t evict_rows(int id, llama_pos p0, llama_pos p1);
     bool     evict_next(int id);
     void     save_rows(int id, const server_prompt & prompt);
+    std::string auto_name(int id, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const;
     bool     evict_somewhere(int id);
     void     touch(int id, llama_pos p0, llama_pos p1);
     double   score(int id, llama_pos p0, llama_pos p1) const;
@@ -340,24 +369,38 @@ private:
     llama_kv_ranges held(const server_prompt & prompt) const; // rows that checkpoints stand on
 
     // server-blocks-store.cpp
-    using block_it = std::map<key_t, saved>::iterator;
+    // who saves under what name
+    struct saver {
+        const std::string & tenant;
+        const std::string & session;
+        const std::string & name;
+    };
 
     saved *  find(const std::string & tenant, const std::string & name);
-    bool     put (const std::string & tenant, const std::string & name, int id, const llama_tokens & tokens,
-                  const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, const std::set<key_t> & keep = {});
-    void     use(saved & block);
-    bool     make_space(size_t bytes, const std::set<key_t> & keep);
-    bool     free_some(const std::set<key_t> & keep);
-    uint8_t * take(size_t bytes, const std::set<key_t> & keep);
-    void     label(const std::string & tenant, const std::string & name, const key_t & key);
+    key_t    key_of(const std::string & tenant, int id, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const;
+    bool     has_copy(const key_t & key, int id) const; // of the rows that the slot has
+    bool     put (const saver & by, int id, const llama_tokens & tokens,
+                  const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1, std::set<key_t> keep = {});
+    void     use(const key_t & key, saved & block);
+    bool     make_space(const std::string & tenant, size_t bytes, const std::set<key_t> & keep);
+    bool     free_some(const std::string & tenant, size_t bytes, const std::set<key_t> & keep);
+    uint8_t * take(const std::string & tenant, size_t bytes, const std::set<key_t> & keep);
+    void     label(const saver & by, const key_t & key);
     size_t   drop(const std::string & tenant, const std::string & name);
+    void     rename(block_it it);
+    void     enter(block_it it); // into its tenant's share
+    void     leave(block_it it);
+    void     give_up_rows(block_it it);
     void     erase(block_it it);
+    std::vector<tenant_share *> largest_first(bool in_ram);
+    std::vector<tenant_share *> must_give(const std::string & tenant, size_t bytes);
     bool     matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const;
     size_t   cost(size_t n_tokens, int id) const;
     size_t   rows_cost(const llama_kv_block & kv) const;
 
     // server-blocks-tiers.cpp: what is where, host memory or disk
     void     open_disk(const common_params & params);
+    void     forget_all();
     void     settle();
     void     settle_write(block_it it);
     void     settle_read(block_it it);
@@ -367,13 +410,15 @@ private:
     void     write(block_it it, bool insist = false);
     void     write_ahead();
     void     release(block_it it);
-    bool     release_one(const std::set<key_t> & keep);
-    bool     wait_for_write(const std::set<key_t> & keep);
+    bool     release_one(const std::vector<tenant_share *> & from, const std::set<key_t> & keep);
+    bool     wait_for_write(const std::vector<tenant_share *> & from, const std::set<key_t> & keep);
     void     sweep();
     void     trim_index();
     server_blocks_head head_of(const key_t & key, const saved & block) const;
     std::string file_of(const key_t & key, const saved & block) const;
     json     disk_json() const;
+
+    uint64_t adapters_hash(const std::vector<common_adapter_lora_info> & adapters);
 
     // [k] = of the first k tokens, made under these adapters
     static std::vector<uint64_t> prefix_hashes(const llama_tokens & tokens, uint64_t adapters);

@@ -61,6 +61,7 @@ class Session:
         self._doubtful: dict[str, Span] = {}
         self._left: tuple[Span, ...] = ()
         self._lost: dict[str, Span] = {}
+        self._outdated: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         layout = self.layout
@@ -139,6 +140,11 @@ class Session:
     def applied(self, turn: Turn, plan: Plan) -> None:
         """llama-server has run the whole plan."""
         self._moved(plan)
+        # What is decoded from here on is newer than the copies that there are of it.
+        cursor = plan.adopt.n_tokens if plan.adopt is not None else turn.view.n_past
+        again = self.layout.in_pool & (self.layout.blocks.ends > cursor)
+        older = {label for label in self._outdated if self.layout.blocks.has(label)}
+        self._outdated = frozenset(older.union(b.label for b in self.layout.blocks.pick(again)))
         self.layout = replace(self.layout, guessed=frozenset())
         self._planned, self.decided, self._left = (turn.view, plan), turn, ()
         self._task = turn.task
@@ -170,8 +176,10 @@ class Session:
         return planned is None or agree(forecast(*planned), books, self._adopts)
 
     def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
-        """These labels have copies of these ranges of this session's slot."""
-        self.layout = self.layout.with_saved(ranges)
+        """These labels have copies of these ranges of this session's slot, as its rows are now."""
+        known = tuple(ranges)
+        self._outdated -= {label for label, _ in known}
+        self.layout = self.layout.with_saved(known)
 
     def lost(self, adopts: bool) -> None:
         """llama-server restarted: every row is gone, and so are the copies that are not `found`."""
@@ -191,10 +199,12 @@ class Session:
         self.learn((label, span) for label, span in lost.items() if copies.get(label) == span)
 
     def unsaved(self, view: SlotView) -> list[Save]:
-        """Copies of the resident blocks that have none. `view` must show the slot as this session's
-        last reply left it."""
+        """Copies of the resident blocks that have none that is as new as their rows.
+
+        `view` must show the slot as this session's last reply left it."""
         layout = self.layout
-        missing = layout.blocks.within(view.resident) & ~layout.in_pool
+        current = layout.in_pool & ~layout.blocks.labelled(self._outdated)
+        missing = layout.blocks.within(view.resident) & ~current
         return [Save(block.label, block.span) for block in layout.blocks.pick(missing)]
 
     def save_all(self, view: SlotView) -> Plan:
@@ -261,7 +271,7 @@ class Session:
         return PolicyView(
             blocks=layout.blocks,
             in_cache=layout.in_cache,
-            in_pool=layout.in_pool,
+            in_pool=layout.in_pool & ~(layout.in_cache & layout.blocks.labelled(self._outdated)),
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
             resident=view.resident,

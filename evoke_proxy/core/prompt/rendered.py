@@ -37,7 +37,9 @@ class SlotView:
     """One slot now: the rows of `resident` are in it, its first `n_common` tokens are the prompt's.
 
     Counts are tokens; `n_free` is how many more rows the cache can hold. Rows of `held` are not to
-    be evicted: going back to a context checkpoint goes on from them.
+    be evicted: going back to a context checkpoint goes on from them. The first `n_reusable` tokens
+    have rows that were decoded with every row before them resident; None when the server does not
+    say it.
     """
 
     id: int
@@ -48,6 +50,7 @@ class SlotView:
     n_free: int
     busy: bool = False
     held: tuple[Span, ...] = ()
+    n_reusable: int | None = None
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> SlotView:
@@ -65,16 +68,20 @@ class SlotView:
                 n_free=int(answer["n_free"]),
                 busy=bool(answer.get("is_processing", False)),
                 held=_ranges(answer.get("held", ())),
+                n_reusable=int(answer["n_reusable"]) if "n_reusable" in answer else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
 
     @property
     def whole_to(self) -> int | None:
-        """Where the first gap in what is common begins; None when there is none."""
+        """Where the rows end that another conversation may go on from; None when all of those that
+        are common are such rows. Behind it a row is missing, or was decoded behind a missing one.
+        """
         edge = next((span.end for span in self.resident if span.start == 0), 0)
-        behind = any(edge < span.start < self.n_common for span in self.resident)
-        return edge if behind else None
+        edge = edge if self.n_reusable is None else min(edge, self.n_reusable)
+        behind = any(edge < span.end and span.start < self.n_common for span in self.resident)
+        return edge if behind and edge < self.n_common else None
 
     def n_past(self, n_prompt: int) -> int:
         """How many positions of a prompt of `n_prompt` tokens will not be decoded.

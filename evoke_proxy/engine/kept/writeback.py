@@ -134,7 +134,7 @@ class Writeback:
         for batch in _batches(saves[: _room(answer, saves)]):
             lease.check()
             ops = Plan(saves=batch).ops()
-            call = {"epoch": view.epoch, "ops": ops, "expect": expect, "tenant": known.tenant}
+            call = {"epoch": view.epoch, "ops": ops, "expect": expect, **known.owner}
             await self._upstream.run(slot, "block-plan", call, client)
             self._metrics.written_behind.inc(len(batch))
             known.session.saved_all(Plan(saves=batch))

@@ -150,4 +150,4 @@ class Eraser:
         if rows:
             rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
         plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reason="deleted")
-        await run_plan(self._its.upstream, plan, view, known.tenant, {})
+        await run_plan(self._its.upstream, plan, view, known.owner, {})

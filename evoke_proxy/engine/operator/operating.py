@@ -133,7 +133,7 @@ class Operator:
             plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
             try:
                 if view is not None:
-                    await run_plan(self._its.upstream, plan, view, known.tenant, {})
+                    await run_plan(self._its.upstream, plan, view, known.owner, {})
                 elif labels:
                     await drop_copies(self._its.upstream, labels, known.tenant, {})
             except PlanRefused as refused:

@@ -19,24 +19,27 @@ async def run_plan(
     upstream: Upstream,
     plan: Plan,
     view: SlotView,
-    tenant: str,
+    owner: Mapping[str, str],
     client: Mapping[str, str],
     tokens: Tokens | None = None,
     more: Sequence[dict[str, Any]] = (),
 ) -> int:
-    """Have llama-server run a plan; the epoch of the slot after it. Adopting needs `tokens`; `more`
-    are ops besides those of the plan.
+    """Have llama-server run a plan; the epoch of the slot after it.
+
+    `owner` names tenant and session (Conversation.owner): llama-server loads a copy that is not
+    whole only for the session that saved it. Adopting needs `tokens`; `more` are ops besides those
+    of the plan.
 
     Raises PlanRefused, and other EvokeErrors for what llama-server does.
     """
-    epoch, owner = view.epoch, {"tenant": tenant}
+    epoch = view.epoch
     if plan.adopt is not None and tokens is not None:
         prefix, names = tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
-        adopt = {"tokens": prefix, "names": names, "epoch": epoch} | owner
+        adopt = {"tokens": prefix, "names": names, "epoch": epoch, **owner}
         epoch = _epoch(await upstream.run(view.id, "block-adopt", adopt, client))
     ops = [*plan.ops(), *more]
     if ops:
-        call = {"epoch": epoch, "ops": ops} | owner
+        call = {"epoch": epoch, "ops": ops, **owner}
         epoch = _epoch(await upstream.run(view.id, "block-plan", call, client))
     return epoch
 

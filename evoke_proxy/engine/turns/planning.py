@@ -146,7 +146,7 @@ class Planner:
             view = await self._without_foreign_holes(view, known, client)
         config = effective(known.session.config, request)
         stream = _unplanned(config)
-        epoch = await run_plan(self._upstream, Plan(stream=stream), view, known.tenant, client)
+        epoch = await run_plan(self._upstream, Plan(stream=stream), view, known.owner, client)
         way.body = _marked(way.body, request.keys, view.id, epoch)
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
@@ -207,8 +207,8 @@ class Planner:
         way.stage = "plan"
         tokens = turn.rendered.tokens
         more = self._attending.ops(turn.config, way.conversation)
-        tenant = way.conversation.tenant
-        epoch = await run_plan(self._upstream, plan, turn.slot, tenant, client, tokens, more)
+        owner = way.conversation.owner
+        epoch = await run_plan(self._upstream, plan, turn.slot, owner, client, tokens, more)
         session.applied(turn, plan)
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
@@ -271,13 +271,14 @@ class Planner:
     ) -> SlotView:
         """A slot that holds somebody else's rows, cut off where the first of them is missing.
 
-        What was evicted from a shared beginning is missing for us too, and we have no copy of it:
-        what is there before it stays, the rest is to be decoded again.
+        What was evicted from a shared beginning is missing for us too, and we have no copy of it;
+        what was decoded behind it did not see it. What is there before it stays, the rest is to be
+        decoded again.
         """
         edge = view.whole_to
         if edge is None:
             return view
-        epoch = await run_plan(self._upstream, Plan(reuse=edge), view, known.tenant, client)
+        epoch = await run_plan(self._upstream, Plan(reuse=edge), view, known.owner, client)
         return replace(view, epoch=epoch, n_common=edge)
 
     def _note(

@@ -80,7 +80,7 @@ class Probing:
         way.probe = Probed(first, 0, 0.0)  # tried: not again, should it be refused
         more = [*self._attending.ops(turn.config, known), PROBE]
         tokens = turn.rendered.tokens
-        epoch = await run_plan(self._upstream, first, turn.slot, known.tenant, client, tokens, more)
+        epoch = await run_plan(self._upstream, first, turn.slot, known.owner, client, tokens, more)
         known.session.applied(roomy, first)
         cursor = turn.view.adopt_to or turn.view.n_past
         decoded = await self._decode(turn, epoch, known, client)

@@ -119,7 +119,7 @@ class Seating:
         victim.epoch, victim.n_resident = None, 0
         plan = victim.session.save_all(view)
         try:
-            await run_plan(self._upstream, plan, view, victim.tenant, client)
+            await run_plan(self._upstream, plan, view, victim.owner, client)
         except PlanRefused as refused:
             self._metrics.plan_failures.labels(reason=refused.type).inc()
             _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)

@@ -1,0 +1,234 @@
+#include "server-blocks-history.h"
+
+#include <algorithm>
+#include <random>
+
+namespace {
+
+uint64_t mixed(uint64_t h, uint64_t v) {
+    h = (h ^ (v + 0x9e3779b97f4a7c15ull))*0xbf58476d1ce4e5b9ull;
+    h ^= h >> 29;
+    h *= 0x94d049bb133111ebull;
+    return h ^ (h >> 32);
+}
+
+// a number that no other decode has, in this process or in another one
+uint64_t next_decode() {
+    static uint64_t seed = []() {
+        std::random_device device;
+        return (uint64_t(device()) << 32) ^ device();
+    }();
+    static uint64_t count = 0;
+    return mixed(seed, ++count);
+}
+
+server_blocks_visibility partial(uint64_t h) {
+    h &= ~uint64_t(1);
+    return h == 0 ? 2 : h;
+}
+
+server_blocks_visibility unknown(uint64_t h) {
+    return h | 1;
+}
+
+// a range of rows of one visibility, whatever decodes they come from
+struct visible_range {
+    llama_pos p0;
+    llama_pos p1;
+    server_blocks_visibility visibility;
+};
+
+std::vector<visible_range> visible_ranges(const server_blocks_row_list & rows, llama_pos end) {
+    std::vector<visible_range> res;
+    for (const auto & r : rows) {
+        if (r.p0 >= end) {
+            break;
+        }
+        const llama_pos p1 = std::min(r.p1, end);
+        if (!res.empty() && res.back().p1 == r.p0 && res.back().visibility == r.visibility) {
+            res.back().p1 = p1;
+        } else {
+            res.push_back({ r.p0, p1, r.visibility });
+        }
+    }
+    return res;
+}
+
+// the visibility of a row at `pos` that is decoded with the first n of these ranges before it
+server_blocks_visibility visibility_behind(const std::vector<visible_range> & ranges, size_t n, llama_pos pos) {
+    bool      whole = true;
+    bool      clean = true;
+    llama_pos end   = 0;
+    uint64_t  h     = mixed(0x76697369626c65ull, n);
+    for (size_t i = 0; i < n; ++i) {
+        const auto & r = ranges[i];
+        whole = whole && r.p0 == end && server_blocks_is_whole(r.visibility);
+        clean = clean && r.p0 == end && !server_blocks_is_partial(r.visibility);
+        end   = r.p1;
+        h = mixed(mixed(mixed(h, (uint32_t) r.p0), (uint32_t) r.p1), r.visibility);
+    }
+    if (end != pos) { // the row right before it is missing
+        whole = clean = false;
+        h = mixed(h, (uint32_t) pos);
+    }
+    return whole ? 0 : clean ? unknown(h) : partial(h);
+}
+
+void append(server_blocks_row_list & list, const server_blocks_rows & rows) {
+    if (rows.p0 >= rows.p1) {
+        return;
+    }
+    if (!list.empty() && list.back().p1 == rows.p0 && list.back().decode == rows.decode && list.back().visibility == rows.visibility) {
+        list.back().p1 = rows.p1;
+    } else {
+        list.push_back(rows);
+    }
+}
+
+} // namespace
+
+server_blocks_visibility server_blocks_visibility_of(const server_blocks_row_list & rows) {
+    bool     clean = true;
+    uint64_t h     = 0x636f7079ull;
+    bool     whole = true;
+    for (const auto & r : visible_ranges(rows, rows.empty() ? 0 : rows.back().p1)) {
+        whole = whole && server_blocks_is_whole(r.visibility);
+        clean = clean && !server_blocks_is_partial(r.visibility);
+        h = mixed(mixed(mixed(h, (uint32_t) r.p0), (uint32_t) r.p1), r.visibility);
+    }
+    return whole ? 0 : clean ? unknown(h) : partial(h);
+}
+
+server_blocks_row_list server_blocks_rows_displaced(server_blocks_row_list rows, uint64_t prefix_hash) {
+    for (auto & r : rows) {
+        r.visibility = partial(mixed(prefix_hash, r.visibility));
+    }
+    return rows;
+}
+
+server_blocks_visibility server_blocks_history::visible_at(llama_pos pos) const {
+    const auto ranges = visible_ranges(rows, pos);
+    const size_t n = ranges.size();
+    // rows that go on from rows of one visibility see what those saw and those themselves: they have the same
+    if (n > 0 && ranges[n - 1].p1 == pos && ranges[n - 1].visibility != 0
+            && ranges[n - 1].visibility == visibility_behind(ranges, n - 1, ranges[n - 1].p0)) {
+        return ranges[n - 1].visibility;
+    }
+    return visibility_behind(ranges, n, pos);
+}
+
+void server_blocks_history::decoded(llama_pos end, bool opaque) {
+    const llama_pos begin = this->end();
+    if (end <= begin) {
+        return;
+    }
+    if (open && !rows.empty()) {
+        rows.back().p1 = end;
+        return;
+    }
+    const uint64_t decode = next_decode();
+    rows.push_back({ begin, end, decode, opaque ? unknown(decode) : visible_at(begin) });
+    open = true;
+}
+
+void server_blocks_history::removed(llama_pos p0, llama_pos p1) {
+    open = false;
+    const auto first = std::lower_bound(rows.begin(), rows.end(), p0, [](const auto & r, llama_pos p) { return r.p1 <= p; });
+    auto last = first;
+    server_blocks_row_list left;
+    for (; last != rows.end() && last->p0 < p1; ++last) {
+        if (last->p0 < p0) {
+            left.push_back({ last->p0, p0, last->decode, last->visibility });
+        }
+        if (p1 < last->p1) {
+            left.push_back({ p1, last->p1, last->decode, last->visibility });
+        }
+    }
+    rows.insert(rows.erase(first, last), left.begin(), left.end());
+}
+
+void server_blocks_history::loaded(const server_blocks_row_list & copy) {
+    open = false;
+    if (copy.empty()) {
+        return;
+    }
+    removed(copy.front().p0, copy.back().p1);
+    server_blocks_row_list all;
+    auto next = rows.begin();
+    for (; next != rows.end() && next->p0 < copy.front().p0; ++next) {
+        append(all, *next);
+    }
+    for (const auto & r : copy) {
+        append(all, r);
+    }
+    for (; next != rows.end(); ++next) {
+        append(all, *next);
+    }
+    rows = std::move(all);
+}
+
+void server_blocks_history::reconcile(const llama_kv_ranges & resident) {
+    add_missing(resident, false);
+}
+
+void server_blocks_history::moved(const llama_kv_ranges & resident) {
+    add_missing(resident, true);
+}
+
+void server_blocks_history::add_missing(const llama_kv_ranges & resident, bool moved) {
+    server_blocks_row_list all;
+    auto next = rows.begin();
+    uint64_t decode = 0;
+    const auto add_unknown = [&](llama_pos p0, llama_pos p1) {
+        if (p0 < p1) {
+            decode = decode == 0 ? next_decode() : decode;
+            const bool gapless = !moved && p0 == (all.empty() ? 0 : all.back().p1);
+            append(all, { p0, p1, decode, gapless ? unknown(decode) : partial(decode) });
+        }
+    };
+    for (const auto & [p0, p1] : resident) {
+        llama_pos at = p0;
+        while (next != rows.end() && next->p1 <= at) {
+            ++next;
+        }
+        for (; next != rows.end() && next->p0 < p1; ++next) {
+            add_unknown(at, std::max(at, next->p0));
+            const llama_pos from = std::max(at, next->p0), to = std::min(p1, next->p1);
+            append(all, { from, to, next->decode, next->visibility });
+            at = to;
+            if (next->p1 > p1) {
+                break; // some of it may be in the next range
+            }
+        }
+        add_unknown(at, p1);
+    }
+    if (all != rows) {
+        rows = std::move(all);
+        open = false;
+    }
+}
+
+void server_blocks_history::clear() {
+    rows.clear();
+    open = false;
+}
+
+llama_pos server_blocks_history::clean_end() const {
+    llama_pos end = 0;
+    for (const auto & r : rows) {
+        if (r.p0 != end || server_blocks_is_partial(r.visibility)) {
+            break;
+        }
+        end = r.p1;
+    }
+    return end;
+}
+
+server_blocks_row_list server_blocks_history::of(llama_pos p0, llama_pos p1) const {
+    server_blocks_row_list res;
+    auto it = std::lower_bound(rows.begin(), rows.end(), p0, [](const auto & r, llama_pos p) { return r.p1 <= p; });
+    for (; it != rows.end() && it->p0 < p1; ++it) {
+        append(res, { std::max(p0, it->p0), std::min(p1, it->p1), it->decode, it->visibility });
+    }
+    return res;
+}

@@ -1,0 +1,355 @@
+"""A stored block is what it says: its key covers everything that its rows depend on.
+
+Differences are of log probabilities of the full vocabulary. Copies into other cells or out of other
+batches differ by rounding only; rows that were made from something else differ by a lot more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from llama import Json, Llama, running, story
+
+from bench.random_models import SHAPES, ensure
+
+VOCABULARY = 2048
+HOLE, BLOCK = (64, 192), (256, 384)
+# Other rows make a difference of more than 0.15 here, batches of another shape one of 0.02.
+MADE_OTHERWISE, ROUNDING = 0.08, 0.04
+EPSILON = "--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.3"
+
+
+def logprobs(server: Llama, prompt: list[int], slot: int = 0, **more: object) -> dict[int, float]:
+    """The log probability of every next token."""
+    answer = server.complete(prompt, slot, n_predict=1, n_probs=VOCABULARY, **more)
+    (step,) = answer["completion_probabilities"]
+    assert len(step["top_logprobs"]) == VOCABULARY
+    return {token["id"]: token["logprob"] for token in step["top_logprobs"]}
+
+
+def apart(one: dict[int, float], other: dict[int, float]) -> float:
+    return max(abs(one[token] - other[token]) for token in one)
+
+
+@contextmanager
+def serving(*options: str, seed: int = 0) -> Iterator[Llama]:
+    usual = ("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on", "--evoke-ram", "16")
+    with running(True, *usual, *options, model=ensure(SHAPES["tiny-dense"], seed)) as server:
+        yield server
+
+
+def kept(folder: Path) -> tuple[str, ...]:
+    return "--evoke-disk", f"{folder / 'blocks'}:64"
+
+
+def listed(server: Llama, slot: int = 0) -> dict[str, Json]:
+    return {block["name"]: block for block in server.slot(slot)["blocks"]}
+
+
+def text(server: Llama) -> list[int]:
+    return server.tokens(story(400))[:448]
+
+
+def decode_with_a_hole(server: Llama, tokens: list[int], slot: int = 0) -> None:
+    """Everything of the text but the hole is resident; what is behind it was decoded without."""
+    server.erase(slot)
+    server.complete(tokens[: HOLE[1] + 8], slot, n_predict=1)
+    server.act("block-save", slot, name="hole", p0=HOLE[0], p1=HOLE[1], session="h", evict=True)
+    server.complete(tokens, slot, n_predict=1)
+    assert [HOLE[1], len(tokens)] in server.slot(slot)["resident"]
+
+
+def decode_whole(server: Llama, tokens: list[int], slot: int = 0) -> None:
+    server.erase(slot)
+    server.complete(tokens, slot, n_predict=1)
+
+
+def save(server: Llama, name: str, session: str = "", slot: int = 0) -> Json:
+    p0, p1 = BLOCK
+    saved: Json = server.act("block-save", slot, name=name, p0=p0, p1=p1, session=session)
+    return saved
+
+
+def swapped(server: Llama, name: str, session: str = "", slot: int = 0) -> dict[int, float]:
+    """What follows the text when the block has gone and come back from its copy."""
+    tokens = text(server)
+    server.act("block-evict", slot, p0=BLOCK[0], p1=BLOCK[1])
+    server.act("block-load", slot, names=[name], session=session)
+    return logprobs(server, tokens, slot)
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+def test_rows_made_whole_do_not_share_a_copy_with_rows_made_behind_a_hole(
+    disk: bool, tmp_path: Path
+) -> None:
+    with serving(*(kept(tmp_path) if disk else ())) as server:
+        tokens = text(server)
+
+        def moved_out() -> None:
+            if disk:
+                server.post("/slots/0?action=block-spill", {"all": True, "release": True})
+                assert all(block["tier"] == "disk" for block in listed(server).values())
+
+        decode_with_a_hole(server, tokens)
+        first = save(server, "holed", "h")
+        assert not first["whole"] and int(first["visibility"], 16)
+        moved_out()
+        decode_whole(server, tokens)
+        reference = logprobs(server, tokens)
+        second = save(server, "whole", "w")
+        assert second["whole"] and not int(second["visibility"], 16)
+        moved_out()
+        found = listed(server)
+        assert found["whole"]["whole"] and not found["holed"]["whole"]
+        assert found["holed"]["visibility"] == first["visibility"]
+        assert swapped(server, "whole", "w") == reference
+        moved_out()
+        assert apart(swapped(server, "holed", "h"), reference) > MADE_OTHERWISE
+
+
+def test_rows_that_are_decoded_again_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
+    """Before and after a restart."""
+    with serving(*kept(tmp_path)) as server:
+        tokens = text(server)
+        decode_with_a_hole(server, tokens)
+        save(server, "b")
+        server.post("/slots/0?action=block-spill", {"all": True})
+        decode_whole(server, tokens)
+        reference = logprobs(server, tokens)
+        assert save(server, "b")["whole"]
+        assert swapped(server, "b") == reference
+    with serving(*kept(tmp_path)) as server:
+        assert listed(server)["b"]["whole"]
+        decode_whole(server, tokens)
+        assert swapped(server, "b") == reference
+
+
+def test_rows_of_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> None:
+    """The same text, all of it visible, in pieces of another size: the latest save counts."""
+    with serving() as server:
+        tokens = text(server)
+        decode_whole(server, tokens)
+        save(server, "b")
+        server.erase()
+        for end in range(1, len(tokens), 3):
+            server.complete(tokens[:end], n_predict=0)
+        logprobs(server, tokens)
+        reference = logprobs(server, tokens)  # the last token alone, as below
+        save(server, "b")
+        assert swapped(server, "b") == reference
+
+
+def test_only_the_session_that_made_it_loads_a_copy_that_is_not_whole(tmp_path: Path) -> None:
+    """In the slot where it was made, in another one, and after a restart."""
+    with serving(*kept(tmp_path)) as server:
+        tokens = text(server)
+        decode_with_a_hole(server, tokens)
+        for name, p0, p1 in (("begin", 0, 64), ("rest", 192, len(tokens))):
+            server.act("block-save", name=name, p0=p0, p1=p1, session="h")
+        names = ["begin", "hole", "rest"]
+        check_adoption(server, tokens, names)
+        server.erase()
+        check_adoption(server, tokens, names)
+    with serving(*kept(tmp_path)) as server:
+        found = listed(server)
+        assert [found[name]["whole"] for name in names] == [True, True, False]
+        check_adoption(server, tokens, names)
+
+
+def check_adoption(server: Llama, tokens: list[int], names: list[str]) -> None:
+    for more in ({}, {"session": "other"}, {"session": "h", "whole": True}):
+        error = server.refuse("block-adopt", 1, tokens=tokens, names=names, **more)
+        assert (error["code"], error["type"], error["name"]) == (409, "not_whole", "rest")
+        load = server.refuse("block-load", 1, names=["rest"], **more)
+        assert load["type"] in ("not_whole", "stale_block")
+    head = tokens[: HOLE[1]]
+    adopted = server.act("block-adopt", 1, tokens=head, names=names[:2], session="other")
+    assert adopted["whole"] and adopted["not_whole"] == []
+    adopted = server.act("block-adopt", 1, tokens=tokens, names=names, session="h")
+    assert not adopted["whole"] and adopted["not_whole"] == ["rest"]
+    assert adopted["n_loaded"] == len(tokens)
+
+
+def test_rows_made_from_rows_behind_a_hole_are_not_whole_either() -> None:
+    """The hole is filled again: what is decoded then sees everything, but not as it should be."""
+    with serving() as server:
+        tokens = text(server)
+        decode_with_a_hole(server, tokens)
+        server.act("block-load", names=["hole"], session="h")
+        assert server.slot()["resident"] == [[0, len(tokens)]]
+        tail = server.tokens(story(30, seed=4))
+        server.complete(tokens + tail, n_predict=1)
+        saved = server.act("block-save", name="tail", p0=len(tokens), p1=len(tokens) + 20)
+        assert not saved["whole"]
+        assert server.act("block-save", name="head", p0=0, p1=HOLE[1])["whole"]
+        assert server.slot()["n_reusable"] == HOLE[1] + 8
+
+
+def test_a_request_without_the_marker_does_not_go_on_from_rows_made_behind_a_hole() -> None:
+    with serving() as server:
+        tokens = text(server)
+        decode_whole(server, tokens)
+        reference = logprobs(server, tokens, marked=False)
+        decode_with_a_hole(server, tokens)
+        server.act("block-load", names=["hole"], session="h")
+        assert apart(logprobs(server, tokens, marked=False), reference) < ROUNDING
+
+
+def test_what_a_session_recovers_keeps_the_visibility_of_its_copy() -> None:
+    with serving() as server:
+        tokens = text(server)
+        decode_with_a_hole(server, tokens)
+        first = save(server, "b", "h")
+        server.act("block-evict", p0=BLOCK[0], p1=BLOCK[1])
+        server.act("block-load", names=["b"], session="h")
+        used = server.slot()["ram"]["used"]
+        again = save(server, "c", "h")
+        assert again["visibility"] == first["visibility"]
+        assert server.slot()["ram"]["used"] == used  # the same rows are kept once
+
+
+@pytest.mark.parametrize("reason", ["epsilon", "rope", "weights", "vector", "vector scale"])
+def test_a_server_that_computes_otherwise_does_not_use_what_is_on_disk(
+    reason: str, tmp_path: Path
+) -> None:
+    vector = tmp_path / "vector.gguf"
+    write_vector(vector, seed=1)
+    usual: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    seed = 0
+    if reason == "epsilon":
+        other = EPSILON
+    elif reason == "rope":
+        other = ("--rope-freq-scale", "0.5")
+    elif reason == "weights":
+        seed = 1
+    elif reason == "vector":
+        usual = other = ("--control-vector", str(vector))
+    else:
+        usual = ("--control-vector-scaled", f"{vector}:1.0")
+        other = ("--control-vector-scaled", f"{vector}:2.0")
+    with serving(*usual, *kept(tmp_path)) as server:
+        tokens = text(server)
+        decode_whole(server, tokens)
+        own = logprobs(server, tokens)
+        server.act("block-save", name="b", p0=0, p1=len(tokens))
+    if reason == "vector":
+        write_vector(vector, seed=2)  # the same path, other contents
+    with serving(*other, *kept(tmp_path), seed=seed) as server:
+        assert listed(server) == {}
+        error = server.refuse("block-adopt", tokens=tokens, names=["b"])
+        assert (error["code"], error["type"]) == (409, "other_model")
+        decode_whole(server, tokens)
+        assert apart(logprobs(server, tokens), own) > MADE_OTHERWISE
+    if reason == "vector":
+        write_vector(vector, seed=1)
+    with serving(*usual, *kept(tmp_path)) as server:  # of its own it finds all
+        adopted = server.act("block-adopt", tokens=tokens, names=["b"])
+        assert adopted["same_cells"] and adopted["whole"]
+        assert logprobs(server, tokens) == own
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A server with an adapter, used by requests at some scale."""
+
+    server: Llama
+    tokens: list[int]
+
+    def logprobs(self, scale: float) -> dict[int, float]:
+        return logprobs(self.server, self.tokens, lora=[{"id": 0, "scale": scale}])
+
+    def decode(self, scale: float) -> dict[int, float]:
+        self.server.erase()
+        return self.logprobs(scale)
+
+
+@pytest.mark.parametrize("change", ["contents", "scale"])
+def test_rows_made_with_an_adapter_are_of_that_adapter_at_that_scale(
+    change: str, tmp_path: Path
+) -> None:
+    """In memory for another scale; on disk, after a restart, for other contents at one path."""
+    adapter = tmp_path / "adapter.gguf"
+    write_adapter(adapter, seed=1)
+    options = ("--lora", str(adapter), *kept(tmp_path))
+    with serving(*options) as server:
+        tokens = text(server)
+        run = Adapted(server, tokens)
+        own = run.decode(1.0)
+        server.act("block-save", name="b", p0=0, p1=len(tokens))
+        assert apart(run.decode(0.0), own) > MADE_OTHERWISE
+        if change == "scale":
+            for scale in (1.0001, 0.0):
+                run.decode(scale)
+                server.act("block-evict", p0=64, p1=128)
+                assert listed(server)["b"]["stale"]
+                assert server.refuse("block-load", names=["b"])["type"] == "stale_block"
+            run.decode(1.0)
+            assert not listed(server)["b"]["stale"]
+            return
+    write_adapter(adapter, seed=2)
+    with serving(*options) as server:
+        run = Adapted(server, tokens)
+        assert apart(run.decode(1.0), own) > MADE_OTHERWISE
+        assert listed(server)["b"]["stale"]
+        assert server.refuse("block-adopt", tokens=tokens, names=["b"])["type"] == "stale_block"
+    write_adapter(adapter, seed=1)
+    with serving(*options) as server:
+        run = Adapted(server, tokens)
+        run.decode(1.0)
+        adopted = server.act("block-adopt", tokens=tokens, names=["b"])
+        assert adopted["whole"] and apart(run.logprobs(1.0), own) < ROUNDING
+
+
+def test_two_slots_of_one_prompt_keep_what_each_was_made_from() -> None:
+    """`n` answers to one prompt: the second slot has the rows of the first."""
+    with serving("-kvu") as server:
+        tokens = text(server)
+        server.erase(0)
+        server.erase(1)
+        body: dict[str, Any] = {"prompt": tokens, "n": 2, "n_predict": 4, "cache_prompt": True}
+        assert len(server.post("/completion", body | {"temperature": 0})) == 2
+        for slot in (0, 1):
+            assert server.slot(slot)["n_reusable"] == server.slot(slot)["n_tokens"]
+
+
+def write_adapter(path: Path, seed: int) -> None:
+    """A LoRA adapter for the attention of every layer of the random model."""
+    random, shape = np.random.default_rng(seed), SHAPES["tiny-dense"]
+    writer = gguf.GGUFWriter(path, shape.arch)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for layer in range(shape.layers):
+        for part, rows in (("attn_q", shape.heads), ("attn_v", shape.kv_heads)):
+            name = f"blk.{layer}.{part}.weight"
+            a = random.standard_normal((4, shape.width), np.float32) / 8
+            b = random.standard_normal((rows * shape.head_size, 4), np.float32) / 2
+            writer.add_tensor(f"{name}.lora_a", a)
+            writer.add_tensor(f"{name}.lora_b", b)
+    _finish(writer)
+
+
+def write_vector(path: Path, seed: int) -> None:
+    """A control vector for every layer but the first."""
+    random, shape = np.random.default_rng(seed), SHAPES["tiny-dense"]
+    writer = gguf.GGUFWriter(path, "controlvector")
+    writer.add_string("controlvector.model_hint", shape.arch)
+    for layer in range(1, shape.layers):
+        direction = random.standard_normal(shape.width, np.float32)
+        writer.add_tensor(f"direction.{layer}", direction)
+    _finish(writer)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

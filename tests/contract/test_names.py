@@ -1,0 +1,86 @@
+"""Names of copies that are only on disk outlive the server, however it ends."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from llama import Llama
+from test_disk import SIZE, blocks, disk, files, killable, spill, talk, wait_until
+
+
+def save(server: Llama, name: str, at: int = 1, **more: object) -> None:
+    server.act("block-save", name=name, p0=at * SIZE, p1=(at + 1) * SIZE, **more)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("spilled", [False, True], ids=["at once", "spilled"])
+def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
+    end: signal.Signals, spilled: bool, tmp_path: Path
+) -> None:
+    """`taken` is given and taken away again, `second` stays, of a copy that has no memory."""
+    folder = tmp_path / "d"
+    with killable(folder, ram=8) as (server, process):
+        held = talk(server)
+        for at in (1, 2):
+            save(server, f"first{at}", at)
+        spill(server, release=True)
+        assert {block["tier"] for block in blocks(server).values()} == {"disk"}
+        for at in (1, 2):
+            save(server, f"second{at}", at, session="s")
+            save(server, f"taken{at}", at)
+        server.post("/slots/0?action=block-drop", {"names": ["taken1", "taken2", "first2"]})
+        assert {block["tier"] for block in blocks(server).values()} == {"disk"}
+        if spilled:
+            assert spill(server)["n_spilled"] == 2
+        else:
+            assert wait_until(lambda: disk(server)["n_queued"] == 0 and settled(server))
+        process.send_signal(end)
+        process.wait()
+    assert len(files(folder)) == 2
+    with killable(folder, ram=8) as (server, _):
+        found = blocks(server)
+        assert set(found) == {"first1", "second1", "second2"}
+        assert found["second1"]["session"] == "s" and found["first1"]["session"] == ""
+        talk(server)
+        server.act("block-evict", p0=SIZE, p1=3 * SIZE)
+        loaded = server.act("block-load", names=["second1", "second2"])
+        assert loaded["n_loaded"] == 2 * SIZE and loaded["same_cells"]
+        assert held == talk(server)
+        assert disk(server)["n_damaged"] == 0
+
+
+def settled(server: Llama) -> bool:
+    """Whether the writer has nothing left: it has written each change of names, or more at once."""
+    before = disk(server)["n_written"]
+    server.slot()
+    return bool(disk(server)["n_written"] == before)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_second_conversation_over_a_shared_beginning_keeps_its_names(
+    end: signal.Signals, tmp_path: Path
+) -> None:
+    """Copies of the first one come back after a restart; the second one names the same blocks."""
+    folder = tmp_path / "d"
+    with killable(folder, ram=8) as (server, _):
+        held = talk(server)
+        for at in range(4):
+            save(server, f"a/{at}", at)
+        spill(server)
+    with killable(folder, ram=8) as (server, process):
+        head = held[: 4 * SIZE]
+        server.act("block-adopt", tokens=head, names=[f"a/{at}" for at in range(4)])
+        spill(server, release=True)
+        for at in range(4):
+            save(server, f"b/{at}", at)
+        body = {"names": [f"b/{at}" for at in range(4)]}
+        assert server.post("/slots/0?action=block-spill", body)["n_spilled"] == 4
+        process.send_signal(end)
+        process.wait()
+    with killable(folder, ram=8) as (server, _):
+        names = {f"{session}/{at}" for session in "ab" for at in range(4)}
+        assert set(blocks(server)) == names
+        adopted = server.act("block-adopt", tokens=head, names=[f"b/{at}" for at in range(4)])
+        assert adopted["n_loaded"] == 4 * SIZE and adopted["whole"]
