@@ -745,7 +745,6 @@ json server_blocks::op_save(const json & op, const json & label, plan_state & pl
         plan.keep.insert(key);
         if (will_copy(key, plan.slot.id) && plan.fresh.insert(key).second) {
             plan.bytes += cost(p1 - p0, plan.slot.id);
-            plan.bytes += cost(p1 - p0, plan.slot.id);
         }
         return {};
     }
