@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import time
 from collections import Counter
@@ -158,6 +159,30 @@ def bounds(server: Llama, held: list[int], slot: int = 0) -> tuple[list[bool], b
     ranges = [[p0, min(len(held), p0 + SIZE)] for p0 in range(0, len(held), SIZE)]
     answer = server.post(f"/slots/{slot}?action=attention", {"bounds": ranges})["key_bounds"]
     return answer["known"], base64.b64decode(answer["data"])
+
+
+def checksum(data: bytes) -> int:
+    """That of server-blocks-file.cpp, seed 0, of a multiple of 32 bytes."""
+    mask = (1 << 64) - 1
+    p1, p2, p3, p4 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
+
+    def rotated(x: int, r: int) -> int:
+        return (x << r | x >> (64 - r)) & mask
+
+    def mixed(total: int, lane: int) -> int:
+        return rotated((total + lane * p2) & mask, 31) * p1 & mask
+
+    lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
+    for i, lane in enumerate(struct.unpack(f"<{len(data) // 8}Q", data)):
+        lanes[i % 4] = mixed(lanes[i % 4], lane)
+    turned = zip(lanes, (1, 7, 12, 18), strict=True)
+    h = sum(rotated(lane, r) for lane, r in turned) & mask
+    for lane in lanes:
+        h = ((h ^ mixed(0, lane)) * p1 + p4) & mask
+    h = (h + len(data)) & mask
+    h = (h ^ h >> 33) * p2 & mask
+    h = (h ^ h >> 29) * p3 & mask
+    return h ^ h >> 32
 
 
 def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:

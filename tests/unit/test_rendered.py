@@ -152,3 +152,26 @@ def test_the_users_messages_end_alike_however_they_are_told() -> None:
     columns = {"index": [0, 2], "role": ["developer", "user"], "end": [1, 3]}
     assert list(listed.user_ends) == list(Rendered.parse({**ANSWER, "spans": columns}).user_ends)
     assert list(listed.user_ends) == [3]
+
+
+@pytest.mark.parametrize(
+    ("resident", "n_reusable", "n_common", "edge"),
+    [
+        ([[0, 100]], 100, 100, None),
+        ([[0, 100]], None, 100, None),
+        ([[0, 40], [60, 100]], 40, 100, 40),
+        ([[0, 40], [60, 100]], None, 100, 40),
+        ([[0, 40], [60, 100]], 40, 50, None),
+        ([[0, 100]], 30, 100, 30),  # decoded behind a hole that has been filled since
+        ([[0, 100]], 30, 30, None),
+        ([[0, 100]], 0, 20, 0),
+        ([[10, 100]], 0, 20, 0),
+    ],
+)
+def test_another_conversation_goes_on_from_rows_that_saw_all_before_them(
+    resident: list[list[int]], n_reusable: int | None, n_common: int, edge: int | None
+) -> None:
+    answer = {"id": 0, "epoch": 1, "n_tokens": 100, "n_common": n_common, "n_free": 5}
+    answer |= {"resident": resident}
+    answer |= {} if n_reusable is None else {"n_reusable": n_reusable}
+    assert SlotView.parse(answer).whole_to == edge

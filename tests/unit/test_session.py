@@ -646,3 +646,24 @@ def happen(house: House, talk: Talk, event: str, seed: int) -> None:
         del house.slot.store[names[seed % len(names)]]
     elif event == "long":
         talk.say(Role.USER, words(seed, 800))
+
+
+def test_copies_of_text_that_is_decoded_again_are_made_anew() -> None:
+    """Recurrent: copies alone do not bring the session back, so that all of it is decoded again."""
+    house = House(slot=SlotModel(n_cells=4096, recurrent=True))
+    talk = talk_of(300)
+    house.turn(talk, words(9, 20))
+    house.copy_behind()
+    view = house.slot.view([])
+    assert house.session.unsaved(view) == []
+    older = {
+        block.label for block in house.session.layout.blocks.pick(house.session.layout.in_pool)
+    }
+    house.hand_over()
+    talk.say(Role.USER, words(10, 30))
+    books = house.turn(talk, words(11, 20))
+    assert books.decoded == books.n_prompt
+    anew = house.session.unsaved(house.slot.view([]))
+    assert older and older <= {save.label for save in anew}
+    house.copy_behind()
+    assert house.session.unsaved(house.slot.view([])) == []
