@@ -880,8 +880,8 @@ void server_blocks::note_loaded(int id, const saved & block, uint64_t prefix_has
 
 // a checksum of each row of some ranges: for tests that compare what comes back with what went out
 json server_blocks::run_rows(const json & body, const server_blocks_slot & slot) {
-    if (!getenv("EVOKE_ROW_CHECKSUMS")) {
-        fail(501, "not_supported_error", "row checksums are for tests: start the server with EVOKE_ROW_CHECKSUMS=1 in its environment");
+    if (!getenv("LLAMA_EVOKE_ROW_SUMS")) {
+        fail(501, "not_supported_error", "row checksums are for tests: start the server with LLAMA_EVOKE_ROW_SUMS=1 in its environment");
     }
     const int32_t n_tokens = slot.prompt->n_tokens();
     const llama_pos p0 = get_int(body, "p0", 0, n_tokens);

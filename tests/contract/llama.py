@@ -15,6 +15,9 @@ from typing import Any
 from evoke_proxy.demo.processes import free_port, healthy, serving
 from evoke_proxy.server_build.build import ensure_server
 
+# A patched server then answers `block-rows`: a checksum of each row of a slot.
+os.environ["LLAMA_EVOKE_ROW_SUMS"] = "1"
+
 MODEL = Path(__file__).parents[2] / "evoke_proxy/models/tiny-recall-f16.gguf"
 
 Json = dict[str, Any]

@@ -1,4 +1,8 @@
-"""Random operations on two slots of a server, against bookkeeping of our own."""
+"""Random operations on two slots of a server, against bookkeeping of our own.
+
+Slots are compared by what their rows hold, position by position: a row stays as it is until it is
+decoded again, and a row that comes back from a copy is the row that was saved under that name.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,20 @@ WEIGHTS = {
     "hold": 6, "swap": 8, "adopt": 4, "reuse": 3, "drop": 3, "restore": 2, "compact": 3,
     "insert": 3, "attend": 4,
 }  # fmt: skip
+SCALES = (0.0, 0.5, 1.0)  # of the adapter, where the server has one
+
+Rows = dict[int, str]  # a checksum of each row, by position
+
+
+@dataclass
+class Copy:
+    """What was saved under a name; `rows` are None where nobody could look at them."""
+
+    prefix: tuple[int, ...]
+    p0: int
+    scale: float
+    visibility: str
+    rows: Rows | None
 
 
 @dataclass
@@ -25,8 +43,12 @@ class Model:
     chance: random.Random
     held: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
     budget: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0})
-    saved: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    hashes: dict[tuple[int, ...], str] = field(default_factory=dict)
+    saved: dict[str, Copy] = field(default_factory=dict)
+    rows: dict[int, Rows] = field(default_factory=lambda: {0: {}, 1: {}})
+    compared: int = 0  # rows that came back from copies
+    scale: dict[int, float] = field(default_factory=lambda: {0: 1.0, 1: 1.0})
+    adapted: bool = False  # the server has an adapter
+    hashes: dict[tuple[float, ...], str] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
     cells: int = 0
     evicts: bool = False  # without a budget too, when no cell is free
@@ -35,6 +57,7 @@ class Model:
     def __post_init__(self) -> None:
         props = self.server.get("/props")
         self.sinks, evoke = "gpt-oss" in props["model_path"], props["evoke"]
+        self.adapted = bool(self.server.get("/lora-adapters"))
         self.cells, self.evicts = evoke["limits"]["n_cells"], evoke["kv_eviction"]["mode"] != "off"
 
     def chat(self, slot: int, marked: bool = True) -> None:
@@ -42,11 +65,16 @@ class Model:
         prompt = self.held[slot] + more
         if len(prompt) > MOST_TOKENS:
             prompt = more
-        answer = self.server.complete(prompt, slot, marked=marked, n_predict=4)
+        lora = [{"id": 0, "scale": self.scale[slot]}]
+        more_fields = {"lora": lora} if self.adapted else {}
+        answer = self.server.complete(prompt, slot, marked=marked, n_predict=4, **more_fields)
         self.held[slot] = prompt + answer["tokens"][:-1]
         if not marked:
             self.budget[slot] = 0
         evoke = answer["timings"].get("evoke")
+        decoded = evoke["decoded"] if evoke else answer["timings"]["prompt_n"]
+        self._went_out(slot, evoke["auto_evicted"] if evoke else [])
+        self._forget(slot, len(prompt) - decoded)
         assert evoke or not (marked or self.evicts)
         if evoke:
             assert sum(evoke[part] for part in PARTS) == len(prompt)
@@ -60,6 +88,13 @@ class Model:
     def stranger(self, slot: int) -> None:
         self.chat(slot, marked=False)
 
+    def dress(self, slot: int) -> None:
+        """The adapter at another scale: nothing of what is there is of use."""
+        self.scale[slot] = self.chance.choice([s for s in SCALES if s != self.scale[slot]])
+        self.budget[slot] = 0
+        self._forget(slot, 0)
+        self.chat(slot)
+
     def diverge(self, slot: int) -> None:
         cut = self.chance.randint(0, len(self.held[slot]))
         self.held[slot] = self.held[slot][:cut]
@@ -68,6 +103,7 @@ class Model:
     def erase(self, slot: int) -> None:
         self.server.erase(slot)
         self.held[slot], self.budget[slot] = [], 0
+        self._forget(slot, 0)
 
     def hold(self, slot: int) -> None:
         budget = self.chance.choice([0, 128, 256, 700])
@@ -83,18 +119,19 @@ class Model:
         name = f"b{self.chance.randint(0, 40)}"
         done = self.server.act("block-save", slot, name=name, p0=p0, p1=p1, evict=True)
         assert done["n_evicted"] == p1 - p0
-        prefix = tuple(self.held[slot][:p1])
-        assert self.hashes.setdefault(prefix, done["tokens_hash"]) == done["tokens_hash"]
-        self.saved[name] = (prefix, p0)
+        hashed = (self.scale[slot], *self.held[slot][:p1])
+        assert self.hashes.setdefault(hashed, done["tokens_hash"]) == done["tokens_hash"]
+        self._keep(slot, name, (p0, p1), done["visibility"])
 
     def load(self, slot: int) -> None:
         """Some block, whether or not it fits, is free or is of this text."""
         if not self.saved:
             return
         name = self.chance.choice(sorted(self.saved))
-        prefix, p0 = self.saved[name]
+        prefix, p0 = self.saved[name].prefix, self.saved[name].p0
         before = self.server.slot(slot)
         fits = tuple(self.held[slot][: len(prefix)]) == prefix
+        fits = fits and self.saved[name].scale == self.scale[slot]
         free = not any(a < len(prefix) and p0 < b for a, b in before["resident"])
         status, answer = self._ask("block-load", slot, names=[name])
         kind = "" if status == 200 else answer["error"]["type"]
@@ -107,6 +144,7 @@ class Model:
             assert len(prefix) - p0 > self._room(slot, before), answer
         else:
             assert status == 200 and answer["n_loaded"] == len(prefix) - p0, answer
+            self._came_back(slot, [name])
 
     def recover(self, slot: int) -> None:
         """Several blocks that can come back, in one plan, and the one that they are."""
@@ -122,6 +160,7 @@ class Model:
         if names:
             answer = self.server.act("block-plan", slot, ops=[{"op": "load", "names": names}])
             assert answer["results"][0]["n_loaded"] == sum(p1 - p0 for p0, p1 in taken)
+            self._came_back(slot, names)
 
     def swap(self, slot: int) -> None:
         """A plan of which one op may be wrong: all of it or nothing."""
@@ -138,20 +177,26 @@ class Model:
             assert _but_for_disk(after) == _but_for_disk(before), answer
         else:
             assert after["n_resident"] == answer["n_resident"]
-            self.saved["swap"] = (tuple(self.held[slot][:p1]), p0)
+            self._keep(slot, "swap", (p0, p1), answer["results"][0]["visibility"])
+            self._came_back(slot, [name])
 
     def adopt(self, slot: int) -> None:
         if not self.saved:
             return
         name = self.chance.choice(sorted(self.saved))
-        prefix, p0 = self.saved[name]
+        copy = self.saved[name]
+        prefix, p0 = copy.prefix, copy.p0
         status, answer = self._ask("block-adopt", slot, tokens=prefix, names=[name])
         kind = "" if status == 200 else answer["error"]["type"]
         if kind:
-            assert kind in ("not_supported_error", "unknown_block"), answer
+            other = copy.scale != self.scale[slot]
+            refusals = ("not_supported_error", "unknown_block", *(["stale_block"] * other))
+            assert kind in refusals, answer
             return
         assert answer["n_loaded"] == len(prefix) - p0
         self.held[slot], self.budget[slot] = list(prefix), 0
+        self._forget(slot, 0)
+        self._came_back(slot, [name])
 
     def reuse(self, slot: int) -> None:
         n_tokens = self.chance.randint(0, len(self.held[slot]))
@@ -197,6 +242,7 @@ class Model:
         if status != 200:
             assert answer["error"]["type"] == "not_supported_error", answer
             return
+        self._forget(slot, before[0][1] if before and before[0][0] == 0 else 0)
         kept = [self.held[slot][a:b] for a, b in before]
         self.held[slot], self.budget[slot] = [token for part in kept for token in part], 0
         assert answer["n_tokens"] == len(self.held[slot])
@@ -206,7 +252,7 @@ class Model:
         if not self.saved:
             return
         name = self.chance.choice(sorted(self.saved))
-        prefix, p0 = self.saved[name]
+        prefix, p0 = self.saved[name].prefix, self.saved[name].p0
         at, held = self.chance.randint(0, len(self.held[slot])), self.held[slot]
         status, answer = self._ask("block-load", slot, names=[name], at=at)
         kind = "" if status == 200 else answer["error"]["type"]
@@ -217,6 +263,7 @@ class Model:
             return
         self.held[slot] = [*held[:at], *prefix[p0:], *held[at:]]
         self.budget[slot] = 0
+        self._forget(slot, at)
 
     def check(self, slot: int) -> None:
         state = self.server.slot(slot)
@@ -225,8 +272,42 @@ class Model:
         assert state["ram"]["used"] <= state["ram"]["budget"]
         if self.held[slot]:
             assert state["resident"][-1][1] == len(self.held[slot])
-            prefix = tuple(self.held[slot])
+            prefix = (self.scale[slot], *self.held[slot])
             assert self.hashes.setdefault(prefix, state["tokens_hash"]) == state["tokens_hash"]
+        answer = self.server.act("block-rows", slot, p0=0, p1=state["n_tokens"])
+        there = {at: each for at, each in enumerate(answer["sums"]) if each is not None}
+        known = self.rows[slot]
+        other = [at for at, each in there.items() if known.get(at, each) != each]
+        assert not other, f"rows at {other} of slot {slot} are not those that were there"
+        self.rows[slot] = there
+
+    def _keep(self, slot: int, name: str, span: tuple[int, int], visibility: str) -> None:
+        """A copy was made of rows that were there; every name of that copy has these now."""
+        p0, p1 = span
+        prefix, scale = tuple(self.held[slot][:p1]), self.scale[slot]
+        rows = {at: self.rows[slot][at] for at in range(p0, p1)}
+        self.saved[name] = Copy(prefix, p0, scale, visibility, rows)
+        for copy in self.saved.values():
+            if (copy.prefix, copy.p0, copy.scale) == (prefix, p0, scale):
+                copy.rows = rows if copy.visibility == visibility else copy.rows
+
+    def _came_back(self, slot: int, names: Sequence[str]) -> None:
+        """Rows of these copies were written into the cells: they must be what was saved."""
+        for name in names:
+            rows = self.saved[name].rows if name in self.saved else None
+            self.rows[slot].update(rows or {})
+            self.compared += len(rows or {})
+
+    def _went_out(self, slot: int, evicted: Sequence[tuple[int, int, str | None]]) -> None:
+        """The engine has made copies during a turn, of rows that nobody could look at then."""
+        for p0, p1, _ in evicted:
+            for copy in self.saved.values():
+                if (copy.p0, len(copy.prefix)) == (p0, p1):
+                    copy.rows = None
+
+    def _forget(self, slot: int, first: int) -> None:
+        """Rows from here on are decoded again, moved or gone."""
+        self.rows[slot] = {at: each for at, each in self.rows[slot].items() if at < first}
 
     def _ask(self, action: str, slot: int, **body: object) -> tuple[int, Json]:
         body["epoch"] = self.server.epoch(slot)
@@ -273,8 +354,9 @@ def play(server: Llama, operations: int, seed: int = 20260101, but: Sequence[str
     for slot in (0, 1):
         model.erase(slot)
     model.server.post("/slots/0?action=block-drop", {"all": True})
-    choices = [name for name in WEIGHTS if name not in but]
-    weights = [WEIGHTS[name] for name in choices]
+    weighed = WEIGHTS | ({"dress": 8} if model.adapted else {})
+    choices = [name for name in weighed if name not in but]
+    weights = [weighed[name] for name in choices]
     for _ in range(operations):
         name = model.chance.choices(choices, weights)[0]
         slot = model.chance.randint(0, 1)
