@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from evoke_proxy.errors import ConfigError
 
 _KIND = "sha256:"
+_DIGEST = re.compile(re.escape(_KIND) + "[0-9a-f]{64}")
 _PREFIX = "evk_"
 _KEY_BYTES = 32
 # Tenants are sent to llama-server in a query and name rows of the index.
@@ -60,7 +61,7 @@ def _entries(text: str) -> Iterator[tuple[int, tuple[Caller, str]]]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if len(words) != 3 or not re.fullmatch(_KIND + "[0-9a-f]{64}", words[2]):
+        if len(words) != 3 or not _DIGEST.fullmatch(words[2]):
             raise ConfigError(f"line {number}: is not NAME TENANT sha256:HEX")
         yield number, (Caller(checked_name(words[0]), checked_name(words[1])), words[2])
 

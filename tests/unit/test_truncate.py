@@ -213,6 +213,6 @@ def test_a_body_is_not_changed_when_it_fits() -> None:
 
 def test_what_is_no_json_is_a_request_error() -> None:
     rendered = Rendered(np.zeros(5, np.int32), 5, ())
-    with pytest.raises(RequestError, match="not JSON"):
+    with pytest.raises(RequestError, match="not a JSON object"):
         truncate_messages(b"{", "chat", (), rendered, 0)
     assert truncate_messages(b'{"messages":3}', "chat", (), rendered, 0) == (b'{"messages":3}', ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -22,7 +23,8 @@ _FEW_WORDS = 4
 
 # What is between a sentence or a line and the next.
 GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
-_JOINT = re.compile(r",?\s+(?:and|or|as well as)\s+(?:also\s+)?|\s*,\s+|\s+&\s+", re.IGNORECASE)
+# What is between the clauses of one sentence, whose words have single spaces between them.
+_JOINT = re.compile(r",? (?:and|or|as well as) (?:also )?| ?, | & ", re.IGNORECASE)
 _ASKING = re.compile(
     r"(?:what|where|who|whom|whose|when|which|why|how|is|are|was|were|do|does|did|can|could|"
     r"should|will|would|tell|give|show|list|name|find|explain)\b",
@@ -58,7 +60,7 @@ class Question:
         Of a long text only both ends count. `context` is looked up too, and after it.
         """
         text = _ends(text, _MAX_CHARS)
-        parts = [*clauses(text), *clauses(context)[-1:]]
+        parts = [*clauses(text), *clauses(_ends(context, _MAX_CHARS))[-1:]]
         return cls(text, tuple(dict.fromkeys(parts)))
 
     def embedded(self, vectors: Sequence[Vectors | None]) -> Question:
@@ -92,7 +94,8 @@ def asked(request: ChatRequest) -> Question:
     latest = next(said, "")
     leans = bool(latest) and latest in text
     if leans:
-        latest = next(said, "") if len(_WORD.findall(text)) <= _FEW_WORDS else ""
+        words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
+        latest = next(said, "") if words <= _FEW_WORDS else ""
     question = Question.of(text, latest)
     leans = leans and len(question.parts) > len(Question.of(text).parts)
     tags = request.tags
@@ -119,7 +122,7 @@ def clauses(text: str) -> list[str]:
 
 def _split(sentence: str) -> Iterator[str]:
     """The clauses of one sentence; a statement has one."""
-    pieces = [piece for piece in _JOINT.split(sentence) if piece.strip()]
+    pieces = [piece for piece in _JOINT.split(" ".join(sentence.split())) if piece.strip()]
     if len(pieces) < 2 or not (sentence.endswith("?") or _ASKING.match(sentence)):
         yield sentence
         return

@@ -155,6 +155,9 @@ class _Names:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
+        # Calls by their id, of the messages from this index on.
+        self._calls: dict[str, ToolCall] = {}
+        self._read_from = len(messages)
 
     def of(self, item: MessageSpan) -> _Name:
         if not 0 <= item.index < len(self._messages):
@@ -165,11 +168,11 @@ class _Names:
 
     def _call(self, id: str) -> ToolCall | None:
         """The latest call with this id."""
-        for message in reversed(self._messages) if id else ():
-            for call in reversed(message.tool_calls):
-                if call.id == id:
-                    return call
-        return None
+        while id and id not in self._calls and self._read_from:
+            self._read_from -= 1
+            for call in reversed(self._messages[self._read_from].tool_calls):
+                self._calls.setdefault(call.id, call)
+        return self._calls.get(id) if id else None
 
 
 def _name(index: int, message: Message, call: ToolCall | None) -> _Name:

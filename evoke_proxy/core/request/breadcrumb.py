@@ -8,7 +8,6 @@ of the quotation. Both are in the books as `decoded`.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from evoke_proxy.core.prompt.naming import called
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.splice import prepend
 
 # A block is worth its tokens when it has at least half as much to do with the question as the best
@@ -159,7 +159,7 @@ def _last_said(request: ChatRequest) -> int | None:
 def _place(dialect: str, body: bytes) -> tuple[list[str | int], str] | None:
     """Where the text of that message is in the body, and what a part of it is called."""
     key, kind = _LISTS[dialect]
-    items = json.loads(body).get(key)
+    items = parsed_json(body).get(key)
     if isinstance(items, str):
         return [key], kind
     for at in range(len(items) - 1, -1, -1) if isinstance(items, list) else ():

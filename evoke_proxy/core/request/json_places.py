@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from evoke_proxy.errors import RequestError
 
 MESSAGE_LISTS = ("messages", "input")
+Path = tuple[str | int, ...]
 _SPACE = " \t\n\r"
+# Numbers of more characters are read as floats: the interpreter refuses long whole ones.
+_WHOLE_CHARS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,23 @@ def json_text(body: bytes) -> str:
         return body.decode("utf-8")
     except UnicodeDecodeError:
         _refuse("it is not UTF-8")
+
+
+def parsed_json(body: bytes) -> Any:
+    """What a JSON text says; RequestError when it is none that the interpreter can read.
+
+    Whole numbers beyond 64 bits become floats, as they do in orjson.
+    """
+    try:
+        return json.loads(body, parse_int=_whole, parse_constant=_no_constant)
+    except RecursionError:
+        _refuse("it is nested too deep")
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _whole(text: str) -> int | float:
+    return int(text) if len(text) <= _WHOLE_CHARS else float(text)
 
 
 def _refuse(why: str) -> NoReturn:
@@ -86,6 +106,29 @@ class Scanner:
                 return None
             at = found[0].value
         return at
+
+    def find_all(self, paths: Iterable[Path]) -> dict[Path, Place]:
+        """Where the values at these paths are, as `find` would say; each part is read once."""
+        found: dict[Path, Place] = {}
+        waiting = [(list(paths), 0, self.document())]
+        while waiting:
+            given, depth, places = waiting.pop()
+            below: dict[str | int, list[Path]] = {}
+            for path in given:
+                below.setdefault(path[depth], []).append(path)
+            named = {place.key: place for place in places}  # of two with a name the last counts
+            for step, those in below.items():
+                if isinstance(step, str):
+                    place = named.get(step)
+                else:
+                    place = places[step] if step < len(places) else None
+                if place is None:
+                    continue
+                found |= {path: place for path in those if len(path) == depth + 1}
+                deeper = [path for path in those if len(path) > depth + 1]
+                if deeper:
+                    waiting.append((deeper, depth + 1, self._inside(place.value)))
+        return found
 
     def _inside(self, at: int) -> list[Place]:
         if self._at(at) == "{":

@@ -120,13 +120,16 @@ def from_responses(body: Mapping[str, Any]) -> list[Message]:
     given = body.get("input")
     if isinstance(given, str):
         return [*found, Message(Role.USER, given)]
+    said: list[Message] = []  # by the assistant, in a row
     for item in _items(given):
         message = _response_item(item)
-        if message.role is Role.ASSISTANT and found and found[-1].role is Role.ASSISTANT:
-            found[-1] = _joined(found[-1], message)
-        else:
-            found.append(message)
-    return found
+        if message.role is Role.ASSISTANT:
+            said.append(message)
+            continue
+        found += _joined(said)
+        said = []
+        found.append(message)
+    return [*found, *_joined(said)]
 
 
 def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
@@ -199,14 +202,18 @@ def _response_item(item: Mapping[str, Any]) -> Message:
     return _plain(item)
 
 
-def _joined(first: Message, second: Message) -> Message:
-    return replace(
-        first,
-        text=first.text + second.text,
-        tool_calls=first.tool_calls + second.tool_calls,
-        keep=first.keep or second.keep,
-        block_name=first.block_name or second.block_name,
+def _joined(said: Sequence[Message]) -> Sequence[Message]:
+    """Messages in a row as the one that they are; none of none."""
+    if len(said) < 2:
+        return said
+    whole = replace(
+        said[0],
+        text="".join(message.text for message in said),
+        tool_calls=tuple(call for message in said for call in message.tool_calls),
+        keep=next((message.keep for message in said if message.keep), ""),
+        block_name=next((message.block_name for message in said if message.block_name), ""),
     )
+    return [whole]
 
 
 def _anthropic_parts(item: Mapping[str, Any], parts: list[Mapping[str, Any]]) -> list[Message]:

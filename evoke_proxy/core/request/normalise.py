@@ -31,9 +31,9 @@ _NAMED = re.compile(
     r"|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec|am|pm)\b|\d+",
     re.IGNORECASE,
 )
-_DATED = re.compile(
-    r"\b(?:date|time|today|now)\b.*\d|\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b", re.IGNORECASE
-)
+_DATED = re.compile(r"\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b")
+_WORD_OF_TIME = re.compile(r"\b(?:date|time|today|now)\b", re.IGNORECASE)
+_DIGIT = re.compile(r"\d")
 _SYSTEM = ("system", "developer")
 _KEPT = 256
 Path = tuple[str | int, ...]
@@ -42,7 +42,11 @@ Path = tuple[str | int, ...]
 def is_dated(line: str) -> bool:
     """Whether a line tells a date or a time: a number behind one of the words date, time, today and
     now, or anything like 2026-11-21 or 9:30."""
-    return _DATED.search(line) is not None
+    if _DATED.search(line):
+        return True
+    # Two searches: one pattern for both would try every such word with the rest of the line.
+    said = _WORD_OF_TIME.search(line)
+    return said is not None and _DIGIT.search(line, said.end()) is not None
 
 
 def without_billing(text: str) -> str:

@@ -28,7 +28,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     chat = {key: value for key, value in body.items() if key not in _GONE}
     chat["messages"] = messages
     listed = body.get("tools")
-    tools = [_tool(item) for item in listed if _is_function(item)] if listed else []
+    tools = [_tool(item) for item in _listed(listed) if _is_function(item)]
     reasoning = body.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, dict) else None
     chat |= {"tools": tools} if tools else {}
@@ -43,7 +43,7 @@ def _take(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         messages.append(rest | {"content": _parts(content)})
     elif item.get("role") == "assistant" and kind == "message":
         message = _assistant(messages)
-        message["content"] = [*_listed(message.get("content")), *_parts(content)]
+        message.setdefault("content", []).extend(_parts(content))
     elif kind == "function_call":
         function = {"arguments": item.get("arguments", ""), "name": item.get("name", "")}
         call = {"function": function, "id": item.get("call_id", ""), "type": "function"}
@@ -56,7 +56,8 @@ def _take(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     elif kind == "reasoning" and isinstance(content, list) and content:
         message = _assistant(messages)
         message.setdefault("content", [])
-        message["reasoning_content"] = content[0].get("text", "")
+        first = content[0]
+        message["reasoning_content"] = first.get("text", "") if isinstance(first, dict) else ""
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

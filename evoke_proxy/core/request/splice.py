@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from evoke_proxy.core.request.json_places import Place, Scanner, json_text
 
 _ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
-_EMPTY = re.compile(rb"\s*\}")
-_EMPTY_LIST = re.compile(r"\[\s*\]")
+_VISIBLE = re.compile(r"[^ \t\n\r]")
+_VISIBLE_BYTE = re.compile(rb"[^ \t\n\r]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def edit_top_level(
     edits: list[_Edit] = []
 
     def unmark(members: list[Place]) -> None:
-        unwanted = [i for i, member in enumerate(members) if member.key in message_remove]
+        unwanted = {i for i, member in enumerate(members) if member.key in message_remove}
         edits.extend(_member_edits(members, unwanted))
 
     members = Scanner(text, unmark if _may_hold(text, message_remove) else None).document()
@@ -100,7 +100,8 @@ def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str
     if decoded[at] == '"':
         added = json.dumps(text)[1:-1]
     else:
-        filled = not _EMPTY_LIST.match(decoded, at)
+        first = _VISIBLE.search(decoded, at + 1)
+        filled = first is not None and first[0] != "]"
         added = json.dumps(part) + ("," if filled else "")
     return _applied(decoded, [_Edit(at + 1, at + 1, added)]).encode()
 
@@ -108,11 +109,9 @@ def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str
 def replaced(body: bytes, values: Mapping[tuple[str | int, ...], str]) -> bytes:
     """`body` with these JSON texts instead of the values at their paths, keys and indexes from the
     top; nothing for a path that leads nowhere. RequestError when `body` is no JSON object."""
-    text, edits = json_text(body), list[_Edit]()
-    for path, value in values.items():
-        at = Scanner(text).find(path)
-        if at is not None:
-            edits.append(_Edit(at, Scanner(text).end(at), value))
+    text = json_text(body)
+    places = Scanner(text).find_all(values)
+    edits = [_Edit(place.value, place.end, values[path]) for path, place in places.items()]
     return _applied(text, edits).encode()
 
 
@@ -142,7 +141,8 @@ def _inserted(body: bytes, set: Mapping[str, bytes]) -> bytes:
     if not set:
         return body
     at = body.index(b"{") + 1
-    more = b"" if _EMPTY.match(body, at) else b","
+    first = _VISIBLE_BYTE.search(body, at)
+    more = b"" if first is not None and first[0] == b"}" else b","
     added = b",".join(json.dumps(key).encode() + b":" + value for key, value in set.items())
     return b"".join((body[:at], added, more, memoryview(body)[at:]))
 

@@ -5,16 +5,15 @@ This changes what is asked, unlike every other policy: the text is not in the pr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from evoke_proxy.core.prompt.blocks import Role
 from evoke_proxy.core.prompt.rendered import Rendered, role_named
+from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
 from evoke_proxy.core.request.splice import remove_elements
-from evoke_proxy.errors import RequestError
 
 # Of each dialect the list that holds a conversation, and who reads it.
 _LISTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Sequence[Message]]]] = {
@@ -79,10 +78,7 @@ def _pinned(messages: Sequence[Message], indexes: Collection[int]) -> bool:
 
 def _items(body: bytes, dialect: str) -> list[_Item]:
     key, read = _LISTS[dialect]
-    try:
-        parsed = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request body is not JSON: {error}", "invalid_json") from error
+    parsed = parsed_json(body)
     given = parsed.get(key) if isinstance(parsed, dict) else None
     if not isinstance(given, list):
         return []
@@ -135,11 +131,17 @@ def _begin(items: Sequence[_Item], indexes: Sequence[int], role: Role) -> set[in
 def _within_calls(items: Sequence[_Item]) -> set[int]:
     """Items that stand behind a tool call and not behind its result: no cut is before them."""
     asked: dict[str, int] = {}
-    within: set[int] = set()
+    starts: list[int] = []  # of each item, from where on it allows no cut up to itself
     for index, item in enumerate(items):
-        for id in item.results & asked.keys():
-            within |= set(range(asked[id] + 1, index + 1))
-        asked |= dict.fromkeys(item.calls, index)
+        calls = (asked[id] + 1 for id in item.results & asked.keys())
+        starts.append(min(calls, default=index + 1))
+        asked.update(dict.fromkeys(item.calls, index))
+    within: set[int] = set()
+    start = len(items)
+    for index in range(len(items) - 1, -1, -1):
+        start = min(start, starts[index])
+        if start <= index:
+            within.add(index)
     return within
 
 

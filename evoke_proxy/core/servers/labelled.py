@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 # A sample of the Prometheus text format 0.0.4: name, maybe labels, value and maybe a time.
-_SAMPLE = re.compile(rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?(\s+[-+]?(?:[0-9.]|Inf|NaN).*)")
+_SAMPLE = re.compile(rb"\A([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?(\s+[-+]?(?:[0-9.]|Inf|NaN).*)")
 _ABOUT = re.compile(rb"# (?:HELP|TYPE) (\S+)")
 
 

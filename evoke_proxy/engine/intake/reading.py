@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
+from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
@@ -21,7 +21,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         # Stricter than what edits bytes: whatever only that understands (a byte order mark, half an
         # escaped surrogate pair) is to be read as it would be edited.
         edit_top_level(body, {}, ())
-        parsed = json.loads(body)
+        parsed = parsed_json(body)
     if not isinstance(parsed, dict):
         raise RequestError("the request body is not a JSON object", "invalid_json")
     return parsed

@@ -1,0 +1,212 @@
+"""Functions that read what clients write take no more than linear time, whatever it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_time import exponent
+
+from evoke_proxy.core.conversation.drift import drift
+from evoke_proxy.core.conversation.identity import hint_of
+from evoke_proxy.core.conversation.question import Question, asked
+from evoke_proxy.core.prompt.blocks import Role, Span
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
+from evoke_proxy.core.prompt.segment import Shares, cut
+from evoke_proxy.core.request import anthropic, normalise, responses
+from evoke_proxy.core.request.chat import freed, parse_chat
+from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.truncate import truncate_messages
+from evoke_proxy.core.retrieve.edges import closed, cut_off
+from evoke_proxy.core.retrieve.names import Names
+from evoke_proxy.core.retrieve.phrases import phrases, spaced
+from evoke_proxy.core.retrieve.terms import spelled, terms
+from evoke_proxy.core.retrieve.words import Postings
+from evoke_proxy.engine.intake.bodies import Bodies, Read
+from evoke_proxy.engine.intake.reading import parse_object
+
+# Text that patterns and splits may stumble over, each repeated.
+UNITS = (
+    *(
+        " ",
+        "\n",
+        " \n",
+        "\t",
+        "a",
+        "A",
+        "0",
+        "_",
+        "-",
+        ".",
+        ",",
+        "?",
+        "/",
+        "\\",
+        '"',
+        "é",
+        "語",
+        "。",
+    ),
+    *("a ", "a, ", " and ", " and also ", "a.b-c/", "aA", "A. ", "now ", "date 1", "12:30 ", "mon"),
+    *(
+        "x=y;",
+        "cch=",
+        "_session_aaaaaaaa",
+        "x-anthropic-billing-header:",
+        "what? ",
+        "go on. ",
+        "# ",
+    ),
+)
+
+
+def _chat(text: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "system", "content": text},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "go on"},
+        ]
+    }
+
+
+def _asked(text: str) -> None:
+    asked(parse_chat("chat", _chat(text)))
+    asked(parse_chat("chat", {"messages": [{"role": "user", "content": text}]}))
+
+
+def _retrieved(text: str) -> None:
+    postings, names = Postings(), Names()
+    postings.add(text)
+    postings.ask_about(np.zeros(1, np.int64))
+    postings.alike({term: postings.exact(term) for term in postings.telling(text)[:50]})
+    names.add([text], 0)
+    names.called(text, np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
+
+
+def _cut(text: str) -> None:
+    spans = [MessageSpan(0, Role.USER, Span(0, 1000))]
+    messages = parse_chat("chat", {"messages": [{"role": "user", "content": text}]}).messages
+    cut(1000, spans, messages, 1000, stops=np.arange(0, 1000, 3))
+    Shares(text, Span(0, 1000), np.arange(0, 1000, 3)).of(Span(10, 90))
+
+
+OF_TEXT: dict[str, Callable[[str], object]] = {
+    "asked": _asked,
+    "question": lambda text: Question.of(text, text),
+    "narrowed": lambda text: Question.of(text).narrowed(64),
+    "retrieved": _retrieved,
+    "terms": terms,
+    "spelled": spelled,
+    "phrases": lambda text: phrases(text, {"a"}),
+    "spaced": spaced,
+    "closed": closed,
+    "cut off": lambda text: cut_off(text, ("a", "go", "語")),
+    "cut": _cut,
+    "dated": normalise.is_dated,
+    "billing": normalise.without_billing,
+    "clock": lambda text: normalise.Clock().stopped(text + "date 1", "", 0.0, 1.0),
+    "side": lambda text: is_side(parse_chat("chat", _chat(text)), 10, True, True),
+    "hint": lambda text: hint_of({"X-Session-Id": text}, {"metadata": {"user_id": text}}),
+    "drift": lambda text: drift(_chat(text + "a" + text), _chat(text + "b" + text)),
+    "parsed": lambda text: parse_object(json.dumps(_chat(text), ensure_ascii=False).encode()),
+    "anthropic": lambda text: anthropic.as_chat({"system": [{"type": "text", "text": text}]}),
+}
+
+
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_text_is_read_in_linear_time(name: str) -> None:
+    run = OF_TEXT[name]
+    for unit in UNITS:
+        made = {size: unit * (size // len(unit)) for size in (2048, 4096, 8192, 16384)}
+        assert exponent(lambda n, made=made: run(made[n]), 2048) < 1.3, unit  # type: ignore[misc]
+
+
+def _messages(n: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "hello", **more} for _ in range(n)]
+
+
+def _calls(n: int) -> list[dict[str, Any]]:
+    call = {"id": "1", "function": {"name": "run", "arguments": '{"path": "a"}'}}
+    first = {"role": "assistant", "tool_calls": [call]}
+    results = [{"role": "tool", "tool_call_id": "1", "content": "x"} for _ in range(n)]
+    return [first, {"role": "user", "content": "go"}, *results]
+
+
+def _truncated(n: int) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}, *_calls(n), *_messages(2)]}
+    request = parse_chat("chat", body)
+    spans = tuple(
+        MessageSpan(i, message.role, Span(i, i + 1)) for i, message in enumerate(request.messages)
+    )
+    rendered = Rendered(np.zeros(n + 9, np.int32), n + 9, spans)
+    truncate_messages(json.dumps(body).encode(), "chat", request.messages, rendered, n // 2)
+
+
+def _cut_results(n: int) -> None:
+    results = [{"role": "tool", "tool_call_id": f"{i}", "content": "x"} for i in range(n)]
+    messages = parse_chat("chat", {"messages": results}).messages
+    cut(n, [MessageSpan(i, Role.TOOL, Span(i, i + 1)) for i in range(n)], messages, n)
+
+
+def _bodies(n: int) -> None:
+    bodies = Bodies(0)
+    first = json.dumps({"messages": _messages(n)}).encode()
+    second = json.dumps({"messages": _messages(n + 1)}).encode()
+    kept = bodies.keep(Read(first, parse_object(first)), "")
+    assert bodies.read(second, "") is not None and kept is not None
+
+
+def _freed(body: dict[str, Any]) -> bytes:
+    return freed(json.dumps(body).encode(), body)
+
+
+def _doubled(n: int) -> None:
+    text = '{"messages":[{"a":1' + ',"evoke_keep":"pin"' * n + "}]}"
+    freed(text.encode(), json.loads(text))
+
+
+def _items(kind: str, n: int) -> dict[str, Any]:
+    item = {"type": "message", "role": "assistant", "content": "abc " * 16}
+    call = {"type": "function_call", "name": "run", "arguments": "{}", "call_id": "1"}
+    return {"input": [item if kind == "message" else call for _ in range(n)]}
+
+
+def _dated(n: int) -> None:
+    parts = [{"type": "text", "text": "now 1"} for _ in range(n)]
+    body = {"messages": [{"role": "system", "content": parts}]}
+    texts = {path: "then" for path, _ in normalise.system_texts(body, "chat")}
+    normalise.with_texts(json.dumps(body).encode(), texts)
+
+
+OF_COUNT: dict[str, Callable[[int], object]] = {
+    "chat": lambda n: tuple(parse_chat("chat", {"messages": _messages(n)}).messages),
+    "marked": lambda n: parse_chat("chat", {"messages": _messages(n, evoke_keep="pin")}),
+    "freed of one": lambda n: _freed({"messages": [*_messages(1, evoke_keep="pin"), *[{}] * n]}),
+    "freed of all": lambda n: _freed({"messages": _messages(n, evoke_keep="pin")}),
+    "freed of the same name": _doubled,
+    "responses": lambda n: parse_chat("responses", _items("message", n)),
+    "calls": lambda n: parse_chat("responses", _items("call", n)),
+    "responses as chat": lambda n: responses.as_chat(_items("message", n)),
+    "calls as chat": lambda n: responses.as_chat(_items("call", n)),
+    "anthropic": lambda n: parse_chat("messages", {"messages": _messages(n)}),
+    "anthropic as chat": lambda n: anthropic.as_chat({"messages": _messages(n)}),
+    "truncated": _truncated,
+    "results": _cut_results,
+    "bodies": _bodies,
+    "dates": _dated,
+    "tools": lambda n: normalise.with_sorted_tools(
+        json.dumps({"tools": [{"name": str(-i)} for i in range(n)]}).encode(),
+        [{"name": str(-i)} for i in range(n)],
+    ),
+    "drift": lambda n: drift({"messages": _messages(n)}, {"messages": [*_messages(n), 5]}),
+}
+
+
+@pytest.mark.parametrize("name", OF_COUNT)
+def test_messages_are_read_in_linear_time(name: str) -> None:
+    assert exponent(OF_COUNT[name], 512) < 1.3

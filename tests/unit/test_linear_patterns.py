@@ -1,0 +1,222 @@
+"""No regular expression of the package takes more than linear time, whatever text it is given.
+
+All of them are found by walking the package, so a new one is tested without an edit. Each is given
+repetitions of every kind of character it knows, alone and in pairs, behind and before the words it
+looks for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import math
+import pkgutil
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cpu_time import exponent
+
+import evoke_proxy
+
+_PACKAGE = Path(evoke_proxy.__file__).parent
+_FUNCTIONS = ("compile", "search", "match", "fullmatch", "split", "sub", "findall", "finditer")
+# Every text is tried at these sizes; those that take longest at the last are looked at closely.
+_SIZES = (8, 12, 16, 20, 24, 32, 64, 256, 1024)
+_CLOSELY = 2
+# No linear pattern takes so long for a text of 1,024 characters, nor nearly so long for a shorter.
+_SLOW_S = 0.01
+# For every pattern, whatever it knows.
+_ALWAYS = (
+    " ",
+    "\n",
+    "\t",
+    "a",
+    "A",
+    "0",
+    "_",
+    "-",
+    ".",
+    ",",
+    ":",
+    ";",
+    '"',
+    "\\",
+    "/",
+    "(",
+    "é",
+    "語",
+)
+
+
+def _patterns() -> dict[str, re.Pattern[Any]]:
+    """The compiled patterns of every module, and the literal ones that are used in functions."""
+    found: dict[str, re.Pattern[Any]] = {}
+    for info in pkgutil.walk_packages(evoke_proxy.__path__, "evoke_proxy."):
+        if info.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if isinstance(value, re.Pattern):
+                found.setdefault(f"{value.pattern!r:.60}", value)
+            if isinstance(value, type):
+                for inner, held in vars(value).items():
+                    if isinstance(held, re.Pattern):
+                        found[f"{info.name}.{name}.{inner}"] = held
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        for call in _calls(path):
+            given = call.args[0]
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                pattern = re.compile(given.value)
+                found.setdefault(f"{pattern.pattern!r:.60}", pattern)
+    return found
+
+
+def _calls(path: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = node.func.value
+            if isinstance(of, ast.Name) and of.id == "re" and node.func.attr in _FUNCTIONS:
+                yield node
+
+
+PATTERNS = _patterns()
+
+
+def test_they_are_found() -> None:
+    assert len(PATTERNS) > 30
+    inside = [
+        f"{path.relative_to(_PACKAGE)}:{call.lineno}"
+        for path in sorted(_PACKAGE.rglob("*.py"))
+        for call in _calls(path)
+        if not isinstance(call.args[0], ast.Constant) and call.func.attr != "compile"  # type: ignore[attr-defined]
+    ]
+    assert inside == [], "patterns that are put together where they are used cannot be tested"
+
+
+def _known(parsed: Any) -> Iterator[str]:
+    """A character of every literal, range and category in a parsed pattern, and whole words."""
+    word = ""
+    for op, value in parsed:
+        if str(op) == "LITERAL":
+            word += chr(value)
+            yield chr(value)
+            continue
+        if word:
+            yield word
+        word = ""
+        yield from _inner(str(op), value)
+    if word:
+        yield word
+
+
+def _inner(op: str, value: Any) -> Iterator[str]:
+    if op == "IN":
+        for kind, member in value:
+            if str(kind) == "LITERAL":
+                yield chr(member)
+            elif str(kind) == "RANGE":
+                yield chr(member[0])
+                yield chr(member[1])
+    elif op == "BRANCH":
+        for branch in value[1]:
+            yield from _known(branch)
+    elif op == "SUBPATTERN":
+        yield from _known(value[-1])
+    elif op in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+        yield from _known(value[2])
+    elif op in ("ASSERT", "ASSERT_NOT"):
+        yield from _known(value[1])
+    elif op == "ATOMIC_GROUP":
+        yield from _known(value)
+
+
+def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
+    """What is in front, what is repeated, and what is behind."""
+    known = list(dict.fromkeys(_known(re._parser.parse(pattern.pattern, pattern.flags))))  # type: ignore[attr-defined]
+    words = [word for word in known if len(word) > 1]
+    signs = list(dict.fromkeys([*(word for word in known if len(word) == 1), *_ALWAYS]))
+    units = [*signs, *words, *(word + sign for word in words for sign in (" ", "a", "0", "."))]
+    units += map("".join, itertools.permutations(signs[:12], 2))
+    for unit in dict.fromkeys(units):
+        yield "", unit, "\x00"
+    for sign in signs:
+        yield "", sign, ""
+        yield "", sign, "!a"
+        for word in words[:8]:
+            yield word, sign, "\x00"
+            yield "", sign, word
+
+
+def _made(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> Callable[[int], Any]:
+    """A text of about so many characters, of the kind that the pattern takes."""
+
+    def make(n: int) -> Any:
+        front, unit, tail = text
+        made = front + unit * max(1, n // len(unit)) + tail
+        return made.encode("utf-8") if isinstance(pattern.pattern, bytes) else made
+
+    return make
+
+
+def _run(pattern: re.Pattern[Any], text: Any) -> None:
+    """Everything that can be done with a pattern."""
+    for _ in pattern.finditer(text):
+        pass
+    pattern.fullmatch(text)
+
+
+def _seconds(pattern: re.Pattern[Any], text: Any) -> float:
+    began = time.thread_time()
+    _run(pattern, text)
+    return time.thread_time() - began
+
+
+def _probed(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> float:
+    """Seconds for a text of the last size; without end when a shorter one is slow already."""
+    make, seconds = _made(pattern, text), 0.0
+    for size in _SIZES:
+        seconds = _seconds(pattern, make(size))
+        if seconds > _SLOW_S and size < _SIZES[-1]:
+            return math.inf
+    return seconds
+
+
+def _worst(pattern: re.Pattern[Any]) -> list[tuple[str, str, str]]:
+    times = {text: _probed(pattern, text) for text in _texts(pattern)}
+    return sorted(times, key=lambda text: -times[text])[:_CLOSELY]
+
+
+def _exponent(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> float:
+    make = _made(pattern, text)
+    if _probed(pattern, text) == math.inf:
+        return math.inf
+    # One that grows fast from here is measured at small sizes alone: at large ones it has no end.
+    short, long = (_seconds(pattern, make(size)) for size in (256, 1024))
+    first = 1024 if long > 8 * short else 8192
+    return exponent(lambda n: _run(pattern, make(n)), first, limit_s=1.0)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_it_is_linear(name: str) -> None:
+    pattern = PATTERNS[name]
+    for text in _worst(pattern):
+        assert _exponent(pattern, text) < 1.3, text
+
+
+@pytest.mark.parametrize(
+    "known",
+    (
+        r",?\s+(?:and|or|as well as)\s+(?:also\s+)?|\s*,\s+|\s+&\s+",
+        r"\b(?:date|time|today|now)\b.*\d",
+        r"\s*\}",
+    ),
+)
+def test_what_is_not_linear_is_found(known: str) -> None:
+    """These were in the package."""
+    pattern = re.compile(known)
+    assert max(_exponent(pattern, text) for text in _worst(pattern)) > 1.3
