@@ -9,7 +9,7 @@ from collections.abc import Callable
 # What takes less is noise of the clock and of calls that cost the same for every size.
 _LEAST_S = 0.002
 _TRIES = 3
-_PLAINLY_LINEAR = 1.2
+_PLAINLY_LINEAR, _PLAINLY_NOT = 1.2, 1.6
 
 
 def exponent(run: Callable[[int], object], n: int, limit_s: float = 20.0) -> float:
@@ -22,7 +22,7 @@ def exponent(run: Callable[[int], object], n: int, limit_s: float = 20.0) -> flo
     found = math.inf
     for _ in range(_TRIES):
         found = min(found, _growth(run, n, limit_s))
-        if found < _PLAINLY_LINEAR:
+        if not _PLAINLY_LINEAR < found < _PLAINLY_NOT:
             break
     return found
 
