@@ -101,3 +101,16 @@ def test_counts_are_those_of_the_conversations_there_are(
         assert affinity.bound == [sum(k.server == i for k in live) for i in range(2)]
         assert all(k in live for k in affinity._known.values())
         assert affinity.find("t", name, trail) is known
+
+
+def test_a_flood_of_one_tenant_leaves_where_the_conversations_of_another_are() -> None:
+    affinity = Affinity(2, 8)
+    quiet = [affinity.bind(number % 2) for number in range(3)]
+    for number, known in enumerate(quiet):
+        with affinity.heard(known, "quiet", f"q{number}", ()):
+            pass
+    for number in range(100):
+        with affinity.heard(affinity.bind(0), "loud", f"l{number}", ()):
+            pass
+    assert [affinity.find("quiet", f"q{number}", ()) for number in range(3)] == quiet
+    assert affinity.find("loud", "l99", ()) is not None and sum(affinity.bound) == 8

@@ -123,3 +123,13 @@ def test_what_is_no_list_of_tools_is_left() -> None:
     for tools in (None, 3, ["b", "a"], {"b": 1}):
         body = json.dumps({"tools": tools}).encode()
         assert with_sorted_tools(body, tools) is body
+
+
+def test_a_flood_of_one_tenant_leaves_the_dates_of_another() -> None:
+    clock, dated = Clock(), "You are {name}.\nToday is {date}."
+    first = dated.format(name="a helper", date="2026-01-02")
+    assert clock.stopped(first, "quiet", 0.0, 24.0) == first
+    for number in range(600):
+        clock.stopped(dated.format(name=f"number {number}", date="2026-01-02"), "loud", 1.0, 24.0)
+    later = dated.format(name="a helper", date="2026-03-04")
+    assert clock.stopped(later, "quiet", 2.0, 24.0) == first

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evoke_proxy.core.request.splice import reordered, replaced
+from evoke_proxy.core.shares import first_of_largest
 
 BILLING, DATES, TOOLS = WHAT = ("billing", "dates", "tools")
 _BILLING = re.compile(r"^x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*[ \t]*\n?", re.M)
@@ -55,7 +56,10 @@ def without_billing(text: str) -> str:
 
 
 class Clock:
-    """System prompts as they were first seen, by tenant; so many that the latest used are known."""
+    """System prompts as they were first seen, by tenant; so many that the latest used are known.
+
+    Of the tenant that has most the longest unused is forgotten first.
+    """
 
     def __init__(self) -> None:
         self._first: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
@@ -72,7 +76,10 @@ class Clock:
             first, since = text, now
         self._first[tenant, same] = first, since
         while len(self._first) > _KEPT:
-            self._first.popitem(last=False)
+            surplus = first_of_largest(self._first, lambda key: key[0])
+            if surplus is None:
+                break
+            del self._first[surplus]
         return first
 
 

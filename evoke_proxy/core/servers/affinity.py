@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from evoke_proxy.core.conversation.identity import MIN_SHARED
 from evoke_proxy.core.prompt.blocks import Role
 from evoke_proxy.core.request.messages import Message
+from evoke_proxy.core.shares import first_of_largest
 
 # A token of English text, roughly.
 _TOKEN_BYTES = 4
@@ -28,12 +29,14 @@ _Key = tuple[str, bytes | str]
 @dataclass(slots=True, eq=False)
 class Bound:
     """A conversation and the place of its server; `session` is its id there, None until known.
-    `length` counts the messages of its longest request, `speaking` those under way."""
+    `length` counts the messages of its longest request, `speaking` those under way. `tenant` is
+    empty until a request of it is heard."""
 
     server: int
     session: str | None = None
     length: int = 0
     speaking: int = 0
+    tenant: str = ""
     keys: set[_Key] = field(default_factory=set)
 
 
@@ -51,7 +54,7 @@ def trail_of(messages: Iterable[Message]) -> Trail:
 
 
 class Affinity:
-    """So many conversations; the longest silent is forgotten first."""
+    """So many conversations; of the tenant that has most the longest silent is forgotten first."""
 
     def __init__(self, n_servers: int, limit: int) -> None:
         self.bound = [0] * n_servers
@@ -100,9 +103,13 @@ class Affinity:
         finally:
             known.speaking -= 1
             while len(self._order) > self._limit:
-                self._forget(next(iter(self._order.values())))
+                surplus = first_of_largest(self._order.values(), lambda bound: bound.tenant)
+                if surplus is None:
+                    break
+                self._forget(surplus)
 
     def _learn(self, known: Bound, tenant: str, name: str | None, trail: Trail) -> None:
+        known.tenant = tenant
         keys: list[_Key] = [(tenant, digest) for digest in trail[-_REMEMBERED:]]
         if name is not None:
             keys.append((tenant, name))

@@ -1,0 +1,277 @@
+"""Slots of real servers: given back whatever happens, shared between tenants, one writer each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keeping import House
+from running import (
+    Answer,
+    RunningProxy,
+    ask,
+    llama_server,
+    proxy,
+    server_binary,
+    until,
+)
+from talking import ENDLESS, FILLER, Talk, endless
+
+from evoke_proxy.adapters.secret_files import write_secret
+from evoke_proxy.adapters.upstream import Reply
+from evoke_proxy.core.keys import Caller, key_of, line_of
+
+JSON = {"Content-Type": "application/json"}
+NAMES = ("loud", "quiet")
+KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in NAMES}
+ODD: list[Any] = [
+    [1],
+    "many",
+    -3,
+    10**30,
+    {"cached_tokens": [[{}]]},
+    {"cached_tokens": -1},
+]
+
+
+@contextmanager
+def _keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
+    lines = [line_of(Caller(name, name), key) for name, key in KEYS.items()]
+    write_secret(folder / "keys", "\n".join(lines))
+    with proxy(port, security__keys_file=str(folder / "keys"), **settings) as running:
+        yield running
+
+
+def _chat(port: int, name: str, text: str, path: str = "/v1/chat/completions") -> Answer:
+    messages = [{"role": "user", "content": text}]
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    headers = JSON | {"Authorization": f"Bearer {KEYS[name]}"}
+    return ask(port, "POST", path, json.dumps(body).encode(), headers)
+
+
+def _with_usage(running: RunningProxy, usage: dict[str, Any]) -> None:
+    """From now on llama-server answers with this usage, and without its timings."""
+    upstream = running.engine.upstream
+    opened = upstream.open
+
+    class Odd:
+        def __init__(self, reply: Reply, body: bytes) -> None:
+            self._reply, self._body = reply, body
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._reply, name)
+
+        async def chunks(self) -> AsyncIterator[bytes]:
+            yield self._body
+
+    @asynccontextmanager
+    async def odd(method: str, target: str, *given: Any, **named: Any) -> AsyncIterator[Any]:
+        async with opened(method, target, *given, **named) as reply:
+            if target != "/v1/chat/completions":
+                yield reply
+                return
+            whole = json.loads(await reply.read())
+            whole.pop("timings", None)
+            body = json.dumps(whole | {"usage": usage}).encode()
+            reply.headers["Content-Length"] = str(len(body))
+            yield Odd(reply, body)
+
+    upstream.open = odd  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", ["patched", "stock"])
+def test_whatever_usage_an_answer_states_the_only_slot_comes_back(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        if kind == "patched":
+            port = request.getfixturevalue("patched_port")
+            running = stack.enter_context(proxy(port, limits__queue_timeout_s=5))
+        else:
+            running = stack.enter_context(House(tmp_path).both())
+        talk = Talk(running.port, "odd")
+        answers = 0
+        usage: dict[str, Any] = {"input_tokens": -4, "output_tokens": "2"}
+        _with_usage(running, usage)
+        for details in ODD:
+            usage["input_tokens_details"] = details
+            talk.messages.append({"role": "user", "content": f"Number {answers}."})
+            answer = talk.post(stream=False)
+            assert answer.status == 200, answer.body
+            talk.messages.append({"role": "assistant", "content": "Yes."})
+            answers += 1
+        running.quiet()
+        pool = running.engine._slots.pool
+        until(pool.idle, "every slot is given back")
+        assert running.metric("evoke_upstream_errors_total", kind="upstream_protocol") == answers
+        assert running.metric("evoke_degraded_total", stage="report") == 0
+
+
+def test_two_abandoned_long_answers_cost_the_next_tenant_no_time(tmp_path: Path) -> None:
+    with (
+        llama_server(server_binary(patched=True), "-np", "2", "--evoke-ram", "64") as port,
+        _keyed(port, tmp_path) as running,
+    ):
+        assert _chat(running.port, "quiet", "Hello.").status == 200  # everything is warm
+        for path in ("/v1/chat/completions", "/completion"):
+            began = []
+            with ExitStack() as both:
+                for number in range(2):
+                    body = {
+                        "messages": [{"role": "user", "content": f"Go on for ever, {number}."}],
+                        "prompt": "Go on for ever.",
+                        "max_tokens": ENDLESS,
+                        "n_predict": ENDLESS,
+                        "ignore_eos": True,
+                        "stream": True,
+                    }
+                    headers = JSON | {
+                        "Authorization": f"Bearer {KEYS['loud']}",
+                        "X-Conversation-Id": f"mine-{number}",
+                    }
+                    one = both.enter_context(_begun(running.port, path, body, headers))
+                    began.append(one)
+                until(lambda: not running.engine._slots.pool.idle())
+            left_at = time.monotonic()
+            answer = _chat(running.port, "quiet", "Hello.")
+            assert answer.status == 200 and time.monotonic() - left_at < 2.0
+            running.quiet()
+
+
+@contextmanager
+def _begun(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[None]:
+    """An answer that has begun, and whose client leaves at the end of the block."""
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", path, json.dumps(body).encode(), headers)
+    answer = connection.getresponse()
+    try:
+        assert answer.status == 200 and answer.read1(5)
+        yield
+    finally:
+        answer.close()
+        connection.close()
+
+
+def test_a_tenant_with_32_connections_that_retry_denies_another_nothing(
+    patched_port: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"limits__queue": 8, "limits__queue_timeout_s": 60}
+    with _keyed(patched_port, tmp_path, **settings) as running:
+        stop, refused = threading.Event(), list[Answer]()
+
+        def retry(number: int) -> None:
+            while not stop.is_set():
+                path = "/v1/messages" if number % 2 else "/v1/chat/completions"
+                answer = _chat(running.port, "loud", f"Number {number}. {FILLER}", path)
+                if answer.status != 200:
+                    refused.append(answer)
+                    stop.wait(0.1)
+
+        with ThreadPoolExecutor(32) as loud:
+            for number in range(32):
+                loud.submit(retry, number)
+            try:
+                until(lambda: refused, "the queue is full")
+                answers = [_chat(running.port, "quiet", f"Turn {i}. {FILLER}") for i in range(8)]
+            finally:
+                stop.set()
+        assert [answer.status for answer in answers] == [200] * 8
+        for answer in refused:
+            assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
+            error = json.loads(answer.body)["error"]
+            assert error.get("code", "slots_busy") == "slots_busy"
+            assert error["type"] in ("unavailable_error", "overloaded_error")
+        displaced = [answer for answer in refused if b"has most of the requests" in answer.body]
+        assert displaced, "the queue was never full when the other one came"
+
+
+def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) -> None:
+    with proxy(patched_port, limits__queue=0) as running:
+        talk = Talk(running.port, "mine")
+        talk.say(f"Hello. {FILLER}")
+        running.settled()
+        (known,) = running.engine.conversations
+        before, n_resident = known.prompt, known.n_resident
+        with endless(running.port, "other"):
+            talk.messages.append({"role": "user", "content": f"Refused. {FILLER}"})
+            assert talk.post().status == 503
+            assert Talk(running.port, "new").post().status == 503
+            assert known.prompt is before and known.n_resident in (n_resident, 0)
+        running.quiet()
+        names = {known.name for known in running.engine.conversations}
+        assert names == {"mine", "other"}, "what was refused is no conversation"
+        del talk.messages[-1]
+        assert talk.say("Go on.").books["marker"] == "ok"
+
+
+def test_a_turn_does_not_begin_while_another_saves_its_rows(two_slots_port: int) -> None:
+    """Its slot is taken; the other slot is idle; its session is being written to."""
+    with proxy(two_slots_port, policy__budget=448, policy__writeback=False) as running:
+        first, second = Talk(running.port, "first"), Talk(running.port, "second")
+        for talk in (first, second):
+            talk.say(f"Hello from {talk.session}. {FILLER}")
+        running.settled()
+        engine = running.engine
+        known = next(one for one in engine.conversations if one.name == "first")
+        run, saving, saved = engine.upstream.run, threading.Event(), threading.Event()
+        begun: list[bool] = []
+
+        async def slow(slot: int, action: str, body: Any, client: Any) -> Any:
+            saves = action == "block-plan" and any(op["op"] == "save" for op in body["ops"])
+            if saves and not saving.is_set():
+                saving.set()
+                await asyncio.to_thread(saved.wait, 60)
+            return await run(slot, action, body, client)
+
+        begin = known.session.begin
+
+        def noted(*given: Any, **named: Any) -> Any:
+            begun.append(saved.is_set())
+            return begin(*given, **named)
+
+        engine.upstream.run = slow  # type: ignore[method-assign]
+        known.session.begin = noted  # type: ignore[method-assign]
+        with ThreadPoolExecutor(2) as pool:
+            third = pool.submit(Talk(running.port, "third").say, f"Hello. {FILLER}")
+            until(saving.is_set)
+            again = pool.submit(first.say, "Go on.")
+            until(lambda: engine._slots.pool.queued, "the turn waits")
+            assert not begun
+            saved.set()
+            assert third.result().books["marker"] == again.result().books["marker"] == "ok"
+        assert begun and all(begun)
+        assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
+        assert again.result().books["decoded"] < 60, "what was saved came back"
+
+
+def test_a_readiness_check_tries_no_slot_out_that_a_request_has(tmp_path: Path) -> None:
+    """It would save, or decode in, a slot that a request is about to use."""
+    with House(tmp_path).both() as running:
+        engine = running.engine
+        running.settled()
+        ask(running.port, "GET", "/evoke/ready")
+        calls, touched = engine.keeper._calls, []
+        save = calls.save
+
+        async def noted(slot: int, name: str, client: Any) -> Any:
+            touched.append(engine._slots.pool.idle())
+            return await save(slot, name, client)
+
+        calls.save = noted  # type: ignore[method-assign]
+        with endless(running.port):
+            engine.keeper._facts.forget()
+            ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+            assert "snapshots" in ready["checks"] and not touched
+        running.quiet()
+        ask(running.port, "GET", "/evoke/ready")
+        assert touched == [True]
