@@ -268,10 +268,13 @@ def test_a_readiness_check_tries_no_slot_out_that_a_request_has(tmp_path: Path) 
             return await save(slot, name, client)
 
         calls.save = noted  # type: ignore[method-assign]
-        with endless(running.port):
-            engine.keeper._facts.forget()
-            ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
-            assert "snapshots" in ready["checks"] and not touched
-        running.quiet()
+        # A request that has its slot and has not been forwarded yet: /slots shows it as idle.
+        asked = engine._slots.acquire("about to be forwarded", "")
+        lease = asyncio.run_coroutine_threadsafe(asked, running.loop).result(60)
+        engine.keeper._facts.forget()
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert "snapshots" in ready["checks"] and not touched
+        running.loop.call_soon_threadsafe(lease.release)
+        until(engine._slots.pool.idle)
         ask(running.port, "GET", "/evoke/ready")
         assert touched == [True]
