@@ -51,6 +51,7 @@ _OTHER = {"Authorization": "Bearer another-tenant"}
 _COLUMNS = (
     *("arm", "times", "lag_p50", "lag_p99", "lag_p99.9", "lag_worst"),
     *("client_p50", "client_p99", "client_p99.9", "client_worst", "callback_cpu_ms"),
+    "collection_ms",
 )
 
 

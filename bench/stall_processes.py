@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
 import logging
@@ -85,7 +86,7 @@ class LoopProbe:
     def reset(self) -> None:
         """Forget what was measured."""
         self._lags = Delays(TICK_S)
-        self._processor_s = self._wall_s = 0.0
+        self._processor_s = self._wall_s = self._collecting_s = 0.0
         self._lines: dict[str, int] = {}
 
     def start(self) -> None:
@@ -102,6 +103,7 @@ class LoopProbe:
                 self._processor_s = max(self._processor_s, time.thread_time() - processor)
                 self._wall_s = max(self._wall_s, time.perf_counter() - wall)
 
+        gc.callbacks.append(self._collected)
         asyncio.Handle._run = timed  # type: ignore[method-assign,assignment]
         if self._where:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -110,9 +112,18 @@ class LoopProbe:
         """The lag in ms; processor and wall time of the longest callback."""
         row: dict[str, Any] = {"lag": self._lags.row()}
         row |= {"callback_cpu_ms": self._processor_s * 1000, "callback_ms": self._wall_s * 1000}
+        row["collection_ms"] = self._collecting_s * 1000
         if self._where:
             row["where"] = sorted(self._lines.items(), key=lambda item: -item[1])[:8]
         return row
+
+    def _collected(self, phase: str, _: dict[str, int]) -> None:
+        """Note how long the longest garbage collection takes."""
+        if phase == "start":
+            self._collection_began = time.thread_time()
+        else:
+            taken = time.thread_time() - self._collection_began
+            self._collecting_s = max(self._collecting_s, taken)
 
     def _tick(self) -> None:
         self._due = self._lags.late(self._due, self._loop.time())

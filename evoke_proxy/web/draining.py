@@ -20,6 +20,11 @@ class Traffic:
         self._none = asyncio.Event()
         self._none.set()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._under_way
+
     @contextmanager
     def one(self) -> Iterator[None]:
         """Around one request; raises Draining when it is not to begin."""

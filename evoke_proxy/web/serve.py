@@ -4,7 +4,6 @@ finish and ends it."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -24,13 +23,11 @@ from evoke_proxy.web.app import create_app
 from evoke_proxy.web.connections import ClientRunner
 from evoke_proxy.web.crowd import ClientSite, Crowd, make_room
 from evoke_proxy.web.draining import TRAFFIC
+from evoke_proxy.web.garbage import Garbage
 from evoke_proxy.web.guard import DOOR
 
 _log = logging.getLogger(__name__)
 
-# A turn of a long conversation makes thousands of objects, and next to none of them in rings:
-# looking for those after every 700 would take a twentieth of its time.
-NEW_OBJECTS = 20_000
 # What has not ended in its time is cut off; so long it may take to notice.
 _CUT_S = 1.0
 
@@ -74,7 +71,6 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     bound.
     """
     sys.setswitchinterval(SWITCH_S)
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -83,11 +79,14 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
         loop.add_signal_handler(signal.SIGHUP, _reload, engine, again)
         runner = make_runner(engine)
         await runner.setup()
+        garbage = Garbage(lambda: runner.app[TRAFFIC].idle)
+        garbage.start()
         try:
             await _listen(runner, engine)
             await stop.wait()
             await drain(engine, runner)
         finally:
+            garbage.stop()
             await runner.cleanup()
 
 

@@ -1,0 +1,65 @@
+"""Full garbage collections wait until no request runs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from evoke_proxy.web import garbage
+from evoke_proxy.web.garbage import Garbage
+
+
+class Node:
+    """Refers to itself, so that only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture
+def full() -> Iterator[list[int]]:
+    """The full collections that are made."""
+    made: list[int] = []
+
+    def note(phase: str, facts: dict[str, int]) -> None:
+        if phase == "start" and facts["generation"] == 2:
+            made.append(1)
+
+    gc.callbacks.append(note)
+    yield made
+    gc.callbacks.remove(note)
+
+
+def test_a_full_collection_waits_until_no_request_runs(
+    full: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(garbage, "_WORTH_IT", 1)
+    monkeypatch.setattr(garbage, "NEW_OBJECTS", 50)
+    idle, before = [False], gc.get_threshold()
+
+    async def run() -> None:
+        collecting = Garbage(lambda: idle[0])
+        collecting.start()
+        old = Node()
+        gc.collect(1)  # it has lived for long
+        node = weakref.ref(old)
+        del old
+        full.clear()
+        kept = [[i] for i in range(200_000)]
+        await asyncio.sleep(0.05)
+        assert not full, f"{len(kept)} lists were made while a request ran"
+        idle[0] = True
+        for _ in range(500):
+            if node() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert full and node() is None
+        collecting.stop()
+
+    asyncio.run(run())
+    assert gc.get_threshold() == before
