@@ -16,12 +16,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/contract")]
 
+from adapters import write_adapter, write_vector  # noqa: E402
 from crowd import jostle  # noqa: E402
 from llama import Llama, running  # noqa: E402
 from nonsense import torment  # noqa: E402
@@ -36,6 +37,15 @@ _UNIFIED, _SEPARATE = ("-np", "2", "-kvu"), ("-np", "2", "-no-kvu")
 _FEW = ("-c", "1024", "--ctx-logical", "4096")
 _NORMED = ("--kv-eviction", "3", "--kv-aggregation", "norm_sum", "--kv-evictable-tokens", "256")
 _ON_DISK = ("--evoke-ram", "2", "--evoke-disk", "{folder}/blocks:8")
+_ADAPTED = ("--lora", "{folder}/adapter.gguf")
+_OVERRIDE = "llama.attention.layer_norm_rms_epsilon=float:"
+_EPSILON, _OTHER_EPSILON = (
+    ("--override-kv", f"{_OVERRIDE}1e-5"),
+    ("--override-kv", f"{_OVERRIDE}0.3"),
+)
+_VECTOR = ("--control-vector-scaled", "{folder}/vector.gguf:1.0")
+_OTHER_VECTOR = ("--control-vector-scaled", "{folder}/vector.gguf:1.5")
+_LASTING = 120  # operations before a server's copies are looked for by others
 _PIECE = 500  # operations before others get their turn: what is wrong everywhere shows early
 _ASAN = "detect_leaks=1:handle_abort=1:allocator_may_return_null=1"
 _TSAN = "exitcode=0:history_size=4:second_deadlock_stack=1"
@@ -48,9 +58,15 @@ class Case:
 
     shape: str
     options: tuple[str, ...]
+    other: tuple[str, ...] = ()  # with these instead of the last as many its copies are of no use
 
     def __str__(self) -> str:
         return f"{self.shape} {' '.join(self.options)}"
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The options of a server that computes something else from the same text."""
+        return (*self.options[: len(self.options) - len(self.other)], *self.other)
 
 
 CASES = (
@@ -75,6 +91,18 @@ CASES = (
     Case("tiny-dense", (*_SEPARATE, "-fa", "on", *_ON_DISK)),
     Case("tiny-lfm2", (*_UNIFIED, "-fa", "on", *_ON_DISK)),
     Case("tiny-bos", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "2", *_ON_DISK)),
+    # an adapter at scales that change from request to request
+    Case("tiny-dense", (*_UNIFIED, "-fa", "on", *_ADAPTED)),
+    Case("tiny-moe", (*_SEPARATE, "-fa", "off", *_ADAPTED, *_ON_DISK)),
+    Case("tiny-dense", (*_FEW, *_UNIFIED, "-fa", "off", "--kv-eviction", "2", *_ADAPTED)),
+    # split modes that start without a device
+    Case("tiny-dense", (*_UNIFIED, "-fa", "on", "--split-mode", "row")),
+    Case("tiny-moe", (*_SEPARATE, "-fa", "off", "--split-mode", "none")),
+    Case("tiny-bos", (*_SEPARATE, "-fa", "on", "--split-mode", "layer")),
+    # what a folder has is of no use to a server that computes something else
+    Case("tiny-dense", (*_SEPARATE, "-fa", "on", *_ON_DISK, *_EPSILON), _OTHER_EPSILON),
+    Case("tiny-moe", (*_UNIFIED, "-fa", "on", *_ON_DISK, *_VECTOR), _OTHER_VECTOR),
+    Case("tiny-dense", (*_UNIFIED, *_ON_DISK, "-fa", "on"), ("-fa", "off")),
 )
 
 
@@ -92,8 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         piece = min(args.piece, args.operations - done)
         took = time.monotonic() - began
         print(f"{done:>7} {took:6.0f} s  seed {seed}  {case}", flush=True)
-        with watched(case) as server:
-            operate(server, piece, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            write_adapter(Path(folder, "adapter.gguf"), seed, case.shape)
+            write_vector(Path(folder, "vector.gguf"), seed, case.shape)
+            if case.other:
+                outlive(case, Path(folder), seed)
+            with watched(case, Path(folder)) as server:
+                operate(server, piece, seed)
         done += piece
     print(f"{done} operations on {len(cases)} kinds of servers: nothing found")
     return 0
@@ -112,11 +145,23 @@ def operate(server: Llama, count: int, seed: int) -> None:
     jostle(server, count - count * 2 // 5 - count * 3 // 10, seed)
 
 
+def outlive(case: Case, folder: Path, seed: int) -> None:
+    """What a server leaves in its folder is found by one of its kind, and by no other."""
+    with watched(case, folder) as server:
+        model = play(server, _LASTING, seed)
+        server.post("/slots/0?action=block-spill", {"all": True})
+    with watched(replace(case, options=case.changed), folder) as server:
+        assert server.slot()["blocks"] == [], "copies of another set-up are used"
+    with watched(case, folder) as server:
+        assert model.outlived(server) > 0
+        server.post("/slots/0?action=block-drop", {"all": True})
+
+
 @contextmanager
-def watched(case: Case) -> Iterator[Llama]:
+def watched(case: Case, folder: Path) -> Iterator[Llama]:
     """A server of this kind; RuntimeError when a sanitizer has something to say about it."""
-    with tempfile.TemporaryDirectory() as folder:
-        reports = Path(folder, "reports")
+    with tempfile.TemporaryDirectory() as scratch:
+        reports = Path(scratch, "reports")
         reports.mkdir()
         where = f"log_path={reports}/report"
         os.environ["TSAN_OPTIONS"] = f"{where}:{_TSAN}"

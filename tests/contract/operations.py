@@ -281,6 +281,24 @@ class Model:
         assert not other, f"rows at {other} of slot {slot} are not those that were there"
         self.rows[slot] = there
 
+    def outlived(self, server: Llama) -> int:
+        """Bring back every copy that another server of the same kind has found in the folder of the
+        first; how many rows were compared."""
+        self.server, compared = server, 0
+        listed = {block["name"]: block for block in server.slot(0)["blocks"]}
+        for name, copy in sorted(self.saved.items()):
+            if name not in listed or copy.rows is None:
+                continue
+            assert listed[name]["visibility"] == copy.visibility
+            if self.adapted:  # copies are those of the adapters of the slot's latest request
+                lora = [{"id": 0, "scale": copy.scale}]
+                server.complete(list(copy.prefix[:1]), 0, n_predict=1, lora=lora)
+            server.act("block-adopt", 0, tokens=copy.prefix, names=[name])
+            rows = server.act("block-rows", 0, p0=copy.p0, p1=len(copy.prefix))["sums"]
+            assert rows == [copy.rows[at] for at in range(copy.p0, len(copy.prefix))], name
+            compared += len(rows)
+        return compared
+
     def _keep(self, slot: int, name: str, span: tuple[int, int], visibility: str) -> None:
         """A copy was made of rows that were there; every name of that copy has these now."""
         p0, p1 = span

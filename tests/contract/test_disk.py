@@ -525,10 +525,14 @@ def test_a_folder_of_no_use_leaves_the_rest_working(
 
 def test_random_operations_on_blocks_most_of_which_are_on_disk(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d", ram=4)) as server:
-        play(server, 300)
+        model = play(server, 200)
+        spill(server)
+        assert disk(server)["n_written"] > 5
+    with running(True, *options(tmp_path / "d", ram=4)) as server:
+        assert model.outlived(server) > 500
+        play(server, 100, seed=2)
         torment(server, 200)
         state = disk(server)
-        assert state["n_written"] > 5
         assert state["n_failed"] == state["n_damaged"] == 0
         held = talk(server)
         reference = logprobs(server, held, 0)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
+from adapters import write_adapter, write_vector
 from llama import Json, Llama, running, story
 
 from bench.random_models import SHAPES, ensure
@@ -318,38 +317,3 @@ def test_two_slots_of_one_prompt_keep_what_each_was_made_from() -> None:
         assert len(server.post("/completion", body | {"temperature": 0})) == 2
         for slot in (0, 1):
             assert server.slot(slot)["n_reusable"] == server.slot(slot)["n_tokens"]
-
-
-def write_adapter(path: Path, seed: int) -> None:
-    """A LoRA adapter for the attention of every layer of the random model."""
-    random, shape = np.random.default_rng(seed), SHAPES["tiny-dense"]
-    writer = gguf.GGUFWriter(path, shape.arch)
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 8.0)
-    for layer in range(shape.layers):
-        for part, rows in (("attn_q", shape.heads), ("attn_v", shape.kv_heads)):
-            name = f"blk.{layer}.{part}.weight"
-            a = random.standard_normal((4, shape.width), np.float32) / 8
-            b = random.standard_normal((rows * shape.head_size, 4), np.float32) / 2
-            writer.add_tensor(f"{name}.lora_a", a)
-            writer.add_tensor(f"{name}.lora_b", b)
-    _finish(writer)
-
-
-def write_vector(path: Path, seed: int) -> None:
-    """A control vector for every layer but the first."""
-    random, shape = np.random.default_rng(seed), SHAPES["tiny-dense"]
-    writer = gguf.GGUFWriter(path, "controlvector")
-    writer.add_string("controlvector.model_hint", shape.arch)
-    for layer in range(1, shape.layers):
-        direction = random.standard_normal(shape.width, np.float32)
-        writer.add_tensor(f"direction.{layer}", direction)
-    _finish(writer)
-
-
-def _finish(writer: gguf.GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
