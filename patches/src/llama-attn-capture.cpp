@@ -55,8 +55,46 @@ struct attn_want {
     }
 };
 
+// what the compute buffers hold: graphs with as many of each or fewer
+struct attn_room {
+    std::set<int32_t> layers;
+    int32_t n_rows   = 0; // of a stream
+    bool    per_head = false;
+    bool    queries  = false;
+
+    bool holds(const attn_room & o) const {
+        return std::includes(layers.begin(), layers.end(), o.layers.begin(), o.layers.end()) && n_rows >= o.n_rows
+            && per_head >= o.per_head && queries >= o.queries;
+    }
+};
+
 struct attn_state {
     std::map<llama_seq_id, attn_seq> seqs;
+
+    ggml_backend_sched_t   sched = nullptr; // whose buffers have
+    std::vector<attn_room> reserved;
+
+    // what all sequences together need at most, when one has these parameters
+    attn_room room(const llama_cparams & cparams, llama_seq_id seq, const llama_attn_params & params) const {
+        attn_room res;
+        const auto add = [&](const llama_attn_params & p) {
+            if (p.layers.empty()) {
+                return;
+            }
+            const int32_t n = std::max(p.window, p.queries);
+            res.layers.insert(p.layers.begin(), p.layers.end());
+            res.n_rows   = cparams.kv_unified ? res.n_rows + n : std::max(res.n_rows, n);
+            res.per_head = res.per_head || p.per_head;
+            res.queries  = res.queries || p.queries > 0;
+        };
+        for (const auto & [id, s] : seqs) {
+            if (id != seq) {
+                add(s.params);
+            }
+        }
+        add(params);
+        return res;
+    }
 
     // the layers of these sequences together, or of all
     std::vector<int32_t> layers(const std::set<llama_seq_id> * only = nullptr) const {
@@ -133,6 +171,21 @@ attn_want attn_wanted(const attn_state & state, const llama_ubatch & ubatch, int
     return res;
 }
 
+// as many rows as there may be in a ubatch of this shape
+attn_want attn_most(const attn_room & room, const llama_ubatch & ubatch, int32_t n_stream) {
+    attn_want res;
+    const int32_t n_tokens = (int32_t) ubatch.n_tokens/n_stream;
+    const int32_t n_rows   = std::min(n_tokens, room.n_rows);
+    res.layers.assign(room.layers.begin(), room.layers.end());
+    res.rows.assign(n_rows*n_stream, 0);
+    res.take.assign(n_rows*n_stream, false);
+    res.n_stream = n_stream;
+    res.all      = false; // where all are wanted fewer tensors are needed
+    res.per_head = room.per_head;
+    res.queries  = room.queries;
+    return res;
+}
+
 int32_t attn_n_stream(const llama_cparams & cparams, const llama_ubatch & ubatch) {
     return cparams.kv_unified ? 1 : (int32_t) ubatch.n_seqs_unq;
 }
@@ -181,6 +234,7 @@ attn_graph_input * attn_input_of(const llm_graph_result & res) {
 }
 
 thread_local attn_state * attn_current = nullptr; // of the context whose graph is being built
+thread_local const attn_room * attn_reserving = nullptr; // the graph is the largest one of these, and never run
 
 attn_graph_input * attn_input(const llm_graph_context & g) {
     if (!attn_current) {
@@ -189,15 +243,24 @@ attn_graph_input * attn_input(const llm_graph_context & g) {
     if (auto * input = attn_input_of(*g.res)) {
         return input;
     }
-    const auto want = attn_wanted(*attn_current, g.ubatch, attn_n_stream(g.cparams, g.ubatch));
+    const int32_t n_stream = attn_n_stream(g.cparams, g.ubatch);
+    const auto want = attn_reserving ? attn_most(*attn_reserving, g.ubatch, n_stream) : attn_wanted(*attn_current, g.ubatch, n_stream);
     return static_cast<attn_graph_input *>(g.res->add_input(std::make_unique<attn_graph_input>(*attn_current, want)));
+}
+
+// with --no-kv-offload what reads the keys is computed where they are, as upstream's own attention
+ggml_tensor * attn_pinned(const llm_graph_context & g, ggml_tensor * t) {
+    if (!g.cparams.offload_kqv) {
+        ggml_backend_sched_set_tensor_backend(g.sched, t, g.backend_cpu);
+    }
+    return t;
 }
 
 void attn_output(const llm_graph_context & g, attn_graph_input & input, ggml_tensor * kq, int il) {
     const int32_t n_head = (int32_t) kq->ne[2];
     if (!input.want.per_head) {
         // summed here: only one row a token leaves the device
-        kq = ggml_repeat_back(g.ctx0, kq, ggml_new_tensor_4d(g.ctx0, GGML_TYPE_F32, kq->ne[0], kq->ne[1], 1, kq->ne[3]));
+        kq = attn_pinned(g, ggml_repeat_back(g.ctx0, kq, ggml_new_tensor_4d(g.ctx0, GGML_TYPE_F32, kq->ne[0], kq->ne[1], 1, kq->ne[3])));
     }
     ggml_set_output(kq);
     ggml_build_forward_expand(g.gf, kq);
@@ -365,6 +428,72 @@ size_t llama_attn_capture_bytes(const llama_context * ctx, const llama_attn_para
     }
     const size_t n_rows = params.mode == LLAMA_ATTN_SNAPKV ? params.window : 1;
     return n_pos*(n_channel*n_rows*sizeof(float) + sizeof(int64_t));
+}
+
+size_t llama_attn_capture_device_bytes(const llama_context * ctx, llama_seq_id seq, const llama_attn_params & params) {
+    const auto * state = attn_find(ctx);
+    const auto   room  = (state ? *state : attn_state()).room(ctx->get_cparams(), seq, params);
+    const auto & cparams = ctx->get_cparams();
+    // of one layer at a time the product and its softmax, of each what comes out of it
+    size_t n = 0, most = 0;
+    for (const int32_t layer : room.layers) {
+        const size_t n_head = llama_attn_capture_n_head(ctx, layer);
+        most = std::max(most, n_head);
+        n += room.per_head ? n_head : 1;
+    }
+    const size_t n_cells = cparams.kv_unified ? cparams.n_ctx : (size_t) cparams.n_ctx_seq*cparams.n_seq_max;
+    const size_t n_rows  = std::min<size_t>(room.n_rows, cparams.n_ubatch);
+    return (n + 2*most)*n_rows*n_cells*sizeof(float);
+}
+
+// the compute buffers are made for graphs with this; false where there is no memory for them
+static bool attn_make_room(llama_context * ctx, attn_state & state, const attn_room * room) {
+    const auto & cparams  = ctx->get_cparams();
+    const uint32_t n_seqs   = cparams.n_seq_max;
+    const uint32_t n_tokens = std::min(cparams.n_ctx, cparams.n_ubatch);
+    const auto     mctx     = ctx->get_memory()->init_full();
+    auto * const current = attn_current;
+    attn_current   = room ? &state : nullptr;
+    attn_reserving = room;
+    bool ok = mctx != nullptr;
+    const uint32_t n_outputs = std::max<uint32_t>(1, std::min(n_tokens, cparams.n_outputs_max));
+    ok = ok && ctx->graph_reserve(n_tokens, n_seqs, n_outputs, mctx.get()) != nullptr;
+    attn_current   = current;
+    attn_reserving = nullptr;
+    return ok;
+}
+
+bool llama_attn_capture_reserve(llama_context * ctx, llama_seq_id seq, const llama_attn_params & params) {
+    if (params.layers.empty()) {
+        return true;
+    }
+    attn_state none;
+    auto * found = attn_find(ctx);
+    const auto room = (found ? *found : none).room(ctx->get_cparams(), seq, params);
+    const bool same = found && found->sched == ctx->get_sched();
+    if (same && std::any_of(found->reserved.begin(), found->reserved.end(), [&](const auto & has) { return has.holds(room); })) {
+        return true;
+    }
+    ctx->synchronize();
+    attn_state graph; // of no sequence: its rows are those of `room`
+    if (!attn_make_room(ctx, graph, &room)) {
+        if (!attn_make_room(ctx, graph, nullptr)) {
+            LLAMA_LOG_ERROR("%s: the compute buffers could not be made as they were\n", __func__);
+        }
+        return false;
+    }
+    const std::lock_guard<std::mutex> lock(attn_states_mutex);
+    auto & state = attn_states[ctx];
+    if (!state) {
+        state = std::make_unique<attn_state>();
+        attn_n_states++;
+    }
+    if (state->sched != ctx->get_sched()) {
+        state->sched = ctx->get_sched();
+        state->reserved.clear();
+    }
+    state->reserved.push_back(room);
+    return true;
 }
 
 bool llama_attn_capture_set(llama_context * ctx, llama_seq_id seq, const llama_attn_params & params) {
@@ -620,7 +749,20 @@ std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id
 // hooks
 //
 
-llama_attn_capture_scope::llama_attn_capture_scope(const llama_context * ctx, llm_graph_result & res, llm_graph_result * & active) {
+llama_attn_capture_scope::llama_attn_capture_scope(llama_context * ctx, llm_graph_result & res, llm_graph_result * & active)
+    : ctx(ctx), res(res) {
+    auto * state = attn_find(ctx);
+    if (state && !state->seqs.empty() && state->sched != ctx->get_sched()) {
+        // the context has made its compute buffers anew since, as for another adapter
+        const auto room = state->room(ctx->get_cparams(), -1, {});
+        state->sched = ctx->get_sched();
+        state->reserved = { room };
+        attn_state graph;
+        if (!attn_make_room(ctx, graph, &room)) {
+            give_up(ctx->get_sched());
+            attn_make_room(ctx, graph, nullptr);
+        }
+    }
     attn_current = attn_find(ctx);
     if (attn_current && !attn_input_of(res)) {
         active = nullptr;
@@ -629,6 +771,20 @@ llama_attn_capture_scope::llama_attn_capture_scope(const llama_context * ctx, ll
 
 llama_attn_capture_scope::~llama_attn_capture_scope() {
     attn_current = nullptr;
+}
+
+bool llama_attn_capture_scope::give_up(ggml_backend_sched_t sched) {
+    auto * state = attn_find(ctx);
+    if (!state || state->seqs.empty()) {
+        return false;
+    }
+    LLAMA_LOG_WARN("%s: no memory for the attention of %zu sequences: it is not captured any more\n", __func__, state->seqs.size());
+    state->seqs.clear();
+    state->reserved.clear();
+    attn_current = nullptr;
+    res.reset();
+    ggml_backend_sched_reset(sched);
+    return true;
 }
 
 void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b, ggml_tensor * kq_mask,
@@ -673,7 +829,7 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
     } else {
         q = ggml_view_4d(g.ctx0, q, d, n_rows, n_head, n_stream, row, head, row*n_rows, 0);
     }
-    ggml_tensor * kq = ggml_mul_mat(g.ctx0, k, q);
+    ggml_tensor * kq = attn_pinned(g, ggml_mul_mat(g.ctx0, k, q));
     ggml_prec_set_acc(kq, GGML_PREC_F32);
     kq = ggml_reshape_4d(g.ctx0, kq, kq->ne[0], n_rows, n_head, n_stream);
     if (g.hparams.attn_soft_cap) {
@@ -682,7 +838,7 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
         kq = ggml_scale(g.ctx0, ggml_tanh(g.ctx0, ggml_scale(g.ctx0, kq, kq_scale/cap)), cap);
         kq_scale = 1.0f;
     }
-    kq = ggml_soft_max_ext(g.ctx0, kq, kq_mask, kq_scale, g.hparams.f_max_alibi_bias);
+    kq = attn_pinned(g, ggml_soft_max_ext(g.ctx0, kq, kq_mask, kq_scale, g.hparams.f_max_alibi_bias));
     ggml_soft_max_add_sinks(kq, sinks);
     attn_output(g, *input, kq, il);
 }

@@ -15,6 +15,7 @@
 // mode SUM, and llama_attn_capture_mass() for each position range. Rows in cells that are not
 // resident have mass 0 from then on and keep what they had.
 
+#include "ggml-backend.h"
 #include "llama.h"
 
 #include <cstdint>
@@ -80,6 +81,14 @@ LLAMA_API const llama_attn_params * llama_attn_capture_get(const llama_context *
 // bytes of host memory that a sequence of n_pos positions takes with these parameters
 LLAMA_API size_t llama_attn_capture_bytes(const llama_context * ctx, const llama_attn_params & params, int64_t n_pos);
 
+// bytes that the graphs of all sequences captured now and of this one take at most where the model is computed
+LLAMA_API size_t llama_attn_capture_device_bytes(const llama_context * ctx, llama_seq_id seq, const llama_attn_params & params);
+
+// Makes the compute buffers as large as the graphs need at most when these are set, so that no decode asks for more.
+// A failure must be found here: that of a decode ends the requests of all sequences. False where there is no memory:
+// nothing has changed then. Call it before llama_attn_capture_set(), whose own sequence keeps its present parameters.
+LLAMA_API bool llama_attn_capture_reserve(llama_context * ctx, llama_seq_id seq, const llama_attn_params & params);
+
 // positions from p0 on were taken back: their mass is forgotten
 LLAMA_API void llama_attn_capture_forget(llama_context * ctx, llama_seq_id seq, llama_pos p0);
 
@@ -113,9 +122,27 @@ LLAMA_API int32_t llama_attn_capture_n_key(const llama_context * ctx, int32_t la
 
 // around the building and running of one graph; a graph that was built without us is not reused
 struct llama_attn_capture_scope {
-    llama_attn_capture_scope(const llama_context * ctx, llm_graph_result & res, llm_graph_result * & active);
+    llama_attn_capture_scope(llama_context * ctx, llm_graph_result & res, llm_graph_result * & active);
     ~llama_attn_capture_scope();
     llama_attn_capture_scope(const llama_attn_capture_scope &) = delete;
+
+    // ggml_backend_sched_alloc_graph() for a graph that `build` makes. Where there is no memory for it all capturing
+    // ends and the graph is built without: the decode does not fail for what is only looked at.
+    template <typename Build> auto allocator(Build build) {
+        return [this, build](ggml_backend_sched_t sched, ggml_cgraph * & graph) {
+            if (ggml_backend_sched_alloc_graph(sched, graph)) {
+                return true;
+            }
+            graph = give_up(sched) ? build() : nullptr;
+            return graph && ggml_backend_sched_alloc_graph(sched, graph);
+        };
+    }
+
+private:
+    bool give_up(ggml_backend_sched_t sched);
+
+    const llama_context * ctx;
+    llm_graph_result    & res;
 };
 
 // q [d, head, token], k [d, kv_head, cell, stream], before either is permuted

@@ -9,8 +9,9 @@
 
 namespace {
 
-// host memory that what is captured of one slot may take
-constexpr size_t MAX_CAPTURE_BYTES = size_t(512)*1024*1024;
+// memory that what is captured of one slot may take: of the host, and with all other slots where the model is computed
+constexpr size_t MAX_CAPTURE_BYTES        = size_t(512)*1024*1024;
+constexpr size_t MAX_CAPTURE_DEVICE_BYTES = size_t(1024)*1024*1024;
 
 // how often the ranges of one call may cover the slot's tokens
 constexpr int64_t OVERLAP = 16;
@@ -156,7 +157,8 @@ json server_blocks::op_capture(const json & op, const server_blocks_slot & slot,
     if (const char * why = llama_attn_capture_unsupported(ctx)) {
         fail(501, "not_supported_error", string_format("attention cannot be captured: %s", why));
     }
-    const auto params = get_params(op, llama_attn_capture_layers(ctx));
+    auto params = get_params(op, llama_attn_capture_layers(ctx));
+    fit_capture(params, slot.id);
     const size_t bytes = llama_attn_capture_bytes(ctx, params, slot.n_ctx);
     if (bytes > MAX_CAPTURE_BYTES) {
         fail_request(string_format("this would take %zu MiB of host memory, %zu are allowed: fewer layers, no per_head, or a smaller window",
@@ -172,10 +174,27 @@ json server_blocks::op_capture(const json & op, const server_blocks_slot & slot,
         if ((int32_t) all.size() > LLAMA_ATTN_MAX_LAYERS) {
             fail_request(string_format("at most %d layers can be captured in all slots together", LLAMA_ATTN_MAX_LAYERS));
         }
+        const auto * now = llama_attn_capture_get(ctx, slot.id);
+        if (!(now && *now == params) && !llama_attn_capture_reserve(ctx, slot.id, params)) {
+            fail(503, "no_memory", "there is no memory for the attention where the model is computed: fewer layers, "
+                "no per_head, or a smaller window", json { {"needed", llama_attn_capture_device_bytes(ctx, slot.id, params)} });
+        }
         return {};
     }
     llama_attn_capture_set(ctx, slot.id, params);
     return params_json(params);
+}
+
+// fewer rows where as many as asked for would take too much; always the same for the same slots
+void server_blocks::fit_capture(llama_attn_params & params, int id) const {
+    while (!params.layers.empty() && llama_attn_capture_device_bytes(ctx, id, params) > MAX_CAPTURE_DEVICE_BYTES) {
+        if (params.window <= 1 && params.queries <= 1) {
+            fail_request(string_format("this would take %zu MiB where the model is computed, %zu are allowed: fewer layers, or no per_head",
+                llama_attn_capture_device_bytes(ctx, id, params) >> 20, MAX_CAPTURE_DEVICE_BYTES >> 20));
+        }
+        params.window  = std::max(1, params.window/2);
+        params.queries = std::min(params.queries, std::max(1, params.queries/2));
+    }
 }
 
 json server_blocks::run_attention(const json & body, const server_blocks_slot & slot) const {

@@ -94,8 +94,18 @@ bool server_blocks::set_modes(const common_params & params, int32_t n_ctx) {
             throw std::invalid_argument(string_format("a context of %d tokens needs the model's RoPE factors for long texts, which are "
                 "chosen only where a slot has more than %d cells (-c): give it more, or --ctx-logical %d or less", modes.n_ctx, limit, limit));
         }
-    } catch (const std::invalid_argument & e) {
+        for (int id = 0; modes.mode == SERVER_BLOCKS_MODE_ATTENTION && id < n_slots; ++id) {
+            attend(id);
+            if (!llama_attn_capture_get(ctx, id)) {
+                throw std::invalid_argument("--kv-eviction 3: there is no memory for the attention of all slots where the model is computed: "
+                    "fewer cells (-c) or slots (-np), or another mode");
+            }
+        }
+    } catch (const std::exception & e) {
         LOG_ERR("evoke: %s\n", e.what());
+        return false;
+    } catch (const server_blocks_error & e) {
+        LOG_ERR("evoke: %s\n", e.message.c_str());
         return false;
     }
     if (modes.on()) {
@@ -295,7 +305,10 @@ void server_blocks::attend(int id) {
     for (size_t i = 0; i < n; ++i) {
         params.layers.push_back(possible[(2*i + 1)*possible.size()/(2*n)]); // the middle of each n-th part
     }
-    llama_attn_capture_set(ctx, id, params);
+    fit_capture(params, id);
+    if (llama_attn_capture_reserve(ctx, id, params)) {
+        llama_attn_capture_set(ctx, id, params);
+    }
 }
 
 // where attention is captured, what got its share of it since the last look was accessed

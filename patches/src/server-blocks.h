@@ -331,6 +331,7 @@ private:
     // server-blocks-attention.cpp
     json attention_props() const;
     json op_capture   (const json & op, const server_blocks_slot & slot, bool dry);
+    void fit_capture  (llama_attn_params & params, int id) const;
     json run_attention(const json & body, const server_blocks_slot & slot) const;
     json queries_json (const server_blocks_slot & slot) const;
     json bounds_json  (const json & body, const server_blocks_slot & slot) const;

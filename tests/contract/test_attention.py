@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from first_layer import attention, queries_and_keys
-from llama import Json, Llama, running, story
+from llama import MODEL, Json, Llama, binary, running, story
 from native import run
 
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.demo.processes import free_port, healthy, plain_environment
 
 LAYERS = [0, 1, 2, 3]
 ROW_SUM = 1e-5
@@ -352,3 +357,87 @@ def test_an_eval_callback_sees_the_softmax_that_is_captured(tmp_path: Path) -> N
     """Through the library itself: upstream's own tensors, no server and no JSON between them."""
     said = run(Path(__file__).parents[1] / "attn_capture/attn_capture.cpp", tmp_path)
     assert said.count("upstream's softmax") == said.count("in all layers") == 3
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[tuple[Llama, int]]:
+    """A server with so many cells that rows of attention are large, and its process."""
+    port = free_port()
+    command = [str(binary(True)), "-m", str(MODEL), "-t", "1", "--port", str(port), "-np", "4"]
+    command += ["-kvu", "-c", "65536", "-ub", "256", "-fa", "on", "--evoke-ram", "8"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=plain_environment())
+    try:
+        while not healthy(port):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        yield Llama(port), process.pid
+        assert healthy(port), (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def limit_memory(process: int, more: int) -> None:
+    """The process can take so many bytes of address space more."""
+    status = Path(f"/proc/{process}/status").read_text()
+    size = int(next(line for line in status.splitlines() if line.startswith("VmSize")).split()[1])
+    resource.prlimit(process, resource.RLIMIT_AS, (size * 1024 + more, resource.RLIM_INFINITY))
+
+
+def test_a_capture_without_memory_is_refused_and_takes_nothing_from_others(
+    wide: tuple[Llama, int],
+) -> None:
+    server, process = wide
+    prompt = server.tokens(story(300))
+    server.complete(prompt, 1, n_predict=1)
+    server.complete(prompt, 0, n_predict=1)
+    limit_memory(process, 96 << 20)
+    other = server.slot(1)
+    error = server.refuse("attn-capture", 0, layers=LAYERS, window=64)
+    assert (error["code"], error["type"]) == (503, "no_memory")
+    assert error["needed"] > 96 << 20
+    error = server.refuse("block-plan", 0, ops=[
+        {"op": "save", "name": "b", "p0": 0, "p1": 64},
+        {"op": "attn-capture", "layers": LAYERS, "window": 64},
+    ])  # fmt: skip
+    assert (error["type"], error["op"]) == ("no_memory", 1)
+    assert server.slot(0)["blocks"] == [] and server.slot(1) == other
+    set_to = server.act("attn-capture", 0, layers=[0], window=1)  # so little there is
+    assert set_to["layers"] == [0]
+    for slot in (0, 1):
+        answer = server.complete([*prompt, *prompt[:40]], slot, n_predict=4)
+        assert answer["timings"]["evoke"]["decoded"] < 50, "the slot was emptied"
+    assert masses(server, 64)["n_obs"] > 0
+
+
+def test_rows_of_attention_never_make_a_decode_ask_for_memory(
+    wide: tuple[Llama, int],
+) -> None:
+    """What they need at most is there when the call is answered: no decode takes any."""
+    server, process = wide
+    prompt = server.tokens(story(3000))[:2000]
+    for slot in (0, 1):
+        server.complete(prompt[:400], slot, n_predict=1)
+    for slot in (0, 1):
+        server.act("attn-capture", slot, layers=LAYERS, window=64, queries=32)
+    limit_memory(process, 24 << 20)  # threads for requests, no rows of 200 MiB
+    with ThreadPoolExecutor(2) as pool:
+        turns = [pool.submit(server.complete, prompt, slot, n_predict=30) for slot in (0, 1)]
+        assert all(turn.result()["timings"]["evoke"]["decoded"] > 0 for turn in turns)
+    for slot in (0, 1):
+        answer = masses(server, 64, slot)
+        assert answer["layers"] == LAYERS and answer["n_obs"] > 64
+
+
+def test_more_rows_than_may_be_had_are_halved(wide: tuple[Llama, int]) -> None:
+    """Slots that share cells share the room for rows too: the third one finds it short."""
+    server, _ = wide
+    settings = {"layers": LAYERS, "window": 64, "queries": 64, "per_head": True, "mode": "sum"}
+    windows = [server.act("attn-capture", slot, **settings)["window"] for slot in (0, 1, 2)]
+    assert windows == [64, 64, 32]
+    answer = server.act("attn-capture", 2, **settings)
+    assert (answer["window"], answer["queries"]) == (32, 32)
+    for slot in (0, 1, 2):
+        server.complete(server.tokens(story(100)), slot, n_predict=2)
+        assert masses(server, 64, slot)["n_obs"] > 0
