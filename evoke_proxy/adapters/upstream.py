@@ -272,13 +272,14 @@ class Upstream:
         """One JSON call of our own; a body of bytes is sent as it is.
 
         Carries the credentials of `client`, its headers, when none are configured. Raises
-        UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s` unless it is
-        `patient`, UpstreamProtocolError when the answer is not a JSON object.
+        UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s`, of a `patient`
+        call after `long_call_timeout_s`, UpstreamProtocolError when it is not a JSON object.
         AWAITED counts its time under `name`.
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
+        limit_s = self.config.long_call_timeout_s if patient else self.config.call_timeout_s
         with _mapped(self.url):
-            async with asyncio.timeout(None if patient else self.config.call_timeout_s):
+            async with asyncio.timeout(limit_s):
                 with _timed(name):
                     headers = self.own_headers(client)
                     async with self.open(method, target, headers, data) as reply:

@@ -68,6 +68,7 @@ class UpstreamConfig:
     api_key: str = ""
     connect_timeout_s: float = 5.0
     call_timeout_s: float = 60.0
+    long_call_timeout_s: float = 1800.0
     read_timeout_s: float = 300.0
     probe_interval_s: float = 2.0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.errors import EvokeError, RequestError
 
 _log = logging.getLogger(__name__)
@@ -53,13 +54,25 @@ class Models(Generic[E]):
     def __iter__(self) -> Iterator[E]:
         return iter(list(self._known.values()))
 
-    async def of(self, body: bytes, client: Mapping[str, str]) -> E | None:
+    async def of(
+        self,
+        body: bytes,
+        client: Mapping[str, str],
+        tell: Callable[[], Awaitable[None]] | None = None,
+        every_s: float = 5.0,
+    ) -> E | None:
         """The engine of the model that a request names, which is loaded then as the request itself
-        would have it. None when there is no such model, or it cannot be: the router says so."""
+        would have it. None when there is no such model, or it cannot be: the router says so.
+
+        `tell` is called every so many seconds of loading when the request is for a stream.
+        """
         try:
-            engine = await self._named(str(parse_object(body).get("model")), client)
+            asked = parse_object(body)
+            engine = await self._named(str(asked.get("model")), client)
             if engine is not None:
-                await engine.upstream.load(client)
+                streams = asked.get("stream") is True
+                loading = engine.upstream.load(client)
+                await keep_alive(loading, tell if streams else None, every_s)
         except RequestError:
             return None
         except EvokeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -71,7 +72,8 @@ class OneModel(Upstream):
     async def info(self, client: Mapping[str, str] | None = None) -> ServerInfo:
         """What the model's server is, without what is not routed to it: block calls."""
         props = await self.call("GET", "/props", client=client)
-        return ServerInfo.parse({key: props[key] for key in props if key != "evoke"})
+        server = ServerInfo.parse({key: props[key] for key in props if key != "evoke"})
+        return replace(server, instance=ServerInfo.parse(props).instance)
 
     async def loaded(self) -> bool:
         """Whether the router has it loaded now; of one that is not, nothing is in any slot."""

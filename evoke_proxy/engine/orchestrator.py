@@ -149,6 +149,14 @@ class Engine:
         await self.watch.look(client)
         return self.keeper.on and self.server.routes
 
+    async def _model_of(
+        self, body: bytes, client: Mapping[str, str], patience: Patience | None
+    ) -> Engine | None:
+        """The engine of the model that a request names, behind a router whose slots are kept."""
+        if not await self._routes(client):
+            return None
+        return await self._models.of(body, client, patience, self.config.limits.keepalive_s)
+
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure once; the server is asked what it is before the next request."""
         if not error.counted:
@@ -174,7 +182,7 @@ class Engine:
         counted, and the request goes on without a plan.
         """
         arrived = _now()
-        inner = await self._models.of(body, client) if await self._routes(client) else None
+        inner = await self._model_of(body, client, patience)
         if inner is not None:
             for engine in self._models:  # what one decodes ahead, another waits for
                 engine.keeper.stop()
@@ -230,6 +238,7 @@ class Engine:
         if isinstance(request, str) or not (self.server.patched or way.helped):
             return
         way.patience = patience if request.stream else None
+        way.keepalive_s = self.config.limits.keepalive_s
         way.exit_stack.enter_context(self._slots.expected())
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         try:

@@ -33,7 +33,7 @@ class Front:
 
         def busy() -> bool:
             found = json.loads(ask(self._admin, "GET", "/evoke/sessions").body)["sessions"]
-            return any(session["busy"] for session in found)
+            return any(session.get("busy") for session in found)  # those on disk only are not
 
         until(lambda: not busy())
 

@@ -388,3 +388,24 @@ def test_no_two_requests_of_a_session_run_at_once(steps: list[tuple[str, int]]) 
         slot, _ = running.popitem()
         served(pool.release(slot, 1000 + step))
     assert not waiting and not running
+
+
+def test_a_request_changes_its_slot_without_a_moment_in_which_it_has_none() -> None:
+    pool = SlotPool(3, 4)
+    for now, name in enumerate("abc"):
+        pool.request(name, "", now)
+    pool.release(1, 3)
+    assert pool.exchange(0, 2, 4) is None, "another request runs there"
+    assert repr(pool) == "<SlotPool [a* b c*] queued=0>"
+    assert pool.request("a", "", 5) == Wait(1), "its first request still runs"
+    assert pool.exchange(0, 1, 6) == []
+    assert repr(pool) == "<SlotPool [- a* c*] queued=1>"
+    assert pool.request("d", "", 7) == Grant(0)
+    assert pool.release(1, 8) == [(1, Grant(1))]
+
+
+def test_the_slot_that_is_left_goes_to_who_waits_for_it() -> None:
+    pool = SlotPool(2, 4)
+    pool.request("a", "", 0)
+    assert pool.request("b", "", 1, slot=0) == Wait(1)
+    assert pool.exchange(0, 1, 2) == [(1, Grant(0))]

@@ -171,6 +171,25 @@ class SlotPool:
         self._removed.pop(slot, None)
         return list(self._serve(now))
 
+    def exchange(self, slot: int, other: int, now: float) -> list[tuple[int, Grant]] | None:
+        """Give the request in a slot an idle one instead; at no moment it has neither.
+
+        None, and nothing changes, when the other one is not idle. Nothing is saved of what others
+        left there. Returns the tickets that get a slot because of it.
+        """
+        source, target = self._at(slot), self._slots[other]
+        if target.busy:
+            return None
+        target.busy, target.guest, target.session = True, source.guest, source.session
+        if source.session is not None:
+            self.forget(source.session)
+            target.holder, target.used = source.session, now
+        self._vacate(source, now)
+        source.busy = source.guest = False
+        source.session, source.changed_at = None, now
+        self._removed.pop(slot, None)
+        return list(self._serve(now))
+
     def cancel(self, ticket: int, now: float) -> list[tuple[int, Grant]]:
         """A waiter has left; the tickets that may go because it no longer stands in front."""
         self._remove(ticket)

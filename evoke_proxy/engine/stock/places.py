@@ -163,7 +163,8 @@ class Places:
             return
         way.stage = "prefill"
         try:
-            done = await self._parts.calls.prefill(seat.boundary, seat.slot, client)
+            work = self._parts.calls.prefill(seat.boundary, seat.slot, client)
+            done = await way.keep_alive(work)
         except UpstreamRejected as error:
             # Too long, most likely: llama-server says so to the client itself.
             self._parts.metrics.saves.labels(result="skipped_rejected").inc()
@@ -171,8 +172,12 @@ class Places:
             return
         self._learn(seat, state, done, reuse)
         if len(pool) > 1 and not self._parts.facts.clears:
-            if done.slot != way.leases[0].slot:
-                await self._move(way, done.slot)
+            # llama-server may have chosen another slot: go there, unless that is another request's.
+            lease = way.leases[0]
+            if done.slot != lease.slot and not self._parts.slots.exchange(lease, done.slot):
+                self._parts.metrics.saves.labels(result="skipped_cleared").inc()
+                seat.slot = lease.slot
+                return
             seat.slot = done.slot
         way.stage = "save"
         if await self._parts.facts.fresh(client):
@@ -213,17 +218,6 @@ class Places:
         if seat.in_ram is not None:
             self._parts.facts.memory.from_ram(seat.in_ram, seat.hoped, cached)
         seat.in_ram = None
-
-    async def _move(self, way: Forwarding, slot: int) -> None:
-        """llama-server has chosen another slot, which no request of ours is in: go there."""
-        old = way.leases.pop(0)
-        assert way.conversation is not None
-        old.release()
-        lease = await self._parts.slots.acquire(
-            way.conversation.id, way.conversation.tenant, slot=slot
-        )
-        lease.vacated()
-        way.leases.insert(0, way.exit_stack.enter_context(lease))
 
     async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
         """The answer is over: remember what it has left in its slot."""

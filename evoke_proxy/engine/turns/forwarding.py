@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -22,6 +22,7 @@ from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.engine.conversations import Arrival, Conversation
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.engine.turns.waiting import Patience, SlotLease
 
 T = TypeVar("T")
@@ -40,18 +41,20 @@ class Forwarding:
     model before took. `held` is the budget of one that has no plan but is held in a budget all the
     same. `stage` is where planning stands, for counting what fails. `hint` is what the client calls
     its conversation, `id_slot` the slot it names, `is_batch` says that it brings several prompts.
-    `patience` is what to do for it while it waits for a slot. `vectors` are those of the clauses it
-    asks, by text. `waits` are seconds by what was waited for, `own_s` the rest of the time until
-    forwarding, `after_s` what was left to do when the answer had ended. `helped` says that it goes
-    to an unpatched server whose slots are kept, `seat` where it sits there. `server` is what its
-    llama-server is called, where there are several; `answered`: its answer has begun. `kept` is the
-    body for the next to be compared with, `known` what llama-server has made of the one before.
+    `patience` is what to do for it every `keepalive_s` while it waits. `vectors` are those of the
+    clauses it asks, by text. `waits` are seconds by what was waited for, `own_s` the rest of the
+    time until forwarding, `after_s` what was left to do when the answer had ended. `helped` says
+    that it goes to an unpatched server whose slots are kept, `seat` where it sits there. `server`
+    is what its llama-server is called, where there are several; `answered`: its answer has begun.
+    `kept` is the body for the next to be compared with, `known` what llama-server has made of the
+    one before.
     `parsed` are the latest timings of the reply, and the books in them.
     """
 
     body: bytes
     began: float
     patience: Patience | None = None
+    keepalive_s: float = 5.0
     hint: Hint | None = None
     id_slot: int | None = None
     is_batch: bool = False
@@ -102,6 +105,10 @@ class Forwarding:
         if timings is not self.parsed[0]:
             self.parsed = timings, Books.parse(timings)
         return self.parsed[1]
+
+    async def keep_alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a long call, during which the client sees signs of life."""
+        return await keep_alive(work, self.patience, self.keepalive_s)
 
     def own(self, lease: SlotLease) -> SlotLease:
         """Have a lease released when the request is over, if it is not before."""

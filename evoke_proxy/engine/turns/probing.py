@@ -83,7 +83,7 @@ class Probing:
         epoch = await run_plan(self._upstream, first, turn.slot, known.owner, client, tokens, more)
         known.session.applied(roomy, first)
         cursor = turn.view.adopt_to or turn.view.n_past
-        decoded = await self._decode(turn, epoch, known, client)
+        decoded = await way.keep_alive(self._decode(turn, epoch, known, client))
         # Of nobody's copies: it is only asked what is resident.
         now = SlotView.parse(await self._upstream.slot(turn.slot.id, "", client, LATEST))
         later = known.session.begin(

@@ -393,6 +393,15 @@ class SlotQueue:
         """Give a slot back and wake who is next."""
         lease.release()
 
+    def exchange(self, lease: SlotLease, slot: int) -> bool:
+        """Have a lease be of another slot; False, and it stays, when that one is not idle."""
+        granted = self._pool.exchange(lease.slot, slot, self._now())
+        if granted is None:
+            return False
+        lease.slot = slot
+        self._wake(granted)
+        return True
+
     def returned(self, slot: int) -> None:
         """A lease of this slot has been released."""
         self._wake(self._pool.release(slot, self._now()))

@@ -1,0 +1,204 @@
+"""Long calls that are made before an answer: each ends, and the client sees signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import virtual_time
+from keeping import QUICK, House, long_chat
+from running import Answer, RunningProxy, any_server, ask, process_on, proxy, server_binary, until
+from talking import endless
+from test_probing import _Steady, told
+from wire import wire
+
+from evoke_proxy.engine.stock.stock_calls import Prefilled, StockCalls
+from evoke_proxy.engine.turns.keepalive import keep_alive
+from evoke_proxy.models import bundled_model
+
+WAITING = b": waiting\n\n"
+JSON = {"Content-Type": "application/json"}
+OFTEN = {"limits__keepalive_s": 0.05}
+
+
+async def _works(seconds: float, error: Exception | None = None) -> str:
+    await asyncio.sleep(seconds)
+    if error is not None:
+        raise error
+    return "done"
+
+
+def test_a_long_call_tells_its_client_that_it_goes_on() -> None:
+    told: list[float] = []
+
+    async def run(seconds: float, error: Exception | None = None) -> str:
+        async def tell() -> None:
+            told.append(asyncio.get_running_loop().time())
+
+        return await keep_alive(_works(seconds, error), tell, 5.0)
+
+    assert virtual_time.run(run(17.0)) == "done" and told == [5.0, 10.0, 15.0]
+    assert virtual_time.run(run(4.0)) == "done" and len(told) == 3
+    with pytest.raises(ZeroDivisionError):
+        virtual_time.run(run(6.0, ZeroDivisionError()))
+
+
+@pytest.mark.parametrize("leaves", ["seen by the comment", "cancelled", "cancelled twice"])
+def test_a_long_call_has_ended_when_its_client_is_gone(leaves: str) -> None:
+    ended: list[float] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(1)  # closing takes a while
+            ended.append(asyncio.get_running_loop().time())
+
+    async def tell() -> None:
+        if leaves == "seen by the comment":
+            raise ConnectionResetError
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        request = loop.create_task(keep_alive(work(), tell, 5.0))
+        await asyncio.sleep(7)
+        if leaves != "seen by the comment":
+            request.cancel()
+        await asyncio.sleep(0.5)
+        if leaves == "cancelled twice":
+            request.cancel()
+        with pytest.raises((ConnectionResetError, asyncio.CancelledError)):
+            await request
+        assert len(ended) == 1
+
+    virtual_time.run(run())
+
+
+def _slow(call: Callable[..., Awaitable[Any]], seconds: float) -> Callable[..., Awaitable[Any]]:
+    async def slow(*given: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await call(*given)
+
+    return slow
+
+
+def _stream(running: RunningProxy, body: dict[str, Any], **headers: str) -> Answer:
+    asked = json.dumps(body | {"stream": True, "max_tokens": 4}).encode()
+    return ask(running.port, "POST", "/v1/chat/completions", asked, JSON | headers)
+
+
+def _began_with_comments(answer: Answer) -> None:
+    assert answer.status == 200, answer.body
+    assert answer.body.startswith(WAITING) and answer.body.endswith(b"data: [DONE]\n\n")
+    assert b'"error"' not in answer.body
+
+
+def test_a_prefill_up_to_a_boundary_shows_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StockCalls, "prefill", _slow(StockCalls.prefill, 0.4))
+    house, chat = House(tmp_path), long_chat(300)
+    chat.messages.append({"role": "user", "content": "So what is it?"})
+    with house.server() as port:
+        quick = {f"snapshots__{key}": value for key, value in QUICK.items()} | OFTEN
+        with proxy(port, snapshots__directory=str(tmp_path), **quick) as running:
+            _began_with_comments(_stream(running, {"messages": chat.messages}))
+            running.settled()
+            # A client that leaves meanwhile gives its slot back.
+            chat.messages[0]["content"] = "Another one: " + chat.messages[0]["content"]
+            body = json.dumps({"messages": chat.messages, "stream": True}).encode()
+            connection = http.client.HTTPConnection("127.0.0.1", running.port)
+            connection.request("POST", "/v1/chat/completions", body, JSON)
+            assert connection.getresponse().read1(5)
+            connection.close()
+            running.settled()
+            assert "*" not in repr(running.engine._slots.pool)
+            whole = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
+            answer = ask(running.port, "POST", "/v1/chat/completions", whole, JSON)
+            assert json.loads(answer.body)["choices"]
+
+
+def test_a_probe_of_the_model_shows_life(
+    patched_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with proxy(patched_port, **OFTEN) as running:
+        probing = running.engine._planner.probing
+        monkeypatch.setattr(probing, "pace", _Steady(1000))
+        talk = told(running.port, "long calls", "model")
+        made = running.metric("evoke_probes_total", result="made")
+        monkeypatch.setattr(probing, "_decode", _slow(probing._decode, 0.4))
+        messages = [*talk.messages, {"role": "user", "content": "Where do I live?"}]
+        body = {"messages": messages, **talk.fields}
+        _began_with_comments(_stream(running, body, **{"X-Evoke-Session": "long calls"}))
+        assert running.metric("evoke_probes_total", result="made") > made
+
+
+def test_the_loading_of_a_model_shows_life(tmp_path: Path) -> None:
+    for name in ("models", "slots"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "models" / "one.gguf").symlink_to(bundled_model())
+    options = ["--models-dir", str(tmp_path / "models"), "-np", "1", "-c", "4096", "-t", "1"]
+    options += ["--slot-save-path", str(tmp_path / "slots")]
+    with any_server(server_binary(patched=False), *options) as port:
+        often = {"limits__keepalive_s": 0.01, "snapshots__directory": str(tmp_path / "slots")}
+        with proxy(port, **often) as running:
+            messages = [{"role": "user", "content": "Hello."}]
+            _began_with_comments(_stream(running, {"model": "one", "messages": messages}))
+
+
+def test_a_prefill_that_hangs_ends_and_the_request_goes_on(tmp_path: Path) -> None:
+    house, chat = House(tmp_path), long_chat(300)
+    chat.messages.append({"role": "user", "content": "So what is it?"})
+    body = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
+    settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+    settings |= {"snapshots__directory": str(tmp_path), "upstream__long_call_timeout_s": 0.5}
+    with house.server() as port, wire(port) as line, proxy(line.port, **settings) as running:
+        server, hello = process_on(port), b'{"messages":[{"role":"user","content":"Hello."}]}'
+        ask(running.port, "POST", "/v1/chat/completions", hello, JSON)
+        running.settled()  # it has found out what llama-server is
+        line.at(b"POST /completion", lambda: os.kill(server, signal.SIGSTOP))
+        with ThreadPoolExecutor(1) as client:
+            path = "/v1/chat/completions"
+            answering = client.submit(ask, running.port, "POST", path, body, JSON)
+            sample = running.engine.metrics.registry.get_sample_value
+            try:
+                until(lambda: sample("evoke_degraded_total", {"stage": "prefill"}))
+            finally:
+                os.kill(server, signal.SIGCONT)
+            assert answering.result().status == 200
+        running.settled()
+        assert "*" not in repr(running.engine._slots.pool)
+
+
+def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server has chosen it before the other request was given it."""
+    prefill = StockCalls.prefill
+
+    async def elsewhere(calls: StockCalls, *given: Any) -> Prefilled:
+        return replace(await prefill(calls, *given), slot=taken[0])
+
+    taken: list[int] = []
+    house, chat = House(tmp_path, "", ("-np", "2", "--no-cache-idle-slots")), long_chat(300)
+    with house.server() as port:
+        settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+        settings |= {"snapshots__directory": str(tmp_path), "limits__queue_timeout_s": 1.0}
+        with proxy(port, **settings) as running, endless(running.port):
+            (other,) = running.engine.conversations
+            slot = running.engine._slots.pool.slot_of(other.id)
+            assert slot is not None
+            taken.append(slot)
+            monkeypatch.setattr(StockCalls, "prefill", elsewhere)
+            chat.ask(running.port, "So what is it?")
+            until(lambda: repr(running.engine._slots.pool).count("*") == 1, "one slot is back")
+            assert running.metric("evoke_degraded_total", stage="prefill") == 0
