@@ -9,6 +9,7 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.engine.chores import Chores
+from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.errors import EvokeError, RequestError
@@ -67,7 +68,7 @@ class Models(Generic[E]):
         `tell` is called every so many seconds of loading when the request is for a stream.
         """
         try:
-            asked = parse_object(body)
+            asked = await read_apart(body, parse_object, body)
             engine = await self._named(str(asked.get("model")), client)
             if engine is not None:
                 streams = asked.get("stream") is True

@@ -217,19 +217,19 @@ class Engine:
         async with self.turn(dialect, body, client, patience) as way:
             return await send(way, self.upstream)
 
-    def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
+    async def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
         """The body of a request that generates nothing, freed of our fields.
 
         Raises RequestError when one of them is wrong.
         """
         way = Forwarding(body, _now())
-        self._reader.read(way, dialect, client)
+        await self._reader.read(way, dialect, client)
         return way.body
 
     async def _prepare(
         self, way: Forwarding, dialect: str, client: Mapping[str, str], patience: Patience | None
     ) -> None:
-        request = self._reader.read(way, dialect, client)
+        request = await self._reader.read(way, dialect, client)
         reason = await self._bypass_reason(request, client)
         if reason:
             way.decision = f"bypass:{reason}"

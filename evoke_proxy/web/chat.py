@@ -53,7 +53,7 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
 async def answer_count(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the answer."""
     read = await read_body(request, engine.config)
-    body = engine.without_fields(dialect, read, request.app[ACCESS].client(request))
+    body = await engine.without_fields(dialect, read, request.app[ACCESS].client(request))
     headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
     async with engine.upstream.open("POST", target, headers, body) as reply:
         return await relay.send(request, reply)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -17,7 +18,7 @@ LONG = "word " * 5000
 
 def _read(reader: Reader, messages: list[dict[str, Any]]) -> tuple[ChatRequest, Forwarding]:
     way = Forwarding(orjson.dumps({"messages": messages}), 0.0)
-    request = reader.read(way, "chat", {})
+    request = asyncio.run(reader.read(way, "chat", {}))
     assert isinstance(request, ChatRequest)
     return request, way
 

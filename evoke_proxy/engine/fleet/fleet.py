@@ -18,6 +18,7 @@ from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer, Ready
+from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object, tenant_of
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operators import Operators
@@ -91,7 +92,8 @@ class Fleet:
         no third. Raises NoServer when none takes requests.
         """
         began = asyncio.get_running_loop().time()
-        asked, tried = _asked(dialect, body, client), dict[int, int]()
+        asked = await read_apart(body, _asked, dialect, body, client)
+        tried = dict[int, int]()
         known = self._place(asked)
         at, broke = self._choose(known, tried), False
         while True:
@@ -109,9 +111,9 @@ class Fleet:
                 broke |= error.reached
                 at = self._next(at, tried, error)
 
-    def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
+    async def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
         """See Engine; the same for all."""
-        return self.servers[0].without_fields(dialect, body, client)
+        return await self.servers[0].without_fields(dialect, body, client)
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure of the llama-server that it names."""

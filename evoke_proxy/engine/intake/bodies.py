@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Kept:
     head: Mapping[str, Any] = field(default_factory=dict)
     edge: int = 0
     n: int = 0
+    # Large bodies are read in threads: one at a time looks for the edge, others parse all.
+    lock: Lock = field(default_factory=Lock, repr=False)
 
     def up_to(self, shared: int) -> bool:
         """Find the last message that ends within so many bytes, from where that is known already;
@@ -106,12 +109,13 @@ class Kept:
 @dataclass(frozen=True, slots=True, eq=False)
 class Read:
     """A body as what it says. Of the lists that `known` names the first so many elements are those
-    of `before`, where there is one."""
+    of `before`, where there is one, and end at byte `edge` of both."""
 
     body: bytes
     parsed: dict[str, Any]
     known: Mapping[str, int] = field(default_factory=dict)
     before: Kept | None = None
+    edge: int = 0
 
 
 class Bodies:
@@ -126,10 +130,15 @@ class Bodies:
         if len(body) < self._least:
             return None
         kept, shared = self._nearest(body, tenant)
-        if kept is None or 2 * shared < len(body) or not kept.up_to(shared):
+        if kept is None or 2 * shared < len(body) or not kept.lock.acquire(blocking=False):
             return None
-        parsed = kept.followed(body)
-        return None if parsed is None else Read(body, parsed, {kept.key: kept.n}, kept)
+        try:
+            parsed = kept.followed(body) if kept.up_to(shared) else None
+            if parsed is None:
+                return None
+            return Read(body, parsed, {kept.key: kept.n}, kept, kept.edge)
+        finally:
+            kept.lock.release()
 
     def keep(self, read: Read, tenant: str) -> Kept | None:
         """Have later bodies compared with this one; None when it is too short for that."""
@@ -138,7 +147,7 @@ class Bodies:
         kept, before = Kept(read.body, read.parsed), read.before
         if before is not None:
             kept.key, kept.opening, kept.head = before.key, before.opening, before.head
-            kept.edge, kept.n = before.edge, before.n
+            kept.edge, kept.n = read.edge, read.known[before.key]
         key = (tenant, read.body[:_ALIKE_BYTES])
         latest = self._latest.setdefault(key, deque(maxlen=_ALIKE))
         latest.append(weakref.ref(kept, lambda gone: self._forget(key, gone)))

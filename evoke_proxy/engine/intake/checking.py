@@ -11,13 +11,10 @@ import orjson
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
 from evoke_proxy.core.request.shape import ShapeLimits, measure
+from evoke_proxy.engine.intake.large import is_large
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.errors import RequestError
 
-# A body of more bytes, or more brackets, is checked in a thread: together they bound the time that
-# the event loop spends on one body. The check gives up the interpreter's lock between its steps.
-LARGE_BYTES = 256 * 1024
-LARGE_BRACKETS = 8192
 # So many large bodies are checked at once; each holds a copy of what it says.
 _AT_ONCE = 2
 # Text fields of a form are short: the words that a transcription begins with, a format, a flag.
@@ -40,11 +37,6 @@ class BodyChecker:
                 await asyncio.to_thread(check_body, body, content_type, body_limits(limits))
         else:
             check_body(body, content_type, body_limits(limits))
-
-
-def is_large(body: bytes) -> bool:
-    """Whether reading a body may take longer than the event loop can wait."""
-    return len(body) > LARGE_BYTES or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
 
 
 def check_body(body: bytes, content_type: str, limits: BodyLimits) -> None:

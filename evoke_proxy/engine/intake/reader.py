@@ -10,6 +10,7 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.identity import hint_of
 from evoke_proxy.core.request.chat import ChatRequest, freed, parse_chat
 from evoke_proxy.engine.intake.bodies import Bodies, Read
+from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.normalising import Normaliser
 from evoke_proxy.engine.intake.reading import parse_object, tenant_of
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -29,11 +30,17 @@ class Reader:
         self._config = config
         self._normaliser.config = config.normalise
 
-    def read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
+    async def read(
+        self, way: Forwarding, dialect: str, client: Mapping[str, str]
+    ) -> ChatRequest | str:
         """The parsed request, its bytes freed of our fields; or why it cannot be parsed.
 
-        With keys of ours that is an error: llama-server might find in it what we would take out.
+        With keys of ours that is an error: llama-server might find in it what we would take out. A
+        large body is read in a thread.
         """
+        return await read_apart(way.body, self._read, way, dialect, client)
+
+    def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
         if client.get("Content-Encoding", "identity").lower() != "identity":
             request: ChatRequest | str = "content_encoding"
         else:

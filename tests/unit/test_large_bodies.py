@@ -1,0 +1,89 @@
+"""Bodies that take long to read do not hold up the event loop, and cost little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import Config, LimitsConfig
+from evoke_proxy.engine.intake.checking import BodyChecker
+from evoke_proxy.engine.intake.reader import Reader
+from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.errors import RequestError
+
+_MIB = 1024 * 1024
+_PIN = b'{"role":"user","content":"x","evoke_keep":"pin"}'
+# What the loop may be busy with one body, in processor time of its thread.
+_MOST_S = 0.02
+BODIES: dict[str, Callable[[], bytes]] = {
+    "a marked message and 350,000 empty ones": lambda: (
+        b'{"messages":[' + _PIN + b",{}" * (_MIB // 3) + b"]}"
+    ),
+    "empty lists": lambda: b'{"a":[' + b"[]," * (_MIB // 3) + b"1]}",
+    "numbers": lambda: b'{"prompt":[' + b"1," * 400_000 + b"1]}",
+    "keys": lambda: b'{"a":[' + b'{"a":1},' * 49_000 + b"1]}",
+    "a marked message among as many as there may be": lambda: (
+        b'{"messages":[' + _PIN + b',{"role":"user","content":"x"}' * 4000 + b"]}"
+    ),
+    "all marked": lambda: b'{"messages":[' + b",".join([_PIN] * 4000) + b"]}",
+    "1 MiB of text": lambda: json.dumps(
+        {"messages": [{"role": "user", "content": "word, and " * (_MIB // 10)}]}
+    ).encode(),
+    "16 MiB of quotes": lambda: (
+        b'{"messages":[{"role":"user","content":"' + b'\\"' * (8 * _MIB) + b'"}]}'
+    ),
+}
+
+
+async def _read(body: bytes, limits: LimitsConfig) -> None:
+    """Check and read a body as the proxy does."""
+    await BodyChecker().check(body, "application/json", limits)
+    way = Forwarding(body, 0.0)
+    await Reader(Config(), Metrics()).read(way, "chat", {})
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_loop_is_busy_for_moments_only(name: str) -> None:
+    body, busy = BODIES[name](), 0.0
+
+    async def run() -> None:
+        nonlocal busy
+        began = time.thread_time()
+        try:
+            await _read(body, LimitsConfig())
+        except RequestError as error:
+            assert error.status == 400
+        busy = time.thread_time() - began
+
+    asyncio.run(run())
+    assert busy < _MOST_S
+
+
+def test_threads_read_one_conversation_at_once_and_agree() -> None:
+    reader = Reader(Config(), Metrics())
+    messages = [{"role": "user", "content": f"{i} " + "word " * 2000} for i in range(60)]
+    kept: list[object] = []
+
+    async def turn(n: int) -> int:
+        body = json.dumps({"messages": messages[:n]}).encode()
+        way = Forwarding(body, 0.0)
+        request = await reader.read(way, "chat", {})
+        assert not isinstance(request, str)
+        kept.append(way.kept)
+        texts = [message.text for message in request.messages]
+        assert texts == [message["content"] for message in messages[:n]]
+        return len(texts)
+
+    async def run() -> None:
+        for _ in range(3):
+            counts = await asyncio.gather(*(turn(n) for n in range(20, 60, 3)))
+            assert counts == list(range(20, 60, 3))
+
+    asyncio.run(run())
+    assert threading.active_count() < 50
