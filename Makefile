@@ -8,7 +8,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
 
-BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality session restart soak growth agent long opencode
+BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality evidence session restart soak growth agent long opencode
 
 .PHONY: demo test check bench fuzz patches-check test-matrix help venv build tools clean
 
@@ -80,6 +80,7 @@ help:
 	@echo "make bench-placement recall by where a recovered block lands, by distance"
 	@echo "make bench-support   which memories can do what: writes patches/SUPPORT.md"
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
+	@echo "make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget"
 	@echo "make bench-recall    which layers of a model find the block that is asked for, and by what"
 	@echo "make bench-session   the time a budget costs: a long conversation, and sixteen at once"
 	@echo "make bench-growth    what a turn costs the proxy with 100 to 100,000 saved blocks"

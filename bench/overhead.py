@@ -8,6 +8,9 @@ budget of a quarter of it. `own` is the time from the request being read to bein
 not spent waiting for an answer of llama-server, as the proxy writes it into its log; its waiting
 for the render call and for the block calls is given beside it. `after` is its work when the answer
 has ended, `cpu` the processor time of the whole proxy process in the turn, relaying included.
+
+First byte: the same chat turn through the proxy and directly to a server of its own, in pairs, at
+the client (`bench.first_bytes`); what is given is the median of the differences.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench import first_bytes, record
 from bench.chat_turns import TIMES, budget_of, measure_turns, percentile, proxied, turn_row
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.processes import free_port, serving
@@ -44,6 +48,12 @@ _TURN_COLUMNS = (
     *("template", "history", "tokens", "messages", "budget", "turns", "evicted_blocks"),
     "recovered_tokens",
     *(f"{name}_ms" for name in TIMES),
+)
+
+
+_FIRST_BYTE_COLUMNS = (
+    *("template", "history", "tokens", "budget", "pairs", "direct_ms", "through_ms"),
+    *("first_byte_added_ms", "first_byte_added_ms_p10", "first_byte_added_ms_p90"),
 )
 
 
@@ -95,7 +105,9 @@ class _Caller:
 
 
 def summarise(
-    relay: Sequence[Mapping[str, Any]], turns: Sequence[Mapping[str, Any]]
+    relay: Sequence[Mapping[str, Any]],
+    turns: Sequence[Mapping[str, Any]],
+    first: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The worst of the requests, and for each length the worse of the templates."""
     summary: dict[str, Any] = {}
@@ -106,6 +118,9 @@ def summarise(
         for name, key in (("own", "own"), ("render", "render"), ("block-plan", "plan")):
             worst = max(row[f"{name}_ms"] for row in rows)
             summary[f"{key}_ms_{size // 1024}k_p50"] = worst
+    for size in sorted({row["history"] for row in first}):
+        worst = max(row["first_byte_added_ms"] for row in first if row["history"] == size)
+        summary[f"first_byte_added_ms_{size // 1024}k_p50"] = worst
     return summary
 
 
@@ -145,15 +160,42 @@ def _turns(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[st
     return rows
 
 
+def _first_bytes(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
+    patched, stock = args.server or ensure_server(), args.stock or ensure_server(patched=False)
+    model, rows = ensure(SHAPES["long-2"]), []
+    options = ["-c", "65536", "-b", "2048", "-ub", "512", "--jinja"]
+    for template in args.templates:
+        chosen = [] if template == "bundled" else ["--chat-template-file", str(qwen_template())]
+        direct, port = free_port(), free_port()
+        commands = {
+            direct: _server(stock, model, direct, *options, *chosen),
+            port: _server(patched, model, port, *options, "--evoke-ram", "512", *chosen),
+        }
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+            for number, command in commands.items():
+                ends.enter_context(serving(command, number, Path(folder) / f"log-{number}"))
+            for size in args.sizes:
+                with proxied(port, "--budget", str(budget_of(size))) as proxy:
+                    pairs = first_bytes.measure(direct, proxy.port, size, args.pairs)
+                    rows.append(first_bytes.row(template, size, pairs))
+                say(rows[-1:])
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/overhead.json`."""
     args = _parser().parse_args(argv)
     relay = _relay(args) if args.repeats else []
     if relay:
         print(record.table(relay, _RELAY_COLUMNS), flush=True)
-    turns = _turns(args, lambda rows: print(record.table(rows, _TURN_COLUMNS), flush=True))
-    summary = summarise(relay, turns)
-    record.tell("overhead", [*relay, *turns], summary, args.out)
+    turns, first = [], []
+    if args.turns:
+        turns = _turns(args, lambda rows: print(record.table(rows, _TURN_COLUMNS), flush=True))
+    if args.pairs:
+        columns = _FIRST_BYTE_COLUMNS
+        first = _first_bytes(args, lambda rows: print(record.table(rows, columns), flush=True))
+    summary = summarise(relay, turns, first)
+    record.tell("overhead", [*relay, *turns, *first], summary, args.out)
     return 0
 
 
@@ -163,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stock", type=Path, help="a stock llama-server (default: the cache)")
     parser.add_argument("--repeats", type=int, default=300, help="pairs of relayed requests (300)")
     parser.add_argument("--turns", type=int, default=20, help="chat turns a length (20)")
+    parser.add_argument("--pairs", type=int, default=20, help="chat turns both ways a length (20)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="history, tokens")
     parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
     return parser

@@ -1,6 +1,7 @@
 """Models with random weights, for every kind of memory: right for exactness and cost, not meaning.
 
-The vocabulary is the bundled model's, so that chats can be rendered and counted. Files are made
+The vocabulary is the bundled model's, so that chats can be rendered and counted, or one of the
+vocabulary-only models of the pinned tree, which counts tokens as users' models do. Files are made
 once and kept in the cache folder, named by their shape.
 """
 
@@ -18,7 +19,10 @@ import numpy as np
 
 from bench import record
 from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
+from evoke_proxy.server_build.fetch import pristine_source
+from evoke_proxy.server_build.pin import read_pin
 
 from .random_tensors import Tensor, add_settings, tensors
 
@@ -27,7 +31,8 @@ from .random_tensors import Tensor, add_settings, tensors
 class Shape:
     """What decides memory and cost of a model. `window`: what sliding layers see; `bos`: whether
     the vocabulary begins every text with a token of its own; `thinks`: it has one for each end of a
-    thought, as those of models that think do; `packed`: matrices are Q4_K."""
+    thought, as those of models that think do; `packed`: matrices are Q4_K; `vocabulary`: which
+    ggml-vocab-NAME.gguf of the pinned tree it has, without a chat template. Empty: the bundled."""
 
     name: str
     layers: int
@@ -44,6 +49,7 @@ class Shape:
     bos: bool = False
     packed: bool = False
     thinks: bool = False
+    vocabulary: str = ""
 
     @property
     def kv_bytes(self) -> int:
@@ -77,6 +83,8 @@ SHAPES = {
         Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 32768),
         # Two layers and a long context, for token accounting.
         Shape("long-2", 2, 128, 2, 1, 64, 256, 131072),
+        # A vocabulary of 152,000 tokens, for counting as users' models do.
+        Shape("qwen2-vocabulary", 2, 64, 1, 1, 64, 128, 65536, vocabulary="qwen2"),
         # Four layers, for what a memory can do.
         _tiny("tiny-dense", "llama"),
         _tiny("tiny-bos", "llama", bos=True),
@@ -166,9 +174,10 @@ def _packed(size: tuple[int, ...], random: np.random.Generator) -> np.ndarray[An
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
-    """Tokenizer and chat template of the bundled model; the number of tokens."""
+    """Tokenizer and chat template of the bundled model or of another; the number of tokens."""
+    source = _vocabulary_file(shape.vocabulary) if shape.vocabulary else bundled_model()
     given: dict[str, Any] = {
-        key: field.contents() for key, field in gguf.GGUFReader(bundled_model()).fields.items()
+        key: field.contents() for key, field in gguf.GGUFReader(source).fields.items()
     }
     tokens, types = given["tokenizer.ggml.tokens"], given["tokenizer.ggml.token_type"]
     if shape.thinks:
@@ -179,10 +188,18 @@ def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
     writer.add_token_types(types)
     writer.add_token_merges(given["tokenizer.ggml.merges"])
     writer.add_eos_token_id(given["tokenizer.ggml.eos_token_id"])
-    writer.add_bos_token_id(given["tokenizer.ggml.bos_token_id"])
+    if "tokenizer.ggml.bos_token_id" in given:
+        writer.add_bos_token_id(given["tokenizer.ggml.bos_token_id"])
     writer.add_add_bos_token(shape.bos)
-    writer.add_chat_template(given["tokenizer.chat_template"])
+    if "tokenizer.chat_template" in given:
+        writer.add_chat_template(given["tokenizer.chat_template"])
     return len(tokens)
+
+
+def _vocabulary_file(name: str) -> Path:
+    """The vocabulary-only model of this name in the pinned tree, fetched first if it is missing."""
+    tree = pristine_source(read_pin(patches_dir()), cache_dir(), lambda _: None)
+    return tree / "models" / f"ggml-vocab-{name}.gguf"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

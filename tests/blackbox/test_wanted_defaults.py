@@ -166,14 +166,14 @@ def test_a_question_in_other_words_brings_the_fact_back() -> None:
         reply = chat.say(proxy.port, "How do I call my puppy?")
         first = _span_of_message(proxy, "words", 0)
         assert stack.accounting(reply)["recovered"] > 0
-        assert all(block["state"] == "resident" for block in first)
+        assert first and all(block["state"] == "resident" for block in first)
 
 
 def _span_of_message(proxy: stack.Process, session: str, message: int) -> list[stack.Json]:
     shown = stack.request(proxy.admin_port, "GET", "/evoke/sessions").json["sessions"]
     id = next(each["id"] for each in shown if each["name"] == session)
     blocks = stack.request(proxy.admin_port, "GET", f"/evoke/sessions/{id}").json["blocks"]
-    return [block for block in blocks if block["message"] == message]
+    return [block for block in blocks if block.get("message") == message]
 
 
 @missing("`evoke-proxy embedder fetch` downloads an encoder and checks its hash")

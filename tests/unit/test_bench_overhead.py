@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import record
+from bench import first_bytes, record
 from bench.chat_turns import budget_of, percentile, turn_record, turn_row
 from bench.overhead import summarise
 
@@ -58,6 +58,18 @@ def test_the_summary_gives_the_worst() -> None:
     assert summary["passthrough_added_ms_p50"] == 0.7
     assert summary["own_ms_32k_p50"] == 4.0 and summary["own_ms_1k_p50"] == 1.0
     assert summary["render_ms_32k_p50"] == 92.4 and summary["plan_ms_1k_p50"] == 11.6
+
+
+def pair(direct: float, through: float) -> dict[str, float]:
+    return {"direct": direct, "through": through, "tokens": 1000}
+
+
+def test_the_first_byte_of_a_pair_is_compared_with_its_own_direct_one() -> None:
+    row = first_bytes.row("bundled", 1024, [pair(10, 15), pair(50, 56), pair(30, 33)])
+    assert row["first_byte_added_ms"] == 5 and row["direct_ms"] == 30 and row["through_ms"] == 33
+    assert row["first_byte_added_ms_p10"] == 3 and row["first_byte_added_ms_p90"] == 6
+    worse = first_bytes.row("qwen3.5", 1024, [pair(10, 19)])
+    assert summarise([], [], [row, worse]) == {"first_byte_added_ms_1k_p50": 9}
 
 
 def test_percentiles_are_values_that_occurred() -> None:

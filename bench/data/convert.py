@@ -1,0 +1,108 @@
+"""Makes bfcl_memory.json and mtrag_un.json from the published files; see README.md here.
+
+Both become conversations of user messages, and questions with the indexes of the messages that hold
+what answers them. A question whose source text is in no message is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SCENARIOS = ("customer", "finance", "healthcare", "student")
+COLLECTIONS = ("clapnq", "fiqa", "govt", "ibmcloud")
+# Of each collection of MTRAG-UN: so many questions, each with at most so many passages.
+MOST_QUESTIONS, MOST_PASSAGES, MOST_BEFORE = 20, 3, 4
+Json = dict[str, Any]
+
+
+def lines_of(path: Path) -> list[Json]:
+    """The objects of a file with one JSON object a line."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+
+
+def plain(text: str) -> str:
+    """Letters and digits in lower case, to find a quotation."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+
+
+def bfcl(folder: Path) -> list[Json]:
+    """One conversation a scenario of `bfcl_eval/data`."""
+    answers = {
+        each["id"]: each for each in lines_of(folder / "possible_answer/BFCL_v4_memory.json")
+    }
+    asked = lines_of(folder / "BFCL_v4_memory.json")
+    made = []
+    for scenario in SCENARIOS:
+        rows = lines_of(folder / f"memory_prereq_conversation/memory_{scenario}.json")
+        said = [turn["content"] for row in rows for turns in row["question"] for turn in turns]
+        found = [plain(text) for text in said]
+        questions = []
+        for each in asked:
+            if each["scenario"] != scenario:
+                continue
+            parts = re.split(r"\.\.\.|…", answers[each["id"]]["source"])
+            quoted = [plain(part) for part in parts if len(plain(part)) > 8]
+            at = [next((i for i, text in enumerate(found) if q in text), -1) for q in quoted]
+            if quoted and -1 not in at:
+                text = each["question"][0][0]["content"]
+                questions.append({"id": each["id"], "text": text, "evidence": sorted(set(at))})
+        made.append({"id": f"bfcl-{scenario}", "messages": said, "questions": questions})
+    return made
+
+
+def mtrag(file: Path) -> list[Json]:
+    """One conversation a collection: its passages, then questions within what was said before."""
+    made = []
+    rows = lines_of(file)
+    for collection in COLLECTIONS:
+        passages: dict[str, int] = {}
+        texts: list[str] = []
+        questions: list[Json] = []
+        for row in rows:
+            if len(questions) == MOST_QUESTIONS:
+                break
+            fits = 1 <= len(row["contexts"]) <= MOST_PASSAGES
+            if (
+                row["Collection"] != collection
+                or not fits
+                or row["answerability"] != ["ANSWERABLE"]
+            ):
+                continue
+            for context in row["contexts"]:
+                if context["document_id"] not in passages:
+                    passages[context["document_id"]] = len(texts)
+                    texts.append(context["text"].strip())
+            *before, last = row["input"]
+            questions.append(
+                {
+                    "id": row["task_id"],
+                    "before": [[t["speaker"], t["text"]] for t in before[-MOST_BEFORE:]],
+                    "text": last["text"],
+                    "evidence": sorted({passages[c["document_id"]] for c in row["contexts"]}),
+                }
+            )
+        made.append({"id": f"mtrag-{collection}", "messages": texts, "questions": questions})
+    return made
+
+
+def main() -> None:
+    """Write both."""
+    parser = argparse.ArgumentParser("python bench/data/convert.py", description=__doc__)
+    parser.add_argument("bfcl", type=Path, help="bfcl_eval/data of ShishirPatil/gorilla")
+    parser.add_argument("mtrag", type=Path, help="reference.jsonl of IBM/mt-rag-benchmark")
+    given = parser.parse_args()
+    for name, made in (("bfcl_memory", bfcl(given.bfcl)), ("mtrag_un", mtrag(given.mtrag))):
+        path = HERE / f"{name}.json"
+        path.write_text(json.dumps(made, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+        for each in made:
+            n_tokens = sum(map(len, each["messages"])) // 4
+            print(each["id"], len(each["messages"]), "messages", len(each["questions"]), n_tokens)
+
+
+if __name__ == "__main__":
+    main()
