@@ -163,13 +163,18 @@ def _running(command: Sequence[str], folder: Path | None, env: Mapping[str, str]
 
 @contextmanager
 def server(
-    *options: str, patched: bool, port: int = 0, folder: Path | None = None, model: str = ""
+    *options: str,
+    patched: bool,
+    port: int = 0,
+    folder: Path | None = None,
+    model: str = "",
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Process]:
-    """Run a llama-server with the bundled model (or `model`) and these options."""
+    """Run a llama-server with the bundled model (or `model`), these options and variables."""
     port = port or free_port()
     command = [str(server_binary(patched)), "-m", model or str(MODEL), "-t", "1"]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
-    with _running(command, folder, environment()) as (popen, log):
+    with _running(command, folder, environment(**(env or {}))) as (popen, log):
         started = Process(popen, port, log)
         wait_until(lambda: _healthy(started), "llama-server answers")
         yield started

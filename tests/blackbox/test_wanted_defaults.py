@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import ssl
 import subprocess
@@ -159,12 +160,13 @@ def test_a_question_in_other_words_brings_the_fact_back() -> None:
         stack.server(*options, patched=True) as server,
         stack.proxy(server.port, policy__budget=320) as proxy,
     ):
-        chat = stack.Chat("words", {}, [])
-        chat.say(proxy.port, "Our dog is called Biscuit and sleeps in the kennel.")
+        # The first tokens of a prompt always stay: these are of the system prompt.
+        chat = stack.Chat("words", {}, [{"role": "system", "content": FILLER}])
+        chat.say(proxy.port, "The key is hidden under the geranium.")
         for number in range(8):
             chat.say(proxy.port, f"Turn {number}. {FILLER}")
-        reply = chat.say(proxy.port, "How do I call my puppy?")
-        first = _span_of_message(proxy, "words", 0)
+        reply = chat.say(proxy.port, "How can I get inside when the door is locked?")
+        first = _span_of_message(proxy, "words", 1)
         assert stack.accounting(reply)["recovered"] > 0
         assert first and all(block["state"] == "resident" for block in first)
 
@@ -335,6 +337,49 @@ def test_doctor_tells_what_to_change_on_a_patched_server() -> None:
         done = stack.command_line("doctor", "--upstream", f"http://127.0.0.1:{server.port}")
         for option in ("--evoke-ram", "--ctx-logical", "--evoke-disk"):
             assert option in done.stdout
+
+
+# The shipped stacks
+
+
+def _composed(service: str, prefix: str) -> dict[str, str]:
+    """The variables that docker/compose.yaml sets for a service, without an .env file."""
+    tree = yaml.safe_load((stack.ROOT / "docker/compose.yaml").read_text("utf-8"))
+    found = tree["services"][service]["environment"]
+    default = re.compile(r"\$\{\w+:-([^}]*)\}")
+    return {
+        name: default.sub(r"\1", str(value))
+        for name, value in found.items()
+        if name.startswith(prefix)
+    }
+
+
+@missing("docker compose evicts and recovers without a setting, an embedder in use")
+def test_the_processes_of_compose_answer_a_chat_beyond_their_cells() -> None:
+    given = _composed("llama-server", "LLAMA_ARG_")
+    places = {"LLAMA_ARG_HOST", "LLAMA_ARG_PORT", "LLAMA_ARG_MODEL"}
+    served = {name: value for name, value in given.items() if name not in places}
+    kept = {
+        name.removeprefix("EVOKE_").lower(): value
+        for name, value in _composed("proxy", "EVOKE_").items()
+        if name not in ("EVOKE_LISTEN", "EVOKE_UPSTREAM_URL")
+    }
+    n_turns = int(given["LLAMA_ARG_CTX_SIZE"]) // 100  # of about 145 tokens each
+    with (
+        stack.server(patched=True, env=served) as server,
+        stack.proxy(server.port, **kept) as proxy,
+    ):
+        chat = stack.Chat("composed", {}, [{"role": "user", "content": FACT}])
+        for number in range(n_turns):
+            chat.messages.append({"role": "assistant", "content": "Noted."})
+            chat.messages.append({"role": "user", "content": f"Turn {number}. {FILLER}"})
+        chat.messages.append({"role": "assistant", "content": "Noted."})
+        reply = chat.say(proxy.port, QUESTION)
+        assert VALUE in stack.text_of(reply)
+        shown = exposition(proxy)
+        for name in ("evoke_blocks_evicted_total", "evoke_blocks_recovered_total"):
+            assert stack.sample(shown, name) > 0
+        assert stack.sample(shown, "evoke_embedded_total") > 0
 
 
 # What operators see

@@ -59,7 +59,7 @@ def _plain(body: bytes) -> str:
     text = body.decode("latin-1")
     text = re.sub(r"127\.0\.0\.1:\d+|\('127\.0\.0\.1', \d+\)", "HOST:PORT", text)
     # What a library says of an answer that is no HTTP is none of ours to fix.
-    text = re.sub(r"(llama-server at http://HOST:PORT: ).*?(\"[,}])", r"\1*\2", text)
+    text = re.sub(r"400, message=.*?(?=\",\"type\"|\"}}$)", "*", text)
     text = re.sub(r"'[0-9a-f]{8,}'", "'ID'", text)
     return text.rstrip("\n").replace("\n", "\\n")
 
