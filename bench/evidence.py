@@ -8,8 +8,9 @@ judged. Every question follows the same conversation, as when the last message i
 
 `whole` counts a question when every row of every evidence message is resident, `half` when half of
 the rows of each is. Arms: `default` is the proxy with its default settings and a budget, `none`
-without a budget. The others are fills of the same budget with whole messages, chosen here: the
-newest, random ones, the best by plain BM25, and those with the evidence (`oracle`).
+without a budget. The others fill the same budget, chosen here: `random` with random blocks of 64
+tokens, and with whole messages `newest`, the best by plain `bm25`, and those with the evidence
+(`oracle`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ QUICK_CONVERSATIONS, QUICK_SHARES, QUICK_QUESTIONS = (
 )
 # How much fewer questions, of 100, the quick form may find than recorded.
 GUARD_POINTS = 8.0
-_LEAST_BUDGET = 256
+_LEAST_BUDGET, _BLOCK = 256, 64
 _COLUMNS = ("conversation", "share", "budget", "tokens", "questions", "arm", "whole", "half")
 _EXAMPLES = """examples:
   python -m bench.evidence --quick
@@ -229,15 +230,17 @@ def _fills(
     sizes = {at: spans[2 * at][1] - spans[2 * at][0] for at in range(len(talk.texts))}
     asked = sum(end - start for at, (start, end) in spans.items() if at >= 2 * len(talk.texts))
     newest = list(reversed(range(len(talk.texts))))
-    shuffled = list(newest)
-    random.Random(f"{question.id} {share}").shuffle(shuffled)
     orders = {
         "oracle": [*question.evidence, *newest],
         "bm25": bm25(talk.texts, " ".join(m["content"] for m in question.messages[-1:])),
         "newest": newest,
-        "random": shuffled,
     }
-    found_by = {}
+    end = spans[2 * len(talk.texts) - 2][1]
+    blocks = [(p0, min(end, p0 + _BLOCK)) for p0 in range(0, end, _BLOCK)]
+    chance = random.Random(f"{question.id} {share}")
+    drawn = chance.sample(blocks, max(0, min(len(blocks), (budget - asked) // _BLOCK)))
+    wanted = [spans[2 * index] for index in question.evidence]
+    found_by = {"random": found([share_resident(span, drawn) for span in wanted])}
     for arm, order in orders.items():
         taken = fill(list(dict.fromkeys(order)), sizes, budget - asked)
         found_by[arm] = found([float(at in taken) for at in question.evidence])
