@@ -200,6 +200,9 @@ class Engine:
                 self.conversations.commit(way.conversation, way.arrival)
             history.begun(way, self.feed)
             yield way
+        except UpstreamError as error:
+            error.counted |= way.has_failed  # one request is one failure
+            raise
         finally:
             ended = _now()
             self._concluding.conclude(way, client)
@@ -254,6 +257,7 @@ class Engine:
         except Exception as error:
             if isinstance(error, UpstreamError):
                 self.upstream_failed(error)
+                way.has_failed = True
             await self._degrading.run(way, request, client, error)
 
     async def _bypass_reason(self, request: ChatRequest | str, client: Mapping[str, str]) -> str:

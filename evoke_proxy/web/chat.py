@@ -35,9 +35,12 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
             if stream.response is not None:
                 await check(reply)
             asked = way.outcome if way.shows and way.marked else None
-            return await relay.send(
+            response = await relay.send(
                 request, reply, way.observe, way.headers, asked, stream.response
             )
+            if isinstance(response, relay.Relayed) and response.broken is not None:
+                response.broken.counted |= way.has_failed
+            return response
 
     try:
         return await engine.answer(dialect, body, client, send, stream.wait)

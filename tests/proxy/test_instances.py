@@ -31,7 +31,7 @@ from talking import FILLER, Talk, endless
 from wire import Wire, wire
 
 from evoke_proxy.demo.processes import free_port
-from evoke_proxy.engine.turns.waiting import Lease
+from evoke_proxy.engine.turns.waiting import SlotLease
 
 BUDGET = 448
 OPTIONS = ("-np", "2", "-no-kvu", "--evoke-ram", "64")
@@ -107,6 +107,22 @@ def test_a_broken_connection_costs_a_conversation_nothing(line: Wire) -> None:
         assert books["resident_before"] + books["recovered"] > BUDGET / 2
         assert _started(running) == 0
         assert running.metric("evoke_sessions") >= 1
+
+
+def test_a_request_that_fails_in_planning_and_in_forwarding_is_one_failure(line: Wire) -> None:
+    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
+        talk = Talk(running.port, "kept")
+        talk.say("Hello.")
+        running.settled()
+        line.break_at(b"POST ")
+        talk.messages.append({"role": "user", "content": "Go on."})
+        answer = talk.post()
+        line.break_at(b"")
+        assert answer.status == 503
+        running.settled()
+        found = running.engine.metrics.upstream_errors.collect()[0].samples
+        assert sum(sample.value for sample in found if sample.name.endswith("_total")) == 1
+        assert talk.post().status == 200 and _started(running) == 0
 
 
 HOSTILE: tuple[tuple[str, str, dict[str, str], bytes | None], ...] = (
@@ -249,21 +265,21 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
     """Fails when two turns of a session have slots at once, or two requests are in one slot; counts
     turns by session."""
     queue, upstream = running.engine._slots, running.engine.upstream
-    acquire, release, opened = queue.acquire, queue.release, upstream.open
-    sessions, turns, twice = dict[Lease, str](), Counter[str](), list[str]()
+    acquire, returned, opened = queue.acquire, queue.returned, upstream.open
+    sessions, turns, twice = dict[int, str](), Counter[str](), list[str]()
     slots = set[int]()
 
-    async def acquired(session: str, *given: Any, **named: Any) -> Lease:
+    async def acquired(session: str, *given: Any, **named: Any) -> SlotLease:
         lease = await acquire(session, *given, **named)
-        if session in sessions.values():
+        if session in sessions.values() or lease.slot in sessions:
             twice.append(session)
-        sessions[lease] = session
+        sessions[lease.slot] = session
         turns[session] += 1
         return lease
 
-    def released(lease: Lease) -> None:
-        sessions.pop(lease)
-        release(lease)
+    def given_back(slot: int) -> None:
+        sessions.pop(slot)
+        returned(slot)
 
     @asynccontextmanager
     async def noted(method: str, target: str, headers: Any, body: Any = None) -> AsyncIterator[Any]:
@@ -282,7 +298,7 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(queue, "acquire", acquired)
-        patched.setattr(queue, "release", released)
+        patched.setattr(queue, "returned", given_back)
         patched.setattr(upstream, "open", noted)
         yield turns
         running.settled()

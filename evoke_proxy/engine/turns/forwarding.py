@@ -47,8 +47,8 @@ class Forwarding:
     that it goes to an unpatched server whose slots are kept, `seat` where it sits there. `server`
     is what its llama-server is called, where there are several; `answered`: its answer has begun.
     `kept` is the body for the next to be compared with, `known` what llama-server has made of the
-    one before.
-    `parsed` are the latest timings of the reply, and the books in them.
+    one before. `has_failed`: a failure of llama-server is counted for it. `parsed` are the latest
+    timings of the reply, and the books in them.
     """
 
     body: bytes
@@ -82,6 +82,7 @@ class Forwarding:
     seat: Seat | None = None
     server: str = ""
     answered: bool = False
+    has_failed: bool = False
     kept: Kept | None = None
     known: Rendered | None = None
     parsed: tuple[object, Books | None] = (None, None)
