@@ -15,9 +15,10 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 @dataclass(slots=True)
 class Tap:
-    """`port` leads to the server. `sent` and `answered` are the bytes of each connection so far."""
+    """`port` leads to `server`. `sent` and `answered` are the bytes of each connection so far."""
 
     port: int
+    server: int
     sent: list[bytearray] = field(default_factory=list)
     answered: list[bytearray] = field(default_factory=list)
 
@@ -37,7 +38,7 @@ def tap(server: int) -> Iterator[Tap]:
     """A tap in front of the server on this port; it is closed at the end of the block."""
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-        made = Tap(listener.getsockname()[1])
+        made = Tap(listener.getsockname()[1], server)
 
         def accept() -> None:
             with contextlib.suppress(OSError):

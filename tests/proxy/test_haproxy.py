@@ -1,20 +1,29 @@
-"""Debian's HAProxy in front of two proxies, each with a llama-server: one goes, nothing is lost."""
+"""Debian's HAProxy in front of two proxies, each with a llama-server: one goes, nothing is lost.
+
+And in front of one proxy: nothing hides in what passes, whoever hangs up stops the generation."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from fake_upstream import Exchange, fake_upstream, whole
 from keeping import QUICK, House, decoded
-from running import Answer, ask, until
+from running import PATIENCE_S, Answer, ask, counted, llama_server, proxy, server_binary, until
+from smuggling import FRAMED, HEADS, Guarded, answer_of, attacks, framed
+from tapping import tap
 
 from evoke_proxy.core.conversation.identity import SOURCES
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
@@ -136,6 +145,87 @@ def test_a_conversation_goes_on_at_the_other_when_its_proxy_dies(tmp_path: Path)
             assert asked[-1]["content"] == said
         for other, messages in talks.items():
             _say(front, other, messages, "Still there?")
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """HAProxy in front of one proxy, twice, whose llama-server has one slot."""
+    with ExitStack() as stack:
+        options = ("-np", "1", "--slots", "--metrics")
+        port = stack.enter_context(llama_server(server_binary(patched=False), *options))
+        between = stack.enter_context(tap(port))
+        running = stack.enter_context(proxy(between.port))
+        ports = (running.port, running.port)
+        front = stack.enter_context(_haproxy(tmp_path_factory.mktemp("haproxy"), ports))
+        yield Guarded(running, between, "", front)
+
+
+@pytest.mark.parametrize("name", [*HEADS, *FRAMED])
+def test_no_request_hides_behind_it(behind: Guarded, name: str) -> None:
+    """What HAProxy refuses, forwards as it is, or rewrites: each request has one answer."""
+    sent = attacks(behind)[name][0] if name in HEADS else framed(behind)[name]
+    with socket.create_connection(("127.0.0.1", behind.port), PATIENCE_S) as client:
+        client.sendall(sent)
+        client.settimeout(0.3)
+        with contextlib.suppress(TimeoutError, ConnectionResetError):
+            while client.recv(1 << 16):
+                pass
+    with socket.create_connection(("127.0.0.1", behind.port), PATIENCE_S) as client:
+        client.sendall(behind.request("GET /v1/models HTTP/1.1", ()))
+        status, body = answer_of(client)
+        assert status == 200 and json.loads(body)["object"] == "list"
+    until(lambda: len(behind.tap.statuses) >= behind.forwarded)
+    assert len(behind.tap.statuses) == behind.forwarded
+
+
+def test_whoever_hangs_up_gives_the_slot_back(behind: Guarded) -> None:
+    server = behind.tap.server
+
+    def busy() -> bool:
+        return bool(json.loads(ask(server, "GET", "/slots").body)[0]["is_processing"])
+
+    made = counted(server, "tokens_predicted_total")
+    for stream in (True, False):
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": stream}
+        asked = json.dumps(body | {"max_tokens": 7000, "ignore_eos": True})
+        lines = ("Content-Type: application/json", f"Content-Length: {len(asked)}")
+        client = socket.create_connection(("127.0.0.1", behind.port), PATIENCE_S)
+        client.sendall(behind.request("POST /v1/chat/completions HTTP/1.1", lines, asked))
+        until(busy)
+        client.close()
+        # llama-server looks for a closed connection after 1 s without any result, and an answer
+        # about its slots is one.
+        until(lambda: time.sleep(1.5) or not busy())
+        assert counted(server, "tokens_predicted_total") - made < 7000, "generated to its end"
+    behind.running.quiet()
+
+
+def test_a_connection_goes_on_after_answers_and_after_errors(behind: Guarded) -> None:
+    with socket.create_connection(("127.0.0.1", behind.port), PATIENCE_S) as client:
+        for _ in range(3):
+            client.sendall(behind.request("GET /v1/models HTTP/1.1", ()))
+            assert answer_of(client)[0] == 200
+            bad = ("Content-Type: application/json", "Content-Length: 1")
+            client.sendall(behind.request("POST /tokenize HTTP/1.1", bad, "{"))
+            status, body = answer_of(client)
+            assert status in (400, 500) and "error" in json.loads(body)
+
+
+def test_a_server_that_stops_in_the_middle_is_seen_by_clients_behind_it(tmp_path: Path) -> None:
+    async def stop(exchange: Exchange) -> None:
+        await exchange.say(whole(b"x" * 1000)[:-500])
+        await asyncio.Event().wait()
+
+    with ExitStack() as stack:
+        fake = stack.enter_context(fake_upstream(stop))
+        running = stack.enter_context(proxy(fake.port, upstream__read_timeout_s=0.5))
+        front = stack.enter_context(_haproxy(tmp_path, (running.port, running.port)))
+        with socket.create_connection(("127.0.0.1", front), PATIENCE_S) as client:
+            client.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+            seen = b""
+            while piece := client.recv(1 << 16):
+                seen += piece
+        assert seen.endswith(b"x" * 500) and seen.count(b"HTTP/1.1") == 1
 
 
 def _grown(before: list[int], after: list[int]) -> int:

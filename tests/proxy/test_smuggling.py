@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import pytest
 from fake_upstream import Exchange, fake_upstream, whole
 from running import (
     PATIENCE_S,
-    RunningProxy,
     ThreadedLoop,
     ask,
     llama_server,
@@ -23,7 +20,8 @@ from running import (
     server_binary,
     until,
 )
-from tapping import Tap, tap
+from smuggling import FRAMED, HEADS, Guarded, answer_of, attacks, framed
+from tapping import tap
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.keys import Caller, key_of, line_of
@@ -31,24 +29,6 @@ from evoke_proxy.core.keys import Caller, key_of, line_of
 JSON = {"Content-Type": "application/json"}
 ALICE = key_of(b"a" * 32)
 UPSTREAM_KEY = "key-that-only-the-proxy-has"
-# cpp-httplib reads so many bytes at a time, and begins a new request with a new read.
-READ_BYTES = 4096
-HIDDEN = "GET /slots HTTP/1.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A proxy, and what passes between it and its llama-server; `key` is a client's, if any."""
-
-    running: RunningProxy
-    tap: Tap
-    key: str
-
-    def request(self, line: str, lines: tuple[str, ...], body: str = "") -> bytes:
-        """A request of a client that has a key where one is needed."""
-        shown = (f"Authorization: Bearer {self.key}",) if self.key else ()
-        sent = "\r\n".join((line, "Host: a", *shown, *lines, "", body))
-        return sent.encode("latin-1")
 
 
 @pytest.fixture(scope="module", params=["with --api-key", "without"])
@@ -69,102 +49,60 @@ def guarded(
         yield Guarded(running, between, ALICE if keyed else "")
 
 
-def _answer(client: socket.socket) -> tuple[int, bytes]:
-    """Status and body of one answer with a Content-Length."""
-    read = client.makefile("rb")
-    status = int(read.readline().split()[1])
-    size = 0
-    while (line := read.readline()) not in (b"\r\n", b""):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            size = int(value)
-    return status, read.read(size)
-
-
-def _aligned(subject: Guarded) -> tuple[str, ...]:
-    """Headers of which one is longer than llama-server parses, and a later one has a request at
-    the place where llama-server would go on to read."""
-    with socket.create_connection(("127.0.0.1", subject.running.port), PATIENCE_S) as client:
-        client.sendall(subject.request("GET /props HTTP/1.1", ("X-Marker: 1",)))
-        assert _answer(client)[0] == 200
-    found = [re.search(rb"GET /props HTTP/1.1.*?X-Marker", one, re.S) for one in subject.tap.sent]
-    heads = [one[0] for one in found if one is not None]
-    before = len(heads[-1]) - len("X-Marker") if heads else 0
-    long = f"X-Long: {'a' * 9000}"
-    start = before + len(f"{long}\r\nX-Pad: ")
-    return long, f"X-Pad: {'b' * (-start % READ_BYTES)}{HIDDEN}", "X-Rest: 1"
-
-
-def _attacks(subject: Guarded) -> dict[str, tuple[bytes, tuple[int, ...]]]:
-    """Requests that llama-server could not parse, and how each may be refused."""
-    many = tuple(f"X-{number}: 1" for number in range(102))
-    pad = f"X-Pad: {'b' * 3900}"
-    body = ("Content-Type: application/json", "Content-Length: 2")
-    return {
-        "aligned": (subject.request("GET /props HTTP/1.1", _aligned(subject)), (431,)),
-        "aligned health": (subject.request("GET /health HTTP/1.1", _aligned(subject)), (431,)),
-        "long": (
-            subject.request("POST /tokenize HTTP/1.1", (*body, f"X: {'x' * 9000}"), "{}"),
-            (431,),
-        ),
-        "name": (subject.request("GET /props HTTP/1.1", (f"X-{'x' * 9000}: 1",)), (431,)),
-        "both": (
-            subject.request("GET /props HTTP/1.1", (f"X-{'x' * 5000}: {'y' * 5000}",)),
-            (431,),
-        ),
-        "headers": (subject.request("POST /tokenize HTTP/1.1", (*body, *many), "{}"), (431,)),
-        "headers health": (subject.request("GET /health HTTP/1.1", many), (431,)),
-        "target": (subject.request(f"GET /props?{'x' * 9000} HTTP/1.1", ()), (414,)),
-        "propfind": (subject.request("PROPFIND /health HTTP/1.1", (pad, pad, HIDDEN)), (400,)),
-        "propfind health": (subject.request("PROPFIND /health HTTP/1.1", (pad, pad)), (405,)),
-        "propfind props": (subject.request("PROPFIND /props HTTP/1.1", (pad, pad)), (403, 501)),
-        "trace": (subject.request("TRACE /props HTTP/1.1", (pad,)), (403, 405)),
-        "unknown": (subject.request("FROB /props HTTP/1.1", (pad,)), (501,)),
-        "bytes": (subject.request("GET /props HTTP/1.1", ("X: a\xffb",)), (400,)),
-    }
-
-
-NAMES = (
-    "aligned", "aligned health", "long", "name", "both", "headers", "headers health", "target",
-    "propfind", "propfind health", "propfind props", "trace", "unknown", "bytes",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_llama_server_cannot_parse_never_leaves_the_proxy(
     guarded: Guarded, name: str
 ) -> None:
     """Also not on a connection that has carried good requests, with its upstream one kept alive."""
-    attack, statuses = _attacks(guarded)[name]
-    with socket.create_connection(("127.0.0.1", guarded.running.port), PATIENCE_S) as client:
+    attack, statuses = attacks(guarded)[name]
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
         client.sendall(guarded.request("GET /props HTTP/1.1", ()))
-        assert _answer(client)[0] == 200
+        assert answer_of(client)[0] == 200
+        n_connections = len(guarded.tap.sent)
         sent, answered = guarded.tap.n_sent, len(guarded.tap.statuses)
         client.sendall(attack)
-        status, body = _answer(client)
+        status, body = answer_of(client)
     assert status in statuses, body
     assert "message" in json.loads(body)["error"]
     # What comes after it is answered, by the answer to it and no other.
     assert guarded.tap.n_sent == sent
-    with socket.create_connection(("127.0.0.1", guarded.running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
         client.sendall(guarded.request("GET /v1/models HTTP/1.1", ()))
-        status, body = _answer(client)
+        status, body = answer_of(client)
         assert status == 200 and json.loads(body)["object"] == "list"
     assert len(guarded.tap.statuses) == answered + 1
-    assert b"/slots" not in b"".join(guarded.tap.sent)
+    assert len(guarded.tap.statuses) == guarded.forwarded
+    assert b"/slots" not in b"".join(guarded.tap.sent[n_connections:])
+
+
+@pytest.mark.parametrize("name", FRAMED)
+def test_no_request_hides_in_another(guarded: Guarded, name: str) -> None:
+    """llama-server answers as many requests as the proxy makes, and each client gets its own."""
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
+        client.sendall(framed(guarded)[name])
+        with contextlib.suppress(TimeoutError):
+            client.settimeout(0.3)
+            while client.recv(1 << 16):
+                pass
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
+        client.sendall(guarded.request("GET /v1/models HTTP/1.1", ()))
+        status, body = answer_of(client)
+        assert status == 200 and json.loads(body)["object"] == "list"
+    until(lambda: len(guarded.tap.statuses) >= guarded.forwarded)
+    assert len(guarded.tap.statuses) == guarded.forwarded
 
 
 def test_health_carries_nothing_of_the_client(guarded: Guarded) -> None:
     sent = len(b"".join(guarded.tap.sent))
     lines = ("X-Secret: s3cret", "Content-Length: 6", "X-Conversation-Id: 7")
-    with socket.create_connection(("127.0.0.1", guarded.running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
         client.sendall(guarded.request("GET /health HTTP/1.1", lines, "s3cret"))
-        assert _answer(client) == (200, b'{"status":"ok"}')
+        assert answer_of(client) == (200, b'{"status":"ok"}')
     seen = b"".join(guarded.tap.sent)
     assert len(seen) > sent and b"s3cret" not in seen and b"X-Conversation-Id" not in seen
     for path in ("/health", "/v1/health"):
         for method, status in (("HEAD", 200), ("OPTIONS", 200), ("POST", 405), ("DELETE", 405)):
-            answer = ask(guarded.running.port, method, path)
+            answer = ask(guarded.port, method, path)
             assert answer.status == status, (method, path)
             assert (answer.headers.get("allow") is not None) == (status == 405)
 
@@ -176,23 +114,23 @@ def test_the_largest_head_that_passes_is_one_that_llama_server_parses(guarded: G
     longest = f"User-Agent: {'u' * (8000 - len('User-Agent: '))}"
     target = "/tokenize?" + "q" * (8000 - len("/tokenize?"))
     body = ("Content-Length: 15", longest, *lines)
-    with socket.create_connection(("127.0.0.1", guarded.running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
         client.sendall(guarded.request(f"POST {target} HTTP/1.1", body, '{"content":"a"}'))
-        status, answered = _answer(client)
+        status, answered = answer_of(client)
         assert status == 200 and json.loads(answered)["tokens"], answered
     for extra, status in ((f"X-L: {'x' * 7996}", 431), ("X-1: 1\r\nX-2: 2\r\nX-3: 3", 431)):
-        with socket.create_connection(("127.0.0.1", guarded.running.port), PATIENCE_S) as client:
+        with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
             client.sendall(guarded.request("POST /tokenize HTTP/1.1", (*body, extra)))
-            assert _answer(client)[0] == status
+            assert answer_of(client)[0] == status
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_a_head_that_is_refused_is_answered_in_the_dialect_of_its_path(
     guarded: Guarded, path: str
 ) -> None:
-    with socket.create_connection(("127.0.0.1", guarded.running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
         client.sendall(guarded.request(f"POST {path} HTTP/1.1", (f"X: {'x' * 9000}",)))
-        status, body = _answer(client)
+        status, body = answer_of(client)
     error = json.loads(body)
     assert status == 431 and ("type" in error) == (path == "/v1/messages")
 
