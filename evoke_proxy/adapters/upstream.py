@@ -243,6 +243,8 @@ class Upstream:
             failure = streamed.failure if streamed is not None else None
             if isinstance(failure, ConnectionError):
                 raise ConnectionResetError("the client is gone") from error
+            if isinstance(failure, RequestError):
+                raise failure from error
             if failure is not None:
                 raise RequestError("the request body broke off, or is malformed") from error
             raise

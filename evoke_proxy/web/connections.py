@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig
@@ -76,6 +76,15 @@ class ClientConnection(RequestHandler):
             if started:
                 self._request_line = (started[1], started[2])
         super().data_received(data)
+        # aiohttp answers what it cannot parse as a request of its own, after the current one. When
+        # it was in the body of the current one, that body never ends.
+        request = self._current_request
+        if request is not None and self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+            if not request.content.is_eof():
+                request.content.set_exception(RequestError("the request body is malformed"))
+                request.content.feed_eof()
+                self._messages.pop()
+                self.close()  # after the answer to the current one
 
     def handle_error(
         self,
