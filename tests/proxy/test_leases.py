@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,17 +176,20 @@ def test_a_tenant_with_32_connections_that_retry_denies_another_nothing(
                 answer = _chat(running.port, "loud", f"Number {number}. {FILLER}", path)
                 if answer.status != 200:
                     refused.append(answer)
-                    stop.wait(0.1)
+                    stop.wait(0.02)
 
         with ThreadPoolExecutor(32) as loud:
             for number in range(32):
                 loud.submit(retry, number)
             try:
                 until(lambda: refused, "the queue is full")
-                answers = [_chat(running.port, "quiet", f"Turn {i}. {FILLER}") for i in range(8)]
+                with ThreadPoolExecutor(3) as quiet:  # less than its half of the queue
+                    texts = [f"Turn {i}. {FILLER}" for i in range(12)]
+                    chat = partial(_chat, running.port, "quiet")
+                    answers = list(quiet.map(chat, texts))
             finally:
                 stop.set()
-        assert [answer.status for answer in answers] == [200] * 8
+        assert [answer.status for answer in answers] == [200] * 12
         for answer in refused:
             assert answer.status == 503 and int(answer.headers["retry-after"]) >= 1
             error = json.loads(answer.body)["error"]

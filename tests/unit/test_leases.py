@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,7 @@ from evoke_proxy.core.conversation.identity import hint_of
 from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.orchestrator import Engine
@@ -339,6 +344,122 @@ def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
     virtual_time.run(work())
 
 
+@dataclass
+class Traffic:
+    """Requests and background work at random, and who has what at each moment."""
+
+    how: random.Random
+    queue: SlotQueue
+    slots: dict[int, object] = field(default_factory=dict)
+    sessions: dict[str, object] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def having(self, slots: Iterable[int], session: str | None) -> Iterator[None]:
+        """Fails when somebody else has one of these slots, or the session."""
+        me = object()
+        slots = list(slots)
+        assert not [slot for slot in slots if slot in self.slots], "a slot was given twice"
+        assert session is None or session not in self.sessions, "a session has two writers"
+        self.slots.update(dict.fromkeys(slots, me))
+        if session is not None:
+            self.sessions[session] = me
+        try:
+            yield
+        finally:
+            for slot in slots:
+                assert self.slots.pop(slot) is me
+            if session is not None:
+                assert self.sessions.pop(session) is me
+
+    async def request(self) -> None:
+        session, tenant = f"s{self.how.randrange(6)}", self.how.choice("xyz")
+        guest = self.how.random() < 0.2
+        n_slots = len(self.queue.pool)
+        slot = self.how.randrange(n_slots) if self.how.random() < 0.3 else None
+        name = f"guest{self.how.random()}" if guest else session
+        await asyncio.sleep(self.how.random() * 20)
+        try:
+            lease = await self.queue.acquire(name, tenant, guest, slot=slot)
+        except SlotsBusy:
+            self.counts["refused"] += 1
+            return
+        with lease:
+            with ExitStack() as mine:
+                mine.enter_context(self.having([lease.slot], None if guest else session))
+                with ExitStack() as theirs:
+                    if lease.victim is not None:
+                        theirs.enter_context(self.having((), lease.victim))
+                    if lease.left is not None:
+                        theirs.enter_context(self.having([lease.left], None))
+                    await asyncio.sleep(self.how.random())
+                lease.vacated()
+                await asyncio.sleep(self.how.random() * 2)
+        self.counts["served"] += 1
+
+    async def work(self) -> None:
+        await asyncio.sleep(self.how.random() * 20)
+        session = f"s{self.how.randrange(6)}"
+        slot = self.how.choice([None, *range(len(self.queue.pool))])
+        settling = ExitStack()
+
+        async def settle() -> None:
+            with settling:
+                await asyncio.sleep(self.how.random())
+
+        lease = self.queue.background(slot, session, settle, _spawn, self.how.random() < 0.5)
+        if lease is None:
+            return
+        settling.enter_context(self.having(lease.slots, session))
+        self.counts["work"] += 1
+        try:
+            async with lease:
+                for _ in range(4):
+                    await lease.run(asyncio.sleep(self.how.random() * 3))
+        finally:
+            self.counts["preempted"] += lease.preempted
+            if lease.is_released:
+                settling.close()
+
+    async def operation(self) -> None:
+        await asyncio.sleep(self.how.random() * 20)
+        session = f"s{self.how.randrange(6)}"
+        async with self.queue.locked(session):
+            with self.having((), session):
+                await asyncio.sleep(self.how.random())
+        self.counts["operations"] += 1
+
+
+def test_whoever_comes_and_goes_each_slot_and_session_has_one_user() -> None:
+    """Requests, background work and operations at random, many of them cancelled, once or twice."""
+    total: Counter[str] = Counter()
+
+    async def traffic(seed: int) -> None:
+        how = random.Random(seed)
+        queue = SlotQueue(LimitsConfig(queue=how.choice((0, 3, 9)), queue_timeout_s=8.0))
+        queue.restart(how.choice((1, 2, 4)))
+        it, loop = Traffic(how, queue), asyncio.get_running_loop()
+        kinds = (it.request, it.request, it.work, it.operation)
+        tasks = [loop.create_task(how.choice(kinds)()) for _ in range(40)]
+        for task in how.sample(tasks, 15):
+            for _ in range(how.choice((1, 2))):
+                loop.call_later(how.random() * 25, task.cancel)
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [it for it in done if isinstance(it, Exception)]
+        assert not errors, errors
+        await asyncio.sleep(5)
+        pool = queue.pool
+        assert pool.idle() and not pool.queued and not queue._background and not queue._waiting
+        assert not any(pool.is_locked(f"s{number}") for number in range(6))
+        assert len(pool) == sum(pool.begin_background((slot,)) for slot in range(len(pool)))
+        total.update(it.counts)
+
+    for seed in range(250):
+        virtual_time.run(traffic(seed))
+    assert all(total[kind] > 300 for kind in ("served", "work", "preempted", "operations"))
+    assert total["refused"] > 300
+
+
 def test_a_displaced_waiter_hears_why_and_nobody_else_loses_a_place() -> None:
     async def work() -> None:
         queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
@@ -449,11 +570,11 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
         (known,) = engine.conversations
         done: list[str] = []
 
-        async def forgotten(*_: object) -> list[str]:
+        async def drop(*_: object) -> None:
             done.append("dropped")
-            return []
 
-        monkeypatch.setattr(engine._operator._eraser, "_forget", forgotten)
+        monkeypatch.setattr(engine._operator._eraser, "_drop", drop)
+        engine.watch.server = ServerInfo("", "", adopts=True)
         (await engine._slots.acquire(known.id, "")).release()
         lease = await engine._slots.acquire("other", "")
         assert lease.victim == known.id

@@ -18,8 +18,10 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._clock = max(self._clock, self._scheduled[0].when())  # type: ignore[attr-defined]
+        timers = self._scheduled  # type: ignore[attr-defined]
+        due = [timer.when() for timer in timers if not timer.cancelled()]
+        if not self._ready and due:  # type: ignore[attr-defined]
+            self._clock = max(self._clock, min(due))
         super()._run_once()  # type: ignore[misc]
 
 

@@ -351,14 +351,18 @@ class SlotPool:
         if it must wait.
 
         A session that is locked waits. It does not wait for a guest in its slot while another slot
-        is idle.
+        is idle. A slot whose holder is locked is nobody's: its rows could not be saved now.
         """
         if self._locks[waiter.session]:
             return None
         own = self.slot_of(waiter.session)
-        idle = [i for i, slot in enumerate(self._slots) if not slot.busy]
+        idle = [
+            index
+            for index, slot in enumerate(self._slots)
+            if not slot.busy and not (slot.holder is not None and self._locks[slot.holder])
+        ]
         if waiter.slot is not None:
-            idle = [waiter.slot] if not self._slots[waiter.slot].busy else []
+            idle = [waiter.slot] if waiter.slot in idle else []
         elif own in idle:
             idle = [own]
         if not idle:

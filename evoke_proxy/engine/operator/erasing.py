@@ -38,8 +38,7 @@ class Eraser:
         await self._its.keeper.quiet(ids)  # from now on nothing of it is on its way to the disk
         left: list[str] = []
         for item in known:
-            async with self._its.slots.locked(item.id):  # its rows may be being saved now
-                left += await self._forget(item)
+            left += await self._forget(item)
         gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
         for id in ids | {item.branch for item in gone}:
             self._its.feed.tell("deleted", session=id)
@@ -97,7 +96,8 @@ class Eraser:
         known.held = None
         try:
             if self._its.watch.server.patched:
-                await self._drop(known)
+                async with self._its.slots.locked(known.id):  # its rows may be being saved now
+                    await self._drop(known)
         except EvokeError as error:
             left.append(f"copies in llama-server: {error}")
         return left
