@@ -322,7 +322,7 @@ def test_a_body_that_breaks_off_is_no_error_of_the_server(
                 seen = b""
                 while piece := client.recv(1000):
                     seen += piece
-                assert seen.startswith(b"HTTP/1.1 400 ") and seen.count(b"HTTP/1.") == 1
+                assert seen.split()[1] == b"400" and seen.count(b"HTTP/1.") == 1
         running.quiet()
         for kind in ("upstream_unavailable", "upstream_protocol", "upstream_timeout"):
             assert running.metric("evoke_upstream_errors_total", kind=kind) == 0
