@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from evoke_proxy.config.strict import (
     parse_scalar,
     put,
     read,
+    refuse_unknown,
 )
 from evoke_proxy.errors import ConfigError
 
@@ -58,6 +59,10 @@ _MAY_BE_ZERO = frozenset(
         *("normalise.dates_h", "limits.grammar_bytes", "limits.last_n", "limits.n_probs"),
     )
 )
+
+# Tokens are counted in 32 bits by llama-server, and JSON that is nested deeper cannot be parsed.
+_MOST = {"policy.budget": 2**30, "limits.json_depth": 1000}
+_MOST_OF_ALL = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +222,11 @@ def load(
     for key, value in (overrides or {}).items():
         if value is not None:
             put(tree, key, value)
+    refuse_unknown(env or {}, keys())
     config: Config = build(Config, tree)
+    # A key is often the content of a file, with the end of its line.
+    key = config.upstream.api_key.strip()
+    config = replace(config, upstream=replace(config.upstream, api_key=key))
     _check(config)
     return config
 
@@ -238,7 +247,8 @@ def value_at(config: Config, key: str) -> Any:
 def parse_listen(address: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, `[v6]:PORT` or `:PORT`; ConfigError on anything else."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
+    valid = port.isascii() and port.isdigit() and len(port) <= 5
+    if not colon or not valid or int(port) > 65535:
         raise ConfigError(f"listen: {address!r} is not HOST:PORT")
     return host.strip("[]") or "0.0.0.0", int(port)
 
@@ -260,6 +270,7 @@ def _kind_at(key: str) -> Any:
 
 
 def _check(config: Config) -> None:
+    _check_texts(config)
     for address in config.listen:
         parse_listen(address)
     _require(bool(config.listen), "listen", "must name at least one HOST:PORT")
@@ -325,10 +336,23 @@ def _check_budget(policy: PolicyConfig) -> None:
     _require(holds, "policy.budget", f"{policy.budget} is too small: {what} need {least}")
 
 
+def _check_texts(config: Config) -> None:
+    for key in keys():
+        value = value_at(config, key)
+        texts = value if isinstance(value, tuple) else (value,)
+        usable = not any(isinstance(text, str) and "\0" in text for text in texts)
+        _require(usable, key, "must not contain a NUL character")
+    api_key = config.upstream.api_key
+    usable = api_key.isascii() and api_key.isprintable() and " " not in api_key
+    _require(usable, "upstream.api_key", "must be one word of ASCII characters")
+
+
 def _check_numbers(config: Config) -> None:
     for key in keys():
         value = value_at(config, key)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            most = _MOST.get(key, _MOST_OF_ALL)
+            _require(value <= most, key, f"must be at most {most}, not {value}")
             enough = value >= 0 if key in _MAY_BE_ZERO else value > 0
             least = "0 or more" if key in _MAY_BE_ZERO else "more than 0"
             _require(enough, key, f"must be {least}, not {value}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
+import reprlib
 import types
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,36 @@ import yaml
 
 from evoke_proxy.errors import ConfigError
 
+# Numbers as YAML 1.2 has them. YAML 1.1 reads 010000 as octal, 1:30 as 90, and 1e3 as a text.
+_WHOLE = re.compile(r"[-+]?[0-9][0-9_]*\Z|0x[0-9a-fA-F]+\Z")
+_REAL = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z",
+    re.IGNORECASE,
+)
+_NUMBER_CHARS = 40
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+# Variables with our prefix that are not settings: of the server build, of tests and of clients.
+_OTHER_VARIABLES = frozenset(
+    ("EVOKE_CACHE", "EVOKE_KEY", "EVOKE_PATCHED_SERVER", "EVOKE_STOCK_SERVER", "EVOKE_SERVER_ARGS")
+)
+# Those that Kubernetes makes for a service called `evoke`, or `evoke-...`.
+_SERVICE = re.compile(
+    r"EVOKE_(?:[A-Z0-9_]+_)?(?:SERVICE_(?:HOST|PORT(?:_[A-Z0-9_]+)?)|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)"
+    r"(?:_[A-Z]+)?)?)"
+)
+
 
 class _UniqueKeys(yaml.SafeLoader):
     """A safe loader that refuses a key given twice: the second would silently win."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [pair for pair in pairs if pair[0] not in (_INT, _FLOAT)]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number of the file, or of a variable."""
+        return _number(str(self.construct_scalar(node)))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -31,14 +60,34 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_UniqueKeys.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+_UniqueKeys.add_implicit_resolver(_FLOAT, _REAL, list("-+0123456789."))
+_UniqueKeys.add_constructor(_INT, _UniqueKeys.construct_number)
+_UniqueKeys.add_constructor(_FLOAT, _UniqueKeys.construct_number)
+
+
+def _number(text: str) -> int | float:
+    """A number as it is spelled; ConfigError when it is none, or longer than any setting."""
+    if len(text) > _NUMBER_CHARS:
+        raise ConfigError(f"a number has {len(text)} characters: {text[:20]}...")
+    if _WHOLE.match(text):
+        plain = text.replace("_", "")
+        return int(plain, 16) if plain.startswith("0x") else int(plain)
+    if _REAL.match(text):
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    raise ConfigError(f"{text!r} is not a number")
+
+
 def read(path: Path) -> dict[str, Any]:
     """The top-level mapping of a YAML file, {} of an empty one; ConfigError on anything else."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no text, or no date or number
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or mappings are nested too deep") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -55,9 +104,27 @@ def parse_scalar(text: str, kind: Any, key: str) -> object:
     if kind is str:
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {env_name(key)}={text!r} cannot be read") from error
+        return yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"{key}: {env_name(key)}={text[:100]!r} cannot be read") from error
+
+
+def refuse_unknown(environment: Iterable[str], known: Sequence[str]) -> None:
+    """ConfigError for a variable with our prefix that is no setting: it would be ignored silently.
+
+    `known` are the dotted keys. Variables of other programs with the same prefix are allowed.
+    """
+    names = [env_name(key) for key in known]
+    for name in sorted(environment):
+        if not name.startswith("EVOKE_") or name in names or name in _OTHER_VARIABLES:
+            continue
+        if _SERVICE.fullmatch(name):
+            continue
+        near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {near[0]}?" if near else "config/evoke.example.yaml names all settings"
+        )
+        raise ConfigError(f"{name[:100]}: no setting has this variable; {hint}")
 
 
 def put(tree: dict[str, Any], key: str, value: object) -> None:
@@ -140,6 +207,8 @@ def _listed(value: object, kind: type, what: str, path: str) -> tuple[object, ..
 def _scalar(kind: type, value: object, path: str) -> object:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e3
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -147,4 +216,4 @@ def _scalar(kind: type, value: object, path: str) -> object:
 
 
 def _refuse(path: str, wanted: str, value: object) -> typing.NoReturn:
-    raise ConfigError(f"{path}: must be {wanted}, not {value!r}")
+    raise ConfigError(f"{path}: must be {wanted}, not {reprlib.repr(value)}")

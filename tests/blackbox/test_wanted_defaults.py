@@ -300,7 +300,6 @@ def test_a_budget_without_host_memory_is_degraded() -> None:
         assert "--evoke-ram" in proxy.output
 
 
-@missing("an unknown EVOKE_ variable is refused with the nearest name")
 def test_a_misspelt_variable_is_refused(tmp_path: Path) -> None:
     done = check_config(tmp_path, EVOKE_POLICY_BUDJET="3000")
     assert done.returncode == 2

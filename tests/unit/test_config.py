@@ -39,7 +39,7 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
 
 def test_command_line_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
     path = _file(tmp_path, "policy: {budget: 201, block_tokens: 32, sink_tokens: 5}\n")
-    env = {"EVOKE_POLICY_BUDGET": "202", "EVOKE_POLICY_BLOCK_TOKENS": "48", "EVOKE_UNRELATED": "x"}
+    env = {"EVOKE_POLICY_BUDGET": "202", "EVOKE_POLICY_BLOCK_TOKENS": "48", "UNRELATED": "x"}
     policy = load(path, env, {"policy.budget": 203, "policy.block_tokens": None}).policy
     assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (203, 48, 5)
 
@@ -152,3 +152,85 @@ def test_clients_with_keys_may_not_be_operators_by_default() -> None:
         load(None, {}, shared)
     assert load(None, {}, shared | {"security.admin_token_file": "token"})
     assert load(None, {}, {"security.admin_listen": []})
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"), (("010000", 10000), ("1e4", 10000), ("10_000", 10000), (" 3000 ", 3000))
+)
+def test_numbers_are_decimal_wherever_they_are_written(
+    text: str, budget: int, tmp_path: Path
+) -> None:
+    assert load(None, {"EVOKE_POLICY_BUDGET": text}).policy.budget == budget
+    assert load(_file(tmp_path, f"policy: {{budget: {text}}}\n")).policy.budget == budget
+
+
+@pytest.mark.parametrize(
+    "text", ("1:30", "0o17", "1e-1", "12.5", "9" * 5000, "[", "1e400", "&a [*a]")
+)
+def test_what_is_no_whole_number_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load(None, {"EVOKE_POLICY_BUDGET": text})
+    with pytest.raises(ConfigError):
+        load(_file(tmp_path, f"policy: {{budget: {text}}}\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    (
+        ("EVOKE_POLICY_BUDJET", "EVOKE_POLICY_BUDGET"),
+        ("EVOKE_BUDGET", "EVOKE_POLICY_BUDGET"),
+        ("EVOKE_UPSTREAM_URI", "EVOKE_UPSTREAM_URL"),
+        ("EVOKE_LIMIT_QUEUE", "EVOKE_LIMITS_QUEUE"),
+        ("EVOKE_77777777777777777777", "evoke.example.yaml"),
+    ),
+)
+def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*{near}"):
+        load(None, {name: "1"})
+
+
+def test_variables_of_others_may_begin_as_ours_do() -> None:
+    for name in ("EVOKE_CACHE", "EVOKE_KEY", "LLAMA_ARG_EVOKE_RAM", "EVOKEX", "EVOKE_SERVICE_HOST"):
+        load(None, {name: "x"})
+    for name in ("EVOKE_PORT", "EVOKE_PORT_8090_TCP_ADDR", "EVOKE_PROXY_SERVICE_PORT_HTTP"):
+        load(None, {name: "x"})
+
+
+def test_the_end_of_the_line_is_no_part_of_the_api_key() -> None:
+    assert load(None, {"EVOKE_UPSTREAM_API_KEY": "secret\n"}).upstream.api_key == "secret"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    (
+        ("upstream.api_key", "two\nlines"),
+        ("upstream.api_key", "schlüssel"),
+        ("policy.budget", 2**30 + 1),
+        ("limits.headers", 2**64),
+        ("limits.queue", 2**64),
+        ("limits.json_depth", 5000),
+        ("limits.drain_timeout_s", float("inf")),
+        ("limits.drain_timeout_s", float("nan")),
+        ("embedder.directory", "a\0b"),
+        ("snapshots.directory", "a\0b"),
+        ("security.keys_file", "a\0b"),
+        ("listen", ["127.0.0.1:²"]),
+        ("listen", ["127.0.0.1:٣"]),
+        ("listen", ["127.0.0.1:" + "9" * 5000]),
+    ),
+)
+def test_what_fails_later_is_refused_at_once(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key.partition(".")[0]):
+        load(None, {}, {key: value})
+
+
+def test_a_file_that_is_nested_deep_or_refers_to_itself_is_refused(tmp_path: Path) -> None:
+    for text in ("[" * 5000, "a: " + "{a: " * 3000, "listen: &a [*a]\n"):
+        with pytest.raises(ConfigError):
+            load(_file(tmp_path, text))
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{after}: &{after} [{','.join([f'*{name}'] * 9)}]\n"
+        for name, after in zip("abcdefghij", "bcdefghijk", strict=True)
+    )
+    with pytest.raises(ConfigError):
+        load(_file(tmp_path, bomb + "listen: [*k]\n"))
