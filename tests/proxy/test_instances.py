@@ -352,3 +352,32 @@ def test_two_turns_of_a_session_never_run_at_once(line: Wire, seed: int) -> None
             assert Talk(running.port, name).say("Still there?").text
         running.settled()
         assert "*" not in repr(running.engine._slots.pool), "every slot was given back"
+
+
+def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(patched_port: int) -> None:
+    """As after a proxy was killed: llama-server has not noticed yet that nobody listens."""
+    with proxy(patched_port, policy__budget=BUDGET) as running:
+        talk, upstream = Talk(running.port, "kept"), running.engine.upstream
+        talk.say(FILLER)
+        running.settled()
+        looked, planned = list[object](), list[object]()
+        slot, run = upstream.slot, upstream.run
+
+        async def looks(*given: Any, **named: Any) -> Any:
+            looked.append(given)
+            return await slot(*given, **named)
+
+        async def runs(*given: Any) -> Any:
+            planned.append(given)
+            return await run(*given)
+
+        upstream.slot, upstream.run = looks, runs  # type: ignore[method-assign]
+        with endless(patched_port) as somebody, ThreadPoolExecutor(1) as client:
+            answering = client.submit(talk.say, "Go on.")
+            until(lambda: len(looked) > 2 or planned)
+            assert not planned, "the slot is not ours yet"
+            somebody.leave()
+            books = answering.result().books
+        assert books["marker"] == "ok" and books["n_resident_peak"] <= BUDGET
+        found = running.engine.metrics.degraded.collect()[0].samples
+        assert not any(sample.value for sample in found if sample.name.endswith("_total"))

@@ -37,6 +37,8 @@ from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
+# llama-server notices that a client is gone within a second, or a batch.
+_OTHERS_S = 10.0
 T = TypeVar("T")
 
 
@@ -88,6 +90,8 @@ class Planner:
             if changed or lease.waited or lease.changed_at > began:
                 way.stage = "render"
                 rendered = await self._render(request.dialect, way.body, client, rendered)
+            if slot_in(rendered, lease.slot).busy:
+                rendered = await self._render_when_idle(way, request, rendered, client)
             if lease.left is not None:
                 await self._seating.make_room(known, slot_in(rendered, lease.left), client)
             victim = self._conversations.get(lease.victim)
@@ -113,6 +117,24 @@ class Planner:
         rendered = await self._upstream.render(dialect, body, client, known)
         await self._watch.confirm(rendered.instance, client)
         return rendered
+
+    async def _render_when_idle(
+        self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
+    ) -> Rendered:
+        """The rendering once llama-server has ended what is no request of ours in our slot.
+
+        That is what a proxy that was killed has left, or a client that asks llama-server itself. No
+        plan holds until it has ended. Nobody is waited for longer than `_OTHERS_S`.
+        """
+        assert way.lease is not None and way.conversation is not None
+        way.stage = "slot"
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _OTHERS_S
+        slot, tenant = way.lease.slot, way.conversation.tenant
+        over = self._seating.until_idle(slot, tenant, client, lambda: loop.time() > until)
+        await way.keep_alive(over)
+        way.stage = "render"
+        return await self._render(request.dialect, way.body, client, rendered)
 
     async def _brought_back(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
