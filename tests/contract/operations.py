@@ -17,7 +17,7 @@ PARTS = ("resident_before", "recovered", "decoded", "omitted")
 WEIGHTS = {
     "chat": 30, "evict": 30, "load": 15, "recover": 10, "stranger": 10, "diverge": 8, "erase": 3,
     "hold": 6, "swap": 8, "adopt": 4, "reuse": 3, "drop": 3, "restore": 2, "compact": 3,
-    "insert": 3, "attend": 4,
+    "insert": 3, "attend": 4, "remake": 6,
 }  # fmt: skip
 SCALES = (0.0, 0.5, 1.0)  # of the adapter, where the server has one
 
@@ -65,9 +65,12 @@ class Model:
         prompt = self.held[slot] + more
         if len(prompt) > MOST_TOKENS:
             prompt = more
+        self._complete(slot, prompt, marked)
+
+    def _complete(self, slot: int, prompt: list[int], marked: bool = True, count: int = 4) -> None:
         lora = [{"id": 0, "scale": self.scale[slot]}]
         more_fields = {"lora": lora} if self.adapted else {}
-        answer = self.server.complete(prompt, slot, marked=marked, n_predict=4, **more_fields)
+        answer = self.server.complete(prompt, slot, marked=marked, n_predict=count, **more_fields)
         self.held[slot] = prompt + answer["tokens"][:-1]
         if not marked:
             self.budget[slot] = 0
@@ -84,6 +87,29 @@ class Model:
         if not marked and (not evoke or (len(prompt) <= self.cells and not evoke["auto_evicted"])):
             # a stranger never reads a cache with text missing, but for what left while it was read
             assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(prompt)
+
+    def remake(self, slot: int) -> None:
+        """Text of which there is a copy is decoded again, with all before it visible or not, saved
+        under another name, and brought back by that."""
+        if not self.saved:
+            return
+        copy = self.saved[self.chance.choice(sorted(self.saved))]
+        p0, p1 = copy.p0, len(copy.prefix)
+        self.erase(slot)
+        cut = self.chance.randint(1, max(1, p0))
+        self._complete(slot, list(copy.prefix[:cut]), count=1)
+        if cut > 16 and self.chance.random() < 0.5:
+            self._ask("block-evict", slot, p0=4, p1=cut - 4)
+        self._complete(slot, [*copy.prefix, *copy.prefix[:5]], count=1)
+        self.check(slot)
+        whole = any(a <= p0 and p1 <= b for a, b in evictable(self.server.slot(slot)))
+        if not whole:
+            return  # some of it has left again, or must stay
+        done = self.server.act("block-save", slot, name="remade", p0=p0, p1=p1, evict=True)
+        self._keep(slot, "remade", (p0, p1), done["visibility"])
+        if p1 - p0 <= self._room(slot, self.server.slot(slot)):
+            self.server.act("block-load", slot, names=["remade"])
+            self._came_back(slot, ["remade"])
 
     def stranger(self, slot: int) -> None:
         self.chat(slot, marked=False)
@@ -372,6 +398,9 @@ def play(server: Llama, operations: int, seed: int = 20260101, but: Sequence[str
     for slot in (0, 1):
         model.erase(slot)
     model.server.post("/slots/0?action=block-drop", {"all": True})
+    for slot in (0, 1) if model.adapted else ():
+        model.chat(slot)  # the first request with an adapter empties its slot
+        model.check(slot)
     weighed = WEIGHTS | ({"dress": 8} if model.adapted else {})
     choices = [name for name in weighed if name not in but]
     weights = [weighed[name] for name in choices]

@@ -58,7 +58,7 @@ def _interleaved(running: RunningProxy, seed: int) -> None:
 
 
 @contextmanager
-def _keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
+def keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
     lines = [line_of(Caller(name, name), key) for name, key in KEYS.items()]
     write_secret(folder / "keys", "\n".join(lines))
     with proxy(port, security__keys_file=str(folder / "keys"), **settings) as running:
@@ -66,7 +66,7 @@ def _keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy
 
 
 def test_on_a_budget_and_one_slot_nothing_crosses(patched_port: int, tmp_path: Path) -> None:
-    with _keyed(patched_port, tmp_path, policy__budget=BUDGET) as running:
+    with keyed(patched_port, tmp_path, policy__budget=BUDGET) as running:
         for seed in range(4):
             _interleaved(running, seed)
         assert running.metric("evoke_blocks_recovered_total") > 0
@@ -93,7 +93,7 @@ def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
     named = {f"snapshots__{key}": value for key, value in settings.items()}
     with (
         house.server() as port,
-        _keyed(port, tmp_path, snapshots__min_tokens=32, **named) as running,
+        keyed(port, tmp_path, snapshots__min_tokens=32, **named) as running,
     ):
         for seed in range(3):
             _interleaved(running, seed)
