@@ -15,6 +15,7 @@
 std::string server_blocks_disk::open(const std::string &, uint64_t, uint64_t) { return "not on this system"; }
 void server_blocks_disk::close() {}
 void server_blocks_disk::scan() {}
+void server_blocks_disk::refresh() {}
 std::vector<server_blocks_head> server_blocks_disk::found() { return {}; }
 std::vector<std::string> server_blocks_disk::gone() { return {}; }
 std::string server_blocks_disk::foreign(const std::string &, const std::string &) const { return ""; }
@@ -104,17 +105,22 @@ void server_blocks_disk::close() {
         return;
     }
     {
-        const std::lock_guard<std::mutex> lock(mutex);
+        const std::lock_guard<std::mutex> lock(mail);
         stopping = true;
     }
     changed.notify_all();
     worker.join();
+    const std::lock_guard<std::mutex> all(table);
+    const std::lock_guard<std::mutex> lock(mail);
     folder.clear();
     files.clear();
+    present.clear();
+    foreigners.clear();
     fresh.clear();
     lost.clear();
     queue.clear();
-    n_used = 0;
+    n_used = n_used_seen = 0;
+    folder_seen = 0;
 }
 
 //
@@ -125,6 +131,14 @@ void server_blocks_disk::add(const std::string & file, entry e) {
     latest_used = std::max<uint64_t>(latest_used, e.used);
     forget(file);
     n_used += e.bytes;
+    {
+        const std::lock_guard<std::mutex> lock(mail);
+        present.insert(file);
+        for (const auto & name : e.names) {
+            foreigners[name] = e.why;
+        }
+        n_used_seen = n_used;
+    }
     files[file] = std::move(e);
 }
 
@@ -132,14 +146,64 @@ void server_blocks_disk::forget(const std::string & file) {
     const auto it = files.find(file);
     if (it != files.end()) {
         n_used -= it->second.bytes;
+        const std::lock_guard<std::mutex> lock(mail);
+        present.erase(file);
+        for (const auto & name : it->second.names) {
+            foreigners.erase(name);
+        }
+        n_used_seen = n_used;
         files.erase(it);
     }
 }
 
+void server_blocks_disk::lose(const std::string & file) {
+    const std::lock_guard<std::mutex> lock(mail);
+    lost.push_back(file);
+}
+
+static uint64_t ns_of(const timespec & t) {
+    return uint64_t(t.tv_sec)*1000000000 + t.tv_nsec;
+}
+
+static uint64_t changed_at(const struct stat & st) {
+#if defined(__APPLE__)
+    return ns_of(st.st_mtimespec);
+#else
+    return ns_of(st.st_mtim);
+#endif
+}
+
+// when the folder was last changed, by whomever; 0 where the next change could still be of the same time
+uint64_t server_blocks_disk::folder_time() const {
+    struct stat st;
+    if (stat(folder.c_str(), &st) != 0) {
+        return 0;
+    }
+    timespec now; // of the clock that file systems go by
+#if defined(CLOCK_REALTIME_COARSE)
+    clock_gettime(CLOCK_REALTIME_COARSE, &now);
+#else
+    clock_gettime(CLOCK_REALTIME, &now);
+#endif
+    return ns_of(now) > changed_at(st) ? changed_at(st) : 0;
+}
+
+void server_blocks_disk::refresh() {
+    const uint64_t now = folder_time();
+    {
+        const std::lock_guard<std::mutex> lock(mail);
+        if (now != 0 && now == folder_seen) {
+            return;
+        }
+    }
+    scan();
+}
+
 void server_blocks_disk::scan() {
     std::set<std::string> known, seen, names;
+    const uint64_t before = folder_time();
     {
-        const std::lock_guard<std::mutex> lock(mutex);
+        const std::lock_guard<std::mutex> lock(table);
         for (const auto & item : files) {
             known.insert(item.first);
         }
@@ -160,7 +224,7 @@ void server_blocks_disk::scan() {
             }
         }
     }
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(table);
     if (n_older > n_older_said) {
         LOG_WRN("evoke: %zu block files are not used: %s\n", n_older, OLDER);
         n_older_said = n_older;
@@ -169,9 +233,11 @@ void server_blocks_disk::scan() {
     for (const auto & file : known) {
         if (!seen.count(file) && files.count(file) && access(path(file).c_str(), F_OK) != 0) {
             forget(file); // another server deleted it, or somebody
-            lost.push_back(file);
+            lose(file);
         }
     }
+    const std::lock_guard<std::mutex> seen_until(mail);
+    folder_seen = before;
 }
 
 // takes one file into the list, if it is new
@@ -182,12 +248,7 @@ void server_blocks_disk::look_at(const std::string & file) {
     }
     entry e;
     e.bytes = st.st_size;
-#if defined(__APPLE__)
-    const timespec changed_at = st.st_mtimespec;
-#else
-    const timespec changed_at = st.st_mtim;
-#endif
-    e.used  = uint64_t(changed_at.tv_sec)*1000000000 + changed_at.tv_nsec;
+    e.used  = changed_at(st);
     server_blocks_head head;
     if (is_ours(file, ".bad")) {
         e.used = 0;
@@ -214,11 +275,12 @@ void server_blocks_disk::look_at(const std::string & file) {
             e.why = error.what();
         }
     }
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(table);
     n_older += e.why == OLDER ? 1 : 0;
     if (head.model == model && e.why.empty() && e.used > 0) {
         e.names.clear();
-        fresh.push_back(std::move(head));
+        const std::lock_guard<std::mutex> post(mail);
+        fresh.emplace_back(e.used, std::move(head));
     }
     add(file, std::move(e));
 }
@@ -228,8 +290,11 @@ void server_blocks_disk::put_aside(const std::string & file) {
     const std::string bad = file.substr(0, file.size() - 4) + ".bad";
     struct stat st;
     const bool kept = rename(path(file).c_str(), path(bad).c_str()) == 0 && lstat(path(bad).c_str(), &st) == 0;
-    const std::lock_guard<std::mutex> lock(mutex);
-    n_damaged++;
+    const std::lock_guard<std::mutex> lock(table);
+    {
+        const std::lock_guard<std::mutex> post(mail);
+        n_damaged++;
+    }
     forget(file);
     if (kept) {
         entry e;
@@ -239,56 +304,43 @@ void server_blocks_disk::put_aside(const std::string & file) {
 }
 
 std::vector<server_blocks_head> server_blocks_disk::found() {
-    const std::lock_guard<std::mutex> lock(mutex);
+    std::vector<std::pair<uint64_t, server_blocks_head>> found;
+    {
+        const std::lock_guard<std::mutex> lock(mail);
+        found.swap(fresh);
+    }
+    std::sort(found.begin(), found.end(), [](const auto & a, const auto & b) { return a.first > b.first; }); // the newest first
     std::vector<server_blocks_head> res;
-    res.swap(fresh);
-    const auto used = [this](const server_blocks_head & head) {
-        const auto it = files.find(server_blocks_file_name(head));
-        return it == files.end() ? 0 : it->second.used;
-    };
-    std::vector<std::pair<uint64_t, size_t>> order; // the newest first
-    for (size_t i = 0; i < res.size(); ++i) {
-        order.push_back({ used(res[i]), i });
+    for (auto & item : found) {
+        res.push_back(std::move(item.second));
     }
-    std::sort(order.rbegin(), order.rend());
-    std::vector<server_blocks_head> sorted;
-    for (const auto & item : order) {
-        sorted.push_back(std::move(res[item.second]));
-    }
-    return sorted;
+    return res;
 }
 
 std::vector<std::string> server_blocks_disk::gone() {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(mail);
     std::vector<std::string> res;
     res.swap(lost);
     return res;
 }
 
 std::string server_blocks_disk::foreign(const std::string & tenant, const std::string & label) const {
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (const auto & item : files) {
-        if (item.second.names.count({ tenant, label })) {
-            return item.second.why;
-        }
-    }
-    return "";
+    const std::lock_guard<std::mutex> lock(mail);
+    const auto it = foreigners.find({ tenant, label });
+    return it == foreigners.end() ? "" : it->second;
 }
 
 bool server_blocks_disk::holds(const std::string & file) const {
-    const std::lock_guard<std::mutex> lock(mutex);
-    return files.count(file) > 0 && access(path(file).c_str(), R_OK) == 0;
+    const std::lock_guard<std::mutex> lock(mail);
+    return present.count(file) > 0;
 }
 
 json server_blocks_disk::stats() const {
-    const std::lock_guard<std::mutex> lock(mutex);
-    size_t n_queued = 0;
-    for (const auto & item : queue) {
-        n_queued += item.write ? 1 : 0;
-    }
+    const std::lock_guard<std::mutex> lock(mail);
+    const auto n_queued = std::count_if(queue.begin(), queue.end(), [](const chore & item) { return item.write != nullptr; });
     return json {
-        {"used", n_used}, {"budget", n_cap}, {"n_files", files.size()}, {"n_queued", n_queued}, {"n_written", n_written}, {"n_read", n_read},
-        {"n_failed", n_failed}, {"n_damaged", n_damaged}, {"n_deleted", n_deleted}, {"last_error", last_error},
+        {"used", n_used_seen}, {"budget", n_cap}, {"n_files", present.size()}, {"n_queued", (size_t) n_queued}, {"n_written", n_written},
+        {"n_read", n_read}, {"n_failed", n_failed}, {"n_damaged", n_damaged}, {"n_deleted", n_deleted}, {"last_error", last_error},
     };
 }
 
@@ -304,7 +356,7 @@ void server_blocks_disk::read(server_blocks_read & job) {
     try {
         job.head  = server_blocks_file_read(path(job.file), job.head, job.data);
         job.state = server_blocks_read::DONE;
-        const std::lock_guard<std::mutex> lock(mutex);
+        const std::lock_guard<std::mutex> lock(mail);
         n_read++;
         return;
     } catch (const server_blocks_file_error & e) {
@@ -319,9 +371,12 @@ void server_blocks_disk::read(server_blocks_read & job) {
     if (job.state == server_blocks_read::DAMAGED) {
         put_aside(job.file);
     }
-    const std::lock_guard<std::mutex> lock(mutex);
-    last_error = job.error;
+    {
+        const std::lock_guard<std::mutex> lock(mail);
+        last_error = job.error;
+    }
     if (job.state == server_blocks_read::GONE) {
+        const std::lock_guard<std::mutex> lock(table);
         forget(job.file);
     }
 }
@@ -335,15 +390,15 @@ std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_hea
     job->head = std::move(head);
     job->data = data;
     {
-        const std::lock_guard<std::mutex> lock(mutex);
-        queue.push_back({ job, "", false });
+        const std::lock_guard<std::mutex> lock(mail);
+        queue.push_back({ job, "", 0 });
     }
     changed.notify_all();
     return job;
 }
 
 bool server_blocks_disk::cancel(server_blocks_write & job) {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(mail);
     if (job.state == server_blocks_write::QUEUED) {
         job.state = server_blocks_write::CANCELLED;
         changed.notify_all();
@@ -352,30 +407,28 @@ bool server_blocks_disk::cancel(server_blocks_write & job) {
 }
 
 bool server_blocks_disk::wait(const std::vector<std::shared_ptr<server_blocks_write>> & jobs, int timeout_ms) {
-    std::unique_lock<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mail);
     return changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&]() {
         return std::all_of(jobs.begin(), jobs.end(), [](const auto & job) { return job->over(); });
     });
 }
 
 server_blocks_write::state_t server_blocks_disk::state(const server_blocks_write & job) const {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(mail);
     return job.state;
 }
 
 void server_blocks_disk::touch(const std::string & file) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto it = files.find(file);
-    if (it != files.end()) {
-        it->second.used = now_ns();
-        queue.push_back({ nullptr, file, true });
+    const std::lock_guard<std::mutex> lock(mail);
+    if (present.count(file)) {
+        queue.push_back({ nullptr, file, now_ns() });
         changed.notify_all();
     }
 }
 
 void server_blocks_disk::remove(const std::string & file) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    queue.push_back({ nullptr, file, false });
+    const std::lock_guard<std::mutex> lock(mail);
+    queue.push_back({ nullptr, file, 0 });
     changed.notify_all();
 }
 
@@ -385,75 +438,101 @@ void server_blocks_disk::work() {
     sigaddset(&signals, SIGXFSZ);
     pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
-    std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-        changed.wait(lock, [this]() { return stopping || !queue.empty(); });
-        if (queue.empty()) {
-            return;
+        chore item;
+        {
+            std::unique_lock<std::mutex> lock(mail);
+            changed.wait(lock, [this]() { return stopping || !queue.empty(); });
+            if (queue.empty()) {
+                return;
+            }
+            item = std::move(queue.front());
+            queue.pop_front();
         }
-        const chore item = std::move(queue.front());
-        queue.pop_front();
         if (item.write) {
-            write_one(*item.write, lock);
+            write_one(*item.write);
             continue;
         }
-        const auto it = files.find(item.file);
-        const uint64_t used = it == files.end() ? 0 : it->second.used;
-        if (!item.touch) {
-            forget(item.file);
+        uint64_t used = 0;
+        {
+            const std::lock_guard<std::mutex> lock(table);
+            const auto it = files.find(item.file);
+            if (item.touched == 0) {
+                forget(item.file);
+            } else if (it != files.end()) {
+                used = it->second.used = std::max(it->second.used, item.touched);
+            }
         }
-        lock.unlock();
-        if (!item.touch) {
+        if (item.touched == 0) {
             unlink(path(item.file).c_str());
         } else if (used > 0) {
             const timespec modified = { time_t(used/1000000000), long(used%1000000000) };
             const timespec times[2] = { modified, modified };
             utimensat(AT_FDCWD, path(item.file).c_str(), times, AT_SYMLINK_NOFOLLOW);
         }
-        lock.lock();
     }
 }
 
-void server_blocks_disk::write_one(server_blocks_write & job, std::unique_lock<std::mutex> & lock) {
-    if (job.state == server_blocks_write::QUEUED && stopping) {
-        job.state = server_blocks_write::CANCELLED;
+// what the main loop has used counts before its turn comes
+void server_blocks_disk::apply_touches() {
+    const std::lock_guard<std::mutex> lock(mail);
+    for (const auto & item : queue) {
+        const auto it = item.touched > 0 ? files.find(item.file) : files.end();
+        if (it != files.end()) {
+            it->second.used = std::max(it->second.used, item.touched);
+        }
     }
-    if (job.state != server_blocks_write::QUEUED) {
-        return;
+}
+
+void server_blocks_disk::write_one(server_blocks_write & job) {
+    {
+        const std::lock_guard<std::mutex> lock(mail);
+        if (job.state == server_blocks_write::QUEUED && stopping) {
+            job.state = server_blocks_write::CANCELLED;
+        }
+        if (job.state != server_blocks_write::QUEUED) {
+            return;
+        }
+        job.state = server_blocks_write::RUNNING;
     }
-    job.state = server_blocks_write::RUNNING;
     const std::string file = server_blocks_file_name(job.head);
+    std::string error;
+    bool done = false;
     try {
-        write_file(job, file, lock);
-        n_written++;
-        job.state = server_blocks_write::DONE;
+        write_file(job, file);
+        done = true;
     } catch (const std::exception & e) {
-        if (!lock.owns_lock()) {
-            lock.lock();
-        }
-        if (last_error != e.what()) {
-            LOG_WRN("evoke: a block stays in host memory: %s\n", e.what());
-        }
+        error = e.what();
         if (!job.data && access(path(file).c_str(), F_OK) != 0) { // it was to get other labels
+            const std::lock_guard<std::mutex> lock(table);
             forget(file);
-            lost.push_back(file);
+            lose(file);
         }
-        n_failed++;
-        last_error = job.error = e.what();
-        job.state  = server_blocks_write::FAILED;
+    }
+    {
+        const std::lock_guard<std::mutex> lock(mail);
+        if (done) {
+            n_written++;
+        } else {
+            if (last_error != error) {
+                LOG_WRN("evoke: a block stays in host memory: %s\n", error.c_str());
+            }
+            n_failed++;
+            last_error = job.error = error;
+        }
+        job.state = done ? server_blocks_write::DONE : server_blocks_write::FAILED;
     }
     changed.notify_all();
 }
 
-void server_blocks_disk::write_file(const server_blocks_write & job, const std::string & file, std::unique_lock<std::mutex> & lock) {
-    lock.unlock();
+void server_blocks_disk::write_file(const server_blocks_write & job, const std::string & file) {
     server_blocks_head head = job.head;
     if (!job.data) {
         head = server_blocks_file_peek(path(file));
         head.labels = job.head.labels;
     }
     const size_t bytes = server_blocks_file_size(head);
-    lock.lock();
+    std::unique_lock<std::mutex> lock(table);
     if (bytes > n_cap) {
         throw std::runtime_error("the block is larger than --evoke-disk allows");
     }
@@ -482,7 +561,8 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
     e.used   = now_ns();
     e.tenant = head.tenant;
     add(file, std::move(e));
-    queue.push_back({ nullptr, file, true }); // the file's time says the same
+    const std::lock_guard<std::mutex> post(mail);
+    queue.push_back({ nullptr, file, files[file].used }); // the file's time says the same
 }
 
 // as many bytes of old files go, as the disk is full; false if there are not so many that may
@@ -503,6 +583,7 @@ void server_blocks_disk::make_room(const wanted & want, std::unique_lock<std::mu
         scan();
         lock.lock();
     }
+    apply_touches();
     const auto it = files.find(want.file);
     const size_t own = it == files.end() ? 0 : it->second.bytes; // will be replaced, but is there until then
     while (n_used + want.bytes > n_cap && delete_one(want, lock)) {
@@ -553,8 +634,11 @@ bool server_blocks_disk::delete_one(const wanted & want, std::unique_lock<std::m
     }
     const std::string file = next->first;
     forget(file);
-    lost.push_back(file);
-    n_deleted++;
+    lose(file);
+    {
+        const std::lock_guard<std::mutex> post(mail);
+        n_deleted++;
+    }
     lock.unlock();
     unlink(path(file).c_str());
     lock.lock();

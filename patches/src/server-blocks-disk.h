@@ -28,7 +28,7 @@ struct server_blocks_write {
     server_blocks_head head;
     const uint8_t *    data = nullptr;
 
-    // under the disk's lock
+    // under the lock of what the main loop sees
     state_t     state = QUEUED;
     std::string error;
 
@@ -66,6 +66,9 @@ public:
 
     // looks for files it does not know; those of this model and layout wait for found()
     void scan();
+
+    // the same, if somebody else has changed the folder since; never on the main loop: it asks the file system
+    void refresh();
 
     // the files of this model and layout seen since the last call
     std::vector<server_blocks_head> found();
@@ -112,14 +115,17 @@ private:
     struct chore {
         std::shared_ptr<server_blocks_write> write;
         std::string file;
-        bool        touch = false;
+        uint64_t    touched = 0; // ns of the wall clock; 0: remove
     };
 
     std::string path(const std::string & file) const { return folder + "/" + file; }
 
     void work();
-    void write_one(server_blocks_write & job, std::unique_lock<std::mutex> & lock);
-    void write_file(const server_blocks_write & job, const std::string & file, std::unique_lock<std::mutex> & lock);
+    void write_one(server_blocks_write & job);
+    void write_file(const server_blocks_write & job, const std::string & file);
+    void apply_touches();
+    void lose(const std::string & file); // the main loop is to know
+    uint64_t folder_time() const;
 
     // a file to be written: whose it is, and how large it will be
     struct wanted {
@@ -143,18 +149,28 @@ private:
     uint64_t    model  = 0;
     uint64_t    layout = 0;
 
-    mutable std::mutex      mutex; // everything below
-    std::condition_variable changed;
+    // The table of the folder, which may be gone through as a whole: for our thread and those of calls, never for the
+    // main loop. Whoever has this lock may take the other one, never the other way round.
+    mutable std::mutex      table;
     std::map<std::string, entry> files;
     size_t                  n_used = 0; // bytes of `files`
-    std::vector<server_blocks_head> fresh;
+    size_t      n_older = 0, n_older_said = 0; // files of earlier versions of the format, and of how many the log says so
+    int64_t     scanned_ms = 0; // when the folder was last looked through
+    bool        others_fill = false; // the disk is full, and deleting a file of ours did not help: no more of them go for that
+
+    // What the main loop sees and says. This lock is only ever held for a few steps, never for all files or while the
+    // file system is asked.
+    mutable std::mutex      mail;
+    std::condition_variable changed;
+    std::set<std::string>   present; // of `files`
+    std::map<std::pair<std::string, std::string>, std::string> foreigners; // names that cannot be used here, and why
+    std::vector<std::pair<uint64_t, server_blocks_head>> fresh; // with when they were used
     std::vector<std::string> lost;
     std::deque<chore>       queue;
     std::string last_error;
     uint64_t    n_written = 0, n_failed = 0, n_damaged = 0, n_deleted = 0, n_read = 0;
-    size_t      n_older = 0, n_older_said = 0; // files of earlier versions of the format, and of how many the log says so
-    int64_t     scanned_ms = 0; // when the folder was last looked through
-    bool        others_fill = false; // the disk is full, and deleting a file of ours did not help: no more of them go for that
+    size_t      n_used_seen = 0; // `n_used`
+    uint64_t    folder_seen = 0; // the folder's time of change as of the last scan, 0 = of no use
     bool        stopping  = false;
     std::thread worker;
 };

@@ -192,7 +192,8 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
         sound = sound && other == n;
     }
     for (size_t i = 0; sound && i < n; ++i) {
-        const bool same = head.kv.tok[i] == head.tokens[i] || head.kv.tok[i] == LLAMA_TOKEN_NULL; // a model may look rows up by it
+        // a model may look rows up by it; 0 after a slot file was restored, which does not have it
+        const bool same = head.kv.tok[i] == head.tokens[i] || head.kv.tok[i] == LLAMA_TOKEN_NULL || head.kv.tok[i] == 0;
         sound = head.kv.pos[i] == head.kv.p0 + (llama_pos) i && same;
     }
     llama_pos end = head.kv.p0;

@@ -22,6 +22,9 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_
         const bool digits = id_slot.size() < 9 && id_slot.find_first_not_of("0123456789") == std::string::npos;
         call.id_slot = digits ? std::stoi(id_slot) : -1;
     }
+    if (server_blocks::is_action(call.action)) {
+        ctx_server.blocks.look_at_disk();
+    }
     const auto shared = std::make_shared<server_blocks_call>(std::move(call));
     json data;
     do {

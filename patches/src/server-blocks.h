@@ -178,6 +178,13 @@ public:
     static bool is_action(const std::string & action);
     void work(server_blocks_call & call);
 
+    // before a call goes to the main loop, which never asks the file system: what others did to the folder
+    void look_at_disk() {
+        if (disk.is_open()) {
+            disk.refresh();
+        }
+    }
+
 private:
     // tenant, prefix hash at p1, p0, p1, visibility of the rows
     using key_t = std::tuple<std::string, uint64_t, llama_pos, llama_pos, server_blocks_visibility>;
