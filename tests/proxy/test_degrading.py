@@ -62,6 +62,7 @@ def _refusal(kind: bytes, status: bytes = b"409 Conflict") -> bytes:
     [
         ({"render": whole(ERROR, b"application/json", b"500 Internal Server Error")}, "render"),
         ({"render": whole(ERROR, b"application/json", b"404 Not Found")}, "render"),
+        ({"render": whole(ERROR, b"application/json", b"400 Bad Request")}, "render"),
         ({"render": whole(b"not json")}, "render"),
         ({"render": whole(b'{"tokens":"many"}')}, "render"),
         ({"render": b""}, "render"),
@@ -86,6 +87,20 @@ def test_a_fault_before_forwarding_is_answered_plainly(
         if b"409" in answers.get("plan", b""):
             reason = json.loads(answers["plan"].partition(b"\r\n\r\n")[2])["error"]["type"]
             assert running.metric("evoke_plan_failures_total", reason=reason) >= 1
+
+
+def test_a_body_that_llama_server_refuses_is_no_fault_of_ours() -> None:
+    refused = whole(ERROR.replace(b"500", b"400"), b"application/json", b"400 Bad Request")
+    server = _server(render=refused, chat=refused)
+    with (
+        fake_upstream(server, patched=True) as fake,
+        proxy(fake.port, policy__budget=512) as running,
+    ):
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert answer.status == 400
+        assert running.metric("evoke_bypass_total", reason="invalid") == 1
+        assert running.metric("evoke_degraded_total", stage="render") == 0
+        assert running.metric("evoke_budget_breach_total") == 0
 
 
 def test_a_plan_that_is_refused_once_is_made_again() -> None:

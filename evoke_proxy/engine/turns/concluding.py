@@ -18,6 +18,7 @@ from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.stock.keeper import Keeper
 from evoke_proxy.engine.turns.booking import book
+from evoke_proxy.engine.turns.degrading import INVALID
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.turns.waiting import SlotQueue
@@ -105,6 +106,8 @@ class Concluding:
             self._finish(way)
         with self._guarded("a turn is not recorded"):
             self._count(way, history.ended(way, self._feed))
+        with self._guarded("an unmanaged answer is not counted"):
+            self._count_unmanaged(way)
         with self._guarded("an odd usage is not counted"):
             self._count_odd(way)
         with self._guarded("blocks are not embedded"):
@@ -152,6 +155,14 @@ class Concluding:
             self._metrics.ttft_seconds.labels(path=path).observe(way.first_byte_s)
         if turn is not None and way.books is None:
             self._metrics.count_books({kind: getattr(turn, kind) for kind in BOOK_KINDS})
+
+    def _count_unmanaged(self, way: Forwarding) -> None:
+        """Count an answer to a request that llama-server had refused to render: a fault of ours."""
+        is_answered = way.first_byte_s is not None and way.observer.error is None
+        if way.decision == f"bypass:{INVALID}" and is_answered:
+            self._metrics.degraded.labels(stage="render").inc()
+            self._metrics.breaches.inc()
+            _log.warning("llama-server answers a request that it could not render")
 
     def _count_odd(self, way: Forwarding) -> None:
         """Count an answer whose token counts are none that a llama-server gives."""

@@ -23,6 +23,9 @@ from evoke_proxy.errors import (
 
 _log = logging.getLogger(__name__)
 
+# Why a request has no budget whose body llama-server cannot read.
+INVALID = "invalid"
+
 
 class Degrading:
     """`policy` is the configured one."""
@@ -37,7 +40,15 @@ class Degrading:
     async def run(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], error: Exception
     ) -> None:
-        """Count and log the error; have the engine hold a budget by itself."""
+        """Count and log the error; have the engine hold a budget by itself.
+
+        A body that llama-server refuses to render is its client's fault: the request goes on as it
+        is, and llama-server tells the client what is wrong with it.
+        """
+        if way.stage == "render" and isinstance(error, UpstreamRejected) and error.status == 400:
+            way.decision, way.marked, way.headers = f"bypass:{INVALID}", False, {}
+            self._metrics.bypass.labels(reason=INVALID).inc()
+            return
         self._degrade(way, error)
         if not way.helped:
             await self._hold(way, request, client, error)
