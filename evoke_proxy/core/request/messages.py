@@ -163,7 +163,7 @@ def has_media(body: Mapping[str, Any], known: Mapping[str, int]) -> bool:
         if isinstance(item, dict) and (type(item.get("content")) is list or "output" in item)
     ]
     parts = (part for item in listed for part in _parts(item))
-    return any(part.get("type") in _MEDIA_PARTS for part in parts)
+    return any(_string(part.get("type")) in _MEDIA_PARTS for part in parts)
 
 
 def _plain(item: Mapping[str, Any]) -> Message:
@@ -252,7 +252,7 @@ def _marked(message: Message, item: Mapping[str, Any]) -> Message:
 def _text(content: object, between: str = "\n") -> str:
     if isinstance(content, str):
         return content
-    parts = (part for part in _objects(content) if part.get("type") in _TEXT_PARTS)
+    parts = (part for part in _objects(content) if _string(part.get("type")) in _TEXT_PARTS)
     return between.join(_string(part.get("text")) for part in parts)
 
 
