@@ -6,7 +6,6 @@ Once it has begun, its status is 200 for good: whatever fails after that is an e
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -17,10 +16,8 @@ from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 from evoke_proxy.web import dialects
 from evoke_proxy.web.patience import PATIENCE
-from evoke_proxy.web.relay import Relayed
+from evoke_proxy.web.relay import Relayed, origin_header
 
-# What a browser sends as the origin of a page.
-_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9.:\[\]_-]{1,255}")
 _CORS = frozenset(("access-control-allow-origin", "vary"))
 _CORS_S = 2.0
 # The event stream format's comment: every client skips it, everything in between sees life.
@@ -40,8 +37,7 @@ class BegunStream:
         patience = self._request.app[PATIENCE]
         if self.response is None:
             headers = CIMultiDict({"Content-Type": "text/event-stream"})
-            origin = self._request.headers.get("Origin", "")
-            if _ORIGIN.fullmatch(origin):
+            if origin := origin_header(self._request):
                 headers.extend(await _cors_headers(self._upstream, self._request.path, origin))
             self.response = Relayed(200, "OK", headers)
             await self.response.prepare(self._request)
@@ -69,7 +65,7 @@ async def check(reply: Reply) -> None:
         raise UpstreamRejected(reply.status, await reply.read())
 
 
-async def _cors_headers(upstream: Way, path: str, origin: str) -> Mapping[str, str]:
+async def _cors_headers(upstream: Way, path: str, origin: Mapping[str, str]) -> Mapping[str, str]:
     """The CORS headers that llama-server sends to pages of this origin; none when it does not say.
 
     A browser reads no answer that does not allow its origin, and which are allowed is a setting of
@@ -77,7 +73,7 @@ async def _cors_headers(upstream: Way, path: str, origin: str) -> Mapping[str, s
     """
     try:
         async with asyncio.timeout(_CORS_S):
-            async with upstream.open("OPTIONS", path, {"Origin": origin}) as reply:
+            async with upstream.open("OPTIONS", path, origin) as reply:
                 answered = reply.headers.items()
                 return {name: value for name, value in answered if name.lower() in _CORS}
     except (EvokeError, TimeoutError):

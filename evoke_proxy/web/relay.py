@@ -30,6 +30,7 @@ _REQUEST_ONLY = frozenset(("host", "expect"))
 _FRAMING = frozenset(("content-length", "content-encoding"))
 # aiohttp fills these in when absent; a faithful relay takes them out again.
 _FILLED_IN = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9.:\[\]_-]{1,255}")
 _HEALTH_METHODS = ("GET", "HEAD", "OPTIONS")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -94,15 +95,22 @@ async def passthrough(
         return await send(request, reply)
 
 
+def origin_header(request: web.Request) -> dict[str, str]:
+    """The Origin header of a request, if it is one that a browser sends."""
+    origin = request.headers.get("Origin", "")
+    return {"Origin": origin} if _ORIGIN.fullmatch(origin) else {}
+
+
 async def health(request: web.Request, upstream: Way) -> web.StreamResponse:
     """Answer with the health of llama-server, by a call of our own.
 
-    Nothing of the client's request is forwarded, since it needs no key. Raises MethodRefused for
-    all but GET, HEAD and OPTIONS.
+    Nothing of the client's request is forwarded, since it needs no key, but a well-formed origin:
+    without it no page could read the answer. Raises MethodRefused for methods but GET, HEAD and
+    OPTIONS.
     """
     if request.method not in _HEALTH_METHODS:
         raise MethodRefused(request.method, _HEALTH_METHODS)
-    async with upstream.open(request.method, "/health", {}) as reply:
+    async with upstream.open(request.method, "/health", origin_header(request)) as reply:
         return await send(request, reply)
 
 

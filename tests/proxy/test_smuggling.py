@@ -100,6 +100,14 @@ def test_health_carries_nothing_of_the_client(guarded: Guarded) -> None:
         assert answer_of(client) == (200, b'{"status":"ok"}')
     seen = b"".join(guarded.tap.sent)
     assert len(seen) > sent and b"s3cret" not in seen and b"X-Conversation-Id" not in seen
+    origin = {"Origin": "http://a.example:3000"}
+    direct = ask(guarded.tap.server, "GET", "/health", headers=origin).headers
+    allowed = ask(guarded.port, "GET", "/health", headers=origin).headers
+    name = "access-control-allow-origin"
+    assert allowed[name] == direct[name], "a page may read it where llama-server lets it"
+    odd = {"Origin": f"http://{'o' * 300}.example"}
+    assert ask(guarded.port, "GET", "/health", headers=odd).status == 200
+    assert b"ooo" not in b"".join(guarded.tap.sent)
     for path in ("/health", "/v1/health"):
         for method, status in (("HEAD", 200), ("OPTIONS", 200), ("POST", 405), ("DELETE", 405)):
             answer = ask(guarded.port, method, path)
