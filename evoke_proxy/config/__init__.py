@@ -90,6 +90,7 @@ class LimitsConfig:
     body_timeout_s: float = 120.0
     write_timeout_s: float = 60.0
     sessions: int = 64
+    remembered_bodies_mib: int = 1024
     queue: int = 64
     tenant_queue: int = 0
     queue_timeout_s: float = 120.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from evoke_proxy.config import PolicyConfig
+from evoke_proxy.config import LimitsConfig, PolicyConfig
 from evoke_proxy.core.attention.attention import Capture
 from evoke_proxy.core.conversation.identity import Hint, find
 from evoke_proxy.core.conversation.recorded import Orders, Seated
@@ -24,6 +24,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.side import is_side
 from evoke_proxy.core.servers.slots import SlotPool
 from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.engine.body_memory import BodyMemory, Holder
 from evoke_proxy.engine.intake.bodies import Kept
 
 # Turns of a conversation that are remembered, in numbers.
@@ -209,6 +210,19 @@ class Conversation:
                 return work()
             return await _to_the_end(asyncio.get_running_loop().run_in_executor(None, work))
 
+    @property
+    def body_bytes(self) -> int:
+        """What it remembers of requests, estimated."""
+        found = 0 if self.kept is None else self.kept.n_bytes
+        bodies = {id(one.body): len(one.body) for one in (self.asked, self.spoken) if one}
+        if self.kept is not None:
+            bodies.pop(id(self.kept.body), None)
+        return found + sum(bodies.values())
+
+    def drop_bodies(self) -> None:
+        """Remember nothing of requests: the next is read as a whole."""
+        self.kept = self.asked = self.spoken = None
+
     def summary(self, pool: SlotPool) -> dict[str, Any]:
         """What an operator is shown of it."""
         return {
@@ -232,7 +246,9 @@ class Conversation:
 class Conversations:
     """A bounded set of them; bounds hold for those no request is using."""
 
-    def __init__(self, policy: PolicyConfig, limit: int) -> None:
+    def __init__(self, policy: PolicyConfig, limit: int, memory: BodyMemory | None = None) -> None:
+        self._memory = memory or BodyMemory(LimitsConfig().remembered_bodies_mib)
+        self._memory.add(self._in_order)
         self._policy = policy
         self._limit = limit
         self._adopts = True
@@ -247,6 +263,13 @@ class Conversations:
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._known.values())
+
+    def _in_order(self) -> Iterable[Holder]:
+        return list(self._known.values())
+
+    def drop_bodies(self) -> None:
+        """Keep within the memory for bodies, which is one for all engines of a proxy."""
+        self._memory.shed()
 
     def __len__(self) -> int:
         return len(self._known)

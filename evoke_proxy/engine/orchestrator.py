@@ -75,7 +75,9 @@ class Engine:
         self._slots = SlotQueue(config.limits)
         if self._alone:
             show(self.metrics, lambda: self.served)
-        self.conversations = Conversations(config.policy, config.limits.sessions)
+        self.conversations = Conversations(
+            config.policy, config.limits.sessions, common.body_memory
+        )
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(common.embedding, config.policy, self.conversations)
         self.keeper = Keeper(
@@ -275,6 +277,7 @@ class Engine:
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""
         self.config = self.watch.config = config
+        self.shared.body_memory.limit_mib = config.limits.remembered_bodies_mib
         self.conversations.adjust(config.policy, config.limits.sessions)
         self._slots.adjust(config.limits)
         self._vectors.policy = config.policy

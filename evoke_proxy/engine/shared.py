@@ -6,6 +6,7 @@ from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
+from evoke_proxy.engine.body_memory import BodyMemory
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.operator.feed import Feed
@@ -25,6 +26,7 @@ class Shared:
         self.feed = Feed()
         self.embedding = Embedding(config.embedder, self.metrics)
         self.vault = Vault(config.snapshots, self.metrics)
+        self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)
         self._keeps = bool(config.snapshots.directory)
 
     async def __aenter__(self) -> Shared:

@@ -35,29 +35,9 @@ class Patience:
     def body_due(self, request: web.Request) -> Callable[[], None]:
         """The client is cut off unless its body has arrived, or what this gives been called, in
         time. While we read nothing from it, since llama-server does not, it has its time anew."""
-        due: asyncio.TimerHandle | None = None
-
-        def wait() -> None:
-            nonlocal due
-            if not request.content.is_eof():
-                loop = asyncio.get_running_loop()
-                due = loop.call_later(self._limits.body_timeout_s, late)
-
-        def late() -> None:
-            transport = request.transport
-            if request.content.is_eof() or transport is None or transport.is_closing():
-                return
-            if isinstance(transport, asyncio.ReadTransport) and not transport.is_reading():
-                wait()
-            else:
-                self._drop(request, "slow_body")
-
-        def cancel() -> None:
-            if due is not None:
-                due.cancel()
-
-        wait()
-        return cancel
+        due = _BodyDue(request, self._limits.body_timeout_s, self._drop)
+        due.wait()
+        return due.cancel
 
     def too_slow(self, request: web.Request) -> None:
         """Cut off a client that does not read its answer."""
@@ -68,6 +48,47 @@ class Patience:
         if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
             self._dropped.labels(reason=reason).inc()
             transport.abort()
+
+
+class _BodyDue:
+    """The timer of one request's body.
+
+    Cancelled, it refers to nothing: a request that its own timer refers to would keep its body
+    until garbage is collected.
+    """
+
+    def __init__(
+        self, request: web.Request, timeout_s: float, drop: Callable[[web.Request, str], None]
+    ) -> None:
+        self._request: web.Request | None = request
+        self._timeout_s = timeout_s
+        self._drop = drop
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait(self) -> None:
+        """Give the body its time, anew."""
+        if self._request is not None and not self._request.content.is_eof():
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._timeout_s, self._late)
+
+    def cancel(self) -> None:
+        """The body is not due any more."""
+        self._request = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        request = self._request
+        if request is None or request.content.is_eof():
+            return
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            return
+        if isinstance(transport, asyncio.ReadTransport) and not transport.is_reading():
+            self.wait()
+        else:
+            self._drop(request, "slow_body")
 
 
 PATIENCE = web.AppKey("patience", Patience)

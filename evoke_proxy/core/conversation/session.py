@@ -20,7 +20,7 @@ from evoke_proxy.core.conversation.policy_view import PolicyView
 from evoke_proxy.core.conversation.question import asked
 from evoke_proxy.core.conversation.recorded import Recorded
 from evoke_proxy.core.conversation.task import Task
-from evoke_proxy.core.conversation.turn import Turn
+from evoke_proxy.core.conversation.turn import Decided, Turn
 from evoke_proxy.core.policies import decide, recovers
 from evoke_proxy.core.prompt import pins
 from evoke_proxy.core.prompt.block_table import ROLES
@@ -56,7 +56,7 @@ class Session:
         self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, tuple[bool, float]] = {}
         self.pins: pins.Pins = ()
-        self.decided: Turn | None = None
+        self.decided: Decided | None = None
         self._planned: tuple[PolicyView, Plan] | None = None
         self._doubtful: dict[str, Span] = {}
         self._left: tuple[Span, ...] = ()
@@ -146,7 +146,8 @@ class Session:
         older = {label for label in self._outdated if self.layout.blocks.has(label)}
         self._outdated = frozenset(older.union(b.label for b in self.layout.blocks.pick(again)))
         self.layout = replace(self.layout, guessed=frozenset())
-        self._planned, self.decided, self._left = (turn.view, plan), turn, ()
+        self._planned, self._left = (turn.view, plan), ()
+        self.decided = Decided(turn.view, turn.question, turn.config)
         self._task = turn.task
         self._recovered |= dict.fromkeys(turn.view.came_back(plan), turn.number)
 

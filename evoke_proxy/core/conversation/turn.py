@@ -28,3 +28,12 @@ class Turn:
     divergence: int | None
     question: Question
     task: Task
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """What is shown of the latest turn; its request is not kept, since that may be large."""
+
+    view: PolicyView
+    question: Question
+    config: PolicyConfig

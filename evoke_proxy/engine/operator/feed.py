@@ -15,6 +15,8 @@ import orjson
 
 # So many of the latest are told again to a listener that comes back.
 _KEPT = 512
+# And no more than so many bytes of them: an event may list thousands of ranges.
+_KEPT_BYTES = 4 * 1024 * 1024
 # A listener that is so many behind is dropped.
 _BEHIND = 256
 
@@ -74,7 +76,8 @@ class Feed:
     """Everything here runs in the event loop; telling takes no time to speak of."""
 
     def __init__(self) -> None:
-        self._latest: deque[Event] = deque(maxlen=_KEPT)
+        self._latest: deque[Event] = deque()
+        self._kept_bytes = 0
         self._listeners: set[Listener] = set()
         self._number = 0
         self._ended = False
@@ -92,9 +95,15 @@ class Feed:
         """Tell everybody; whoever is too far behind is dropped."""
         self._number += 1
         event = Event(self._number, kind, {"at": round(time.time(), 3)} | facts)
-        self._latest.append(event)
+        self._keep(event)
         for listener in list(self._listeners):
             listener.offer(event)
+
+    def _keep(self, event: Event) -> None:
+        self._latest.append(event)
+        self._kept_bytes += len(event.encoded)
+        while len(self._latest) > _KEPT or self._kept_bytes > _KEPT_BYTES:
+            self._kept_bytes -= len(self._latest.popleft().encoded)
 
     @contextmanager
     def listen(self, cut: Callable[[], None], after: int | None = None) -> Iterator[Listener]:

@@ -115,6 +115,8 @@ class Concluding:
                 self._vectors.submit(way.conversation)
         with self._guarded("sessions are not forgotten"):
             self._forget(way, client)
+        with self._guarded("no bodies are dropped"):
+            self._conversations.drop_bodies()
         with self._guarded("nothing is decoded ahead"):
             self._keeper.parted(way, client)
         with self._guarded("nothing is copied"):

@@ -1,0 +1,88 @@
+"""Remembered bodies are bounded in bytes, and the tenant with most of them loses its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tracemalloc
+from dataclasses import dataclass
+
+import orjson
+import pytest
+
+from evoke_proxy.engine.body_memory import BodyMemory
+from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.operator import feed
+from evoke_proxy.engine.operator.feed import Feed
+
+MIB = 1 << 20
+
+
+@dataclass
+class Held:
+    tenant: str
+    body_bytes: int
+    in_use: int = 0
+
+    def drop_bodies(self) -> None:
+        self.body_bytes = 0
+
+
+class Engine:
+    """Holds some, the longest unused first."""
+
+    def __init__(self, *held: Held) -> None:
+        self.held = list(held)
+
+    def all(self) -> list[Held]:
+        return self.held
+
+
+def test_the_longest_unused_of_the_tenant_with_most_goes_first() -> None:
+    memory = BodyMemory(10)
+    one = Engine(Held("a", 3 * MIB), Held("b", 2 * MIB), Held("a", 3 * MIB))
+    two = Engine(Held("a", 1 * MIB, in_use=1), Held("a", 4 * MIB))
+    memory.add(one.all)
+    memory.add(two.all)
+    memory.shed()
+    assert [held.body_bytes // MIB for held in one.held] == [0, 2, 3]
+    assert [held.body_bytes // MIB for held in two.held] == [1, 4]
+    memory.limit_mib = 4
+    memory.shed()
+    assert [held.body_bytes // MIB for held in one.held] == [0, 2, 0]
+    assert [held.body_bytes // MIB for held in two.held] == [1, 0], "one that is used stays"
+    memory.limit_mib = 1
+    memory.shed()
+    assert memory.n_bytes == MIB
+    del two
+    gc.collect()
+    assert memory.n_bytes == 0, "an engine that is gone counts no more"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "a" * 100_000},
+        {"role": "user", "content": "é" * 50_000},
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "a b"} for _ in range(10)]},
+    ],
+)
+def test_the_estimate_is_near_what_a_body_takes(message: object) -> None:
+    size = len(json.dumps(message))
+    body = orjson.dumps({"messages": [message] * max(1, 2_000_000 // size)})
+    tracemalloc.start()
+    kept = Kept(bytes(bytearray(body)), orjson.loads(body))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    # orjson's own allocations are traced, too.
+    assert taken / 2.5 <= kept.n_bytes <= taken * 2.5, (taken, kept.n_bytes)
+
+
+def test_events_that_are_told_again_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "_KEPT_BYTES", 10_000)
+    told = Feed()
+    for number in range(100):
+        told.tell("turn", evicted=[[number, number + 1]] * 100)
+    assert 1 <= len(told._latest) <= 12
+    assert sum(len(event.encoded) for event in told._latest) == told._kept_bytes <= 10_000
