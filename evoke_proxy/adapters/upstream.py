@@ -6,10 +6,11 @@ The only place where errors of aiohttp become errors of ours.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -98,6 +99,8 @@ class _ResponseHandler(ResponseHandler):
     After an error (status 400 and above) it may take what is left of the request for another one:
     that connection is closed and never used again. So is one on which a head that has begun is not
     complete in `head_timeout_s`; before its first byte there is no limit, since prefill is slow.
+    A long body that it refuses, for lack of a key, it answers early, and closes the connection:
+    what it has said is read before the failed write counts.
     """
 
     # Whether nothing of an answer has arrived, whether its head is not complete.
@@ -132,8 +135,27 @@ class _ResponseHandler(ResponseHandler):
         super().feed_data(data, size)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if exc is not None:
+            self._read_rest()
         self._head_ends()
         super().connection_lost(exc)
+
+    def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
+        if isinstance(exc, OSError):
+            self._read_rest()
+        super().set_exception(exc, *cause)
+
+    def _read_rest(self) -> None:
+        """Take what has arrived before the connection broke, and asyncio has not read."""
+        transport = self.transport
+        if not self._head_expected or transport is None or not transport.is_closing():
+            return
+        if transport.get_extra_info("ssl_object") is not None:
+            return
+        socket_of = transport.get_extra_info("socket")
+        with suppress(OSError):
+            while self._head_open and (data := os.read(socket_of.fileno(), PIECE_BYTES)):
+                self.data_received(data)
 
     def _head_ends(self) -> None:
         self._head_open = False

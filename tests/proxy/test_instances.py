@@ -381,3 +381,16 @@ def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(patched_p
         assert books["marker"] == "ok" and books["n_resident_peak"] <= BUDGET
         found = running.engine.metrics.degraded.collect()[0].samples
         assert not any(sample.value for sample in found if sample.name.endswith("_total"))
+
+
+def test_a_long_upload_that_is_refused_early_gets_the_refusal() -> None:
+    """llama-server answers 401 before it has read the body, and closes the connection."""
+    body = b'{"content":"' + b"a" * 20_000_000 + b'"}'
+    with llama_server(server_binary(patched=False), "-np", "1", "--api-key", "right") as port:
+        with proxy(port) as running, _watched(running):
+            for target in ("/tokenize", "/completion", "/no/such/path") * 4:
+                answer = ask(running.port, "POST", target, body, {"Authorization": "Bearer wrong"})
+                assert answer.status == 401 and b"Invalid API Key" in answer.body
+            found = running.engine.metrics.upstream_errors.collect()[0].samples
+            assert [sample for sample in found if sample.value and "_total" in sample.name] == []
+            assert _started(running) == 0
