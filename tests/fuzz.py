@@ -48,7 +48,7 @@ _OTHER_VECTOR = ("--control-vector-scaled", "{folder}/vector.gguf:1.5")
 _LASTING = 120  # operations before a server's copies are looked for by others
 _PIECE = 500  # operations before others get their turn: what is wrong everywhere shows early
 _ASAN = "detect_leaks=1:handle_abort=1:allocator_may_return_null=1"
-_TSAN = "exitcode=0:history_size=4:second_deadlock_stack=1"
+_TSAN = f"exitcode=0:history_size=4:suppressions={ROOT}/tests/tsan.supp"
 _USUAL = ("-c", "4096", "--evoke-ram", "4", "-t", "1")
 
 

@@ -798,7 +798,9 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
     const int64_t n_head   = q->ne[1];
     const int64_t n_stream = k->ne[3];
     const int64_t n_rows   = want.n_rows();
-    GGML_ASSERT(n_stream == want.n_stream);
+    if (n_stream != want.n_stream) {
+        return; // not the attention of the cache that is captured
+    }
 
     if (!want.all || want.queries) {
         q = ggml_reshape_2d(g.ctx0, ggml_is_contiguous(q) ? q : ggml_cont(g.ctx0, q), d*n_head, q->ne[2]);

@@ -1045,8 +1045,9 @@ json server_blocks::run_insert(const json & body, const server_blocks_slot & slo
 }
 
 json server_blocks_parse(const std::string & text) {
-    static const int max_depth = 200;
-    int  depth  = 0;
+    static const size_t max_depth = 200;
+    static const size_t max_keys  = 16384; // of one object: the parser compares each with all before it
+    std::vector<std::pair<char, size_t>> open; // what is open, and how many commas it has
     bool quoted = false;
     for (size_t i = 0; i < text.size(); ++i) {
         const char c = text[i];
@@ -1056,11 +1057,14 @@ json server_blocks_parse(const std::string & text) {
         } else if (c == '"') {
             quoted = true;
         } else if (c == '[' || c == '{') {
-            if (++depth > max_depth) {
-                throw std::invalid_argument(string_format("the body is nested more than %d levels deep", max_depth));
+            open.push_back({ c, 0 });
+            if (open.size() > max_depth) {
+                throw std::invalid_argument(string_format("the body is nested more than %zu levels deep", max_depth));
             }
-        } else if (c == ']' || c == '}') {
-            depth--;
+        } else if ((c == ']' || c == '}') && !open.empty()) {
+            open.pop_back();
+        } else if (c == ',' && !open.empty() && open.back().first == '{' && ++open.back().second >= max_keys) {
+            throw std::invalid_argument(string_format("an object of the body has more than %zu keys", max_keys));
         }
     }
     json body;

@@ -223,7 +223,7 @@ void server_blocks::on_task(server_task & task, const json & data) const {
     }
     task.params.n_cache_reuse = 0; // renumbers positions and counts holes as reused
     if (data.contains("evoke") && data.at("evoke").is_object() && task.params.n_cmpl == 1) {
-        task.evoke_epoch = json_value(data.at("evoke"), "epoch", int64_t(0));
+        task.evoke_epoch = std::max<int64_t>(0, json_value(data.at("evoke"), "epoch", int64_t(0)));
     }
 }
 

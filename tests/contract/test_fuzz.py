@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 from crowd import jostle
 from llama import Llama
@@ -38,3 +39,24 @@ def test_a_body_nested_a_million_deep_is_refused(two: Llama) -> None:
         status, answer = two.raw("POST", path, raw)
         assert status == 400 and b"nested" in answer
     assert two.get("/health") == {"status": "ok"}
+
+
+def test_an_object_of_a_million_keys_is_refused_at_once(two: Llama) -> None:
+    """The parser would compare each key with all before it: an hour."""
+    keys = b",".join(b'"k%d":0' % i for i in range(1_000_000))
+    for path, raw in (
+        ("/slots/0?action=block-drop", b'{"names":["a"],' + keys + b"}"),
+        ("/slots/0?action=block-plan", b'{"epoch":1,"ops":[{' + keys + b"}]}"),
+        ("/evoke/render", b'{"dialect":"chat","body":{"messages":[],"x":{' + keys + b"}}}"),
+    ):
+        began = time.monotonic()
+        status, answer = two.raw("POST", path, raw)
+        assert status == 400 and b"keys" in answer
+        assert time.monotonic() - began < 20
+    assert two.get("/health") == {"status": "ok"}
+
+
+def test_an_epoch_below_zero_is_a_stale_one(two: Llama) -> None:
+    two.erase(0)
+    answer = two.complete([5, 6, 7], 0, marked=False, evoke={"epoch": -5})
+    assert answer["timings"]["evoke"]["marker"] == "stale"
