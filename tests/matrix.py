@@ -72,7 +72,10 @@ TARGETS = {
     "tsan": Target(
         about="the thread sanitizer in the code of the patches and in the server around it",
         sanitizer="thread",
-        environment={"TSAN_OPTIONS": "halt_on_error=1 second_deadlock_stack=1"},
+        environment={
+            "TSAN_OPTIONS": "halt_on_error=1 second_deadlock_stack=1 history_size=4"
+            f" suppressions={ROOT}/tests/tsan.supp"
+        },
         tests=tuple(f"tests/contract/test_{name}.py" for name in "disk render live random".split()),
         stock=False,
     ),
