@@ -306,6 +306,50 @@ def test_a_request_awaits_the_one_call_that_cannot_be_cut_off_and_no_more() -> N
     virtual_time.run(work())
 
 
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_rendering_is_stale_when_its_slot_was_decoded_in_and_not_when_it_was_copied(
+    slot: int, decodes: bool
+) -> None:
+    async def work() -> None:
+        queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
+        queue.restart(2)
+        await asyncio.sleep(1)
+        rendered_at = loop.time()
+        lease = queue.background(slot, "a")
+        assert lease is not None
+        async with lease:
+            await (lease.run(asyncio.sleep(1)) if decodes else asyncio.sleep(1))
+        with await queue.acquire("a", "", slot=0) as mine:
+            assert mine.has_changed(rendered_at) == (decodes and slot == 0)
+        with await queue.acquire("a", "", slot=0) as mine:
+            assert mine.has_changed(rendered_at), "a request ran there"
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_request_that_waited_for_copies_only_need_not_look_again(decodes: bool) -> None:
+    async def work() -> None:
+        queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
+        await asyncio.sleep(1)
+        rendered_at = loop.time()
+
+        async def background() -> None:
+            lease = queue.background(0, "a")
+            assert lease is not None
+            async with lease:
+                await (lease.run(asyncio.sleep(0.5)) if decodes else asyncio.sleep(0.5))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(background())
+            await asyncio.sleep(0.1)
+            with await queue.acquire("a", "") as mine:
+                assert mine.waited and mine.has_changed(rendered_at) == decodes
+
+    virtual_time.run(work())
+
+
 def test_a_session_of_background_work_waits_though_another_slot_is_idle() -> None:
     async def work() -> None:
         queue = SlotQueue(LIMITS)

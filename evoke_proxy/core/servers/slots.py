@@ -23,7 +23,7 @@ class Grant:
 
     `victim` is the session whose rows are in the slot. It stays locked until `vacated`. `left` is
     the slot that the session has moved from. It is reserved until `vacated`. `changed_at` is when
-    the slot was last given back.
+    the latest request or decoding in the slot ended.
     """
 
     slot: int
@@ -94,6 +94,7 @@ class SlotPool:
         self._locks: Counter[str] = Counter()
         self._short_locks = 0  # of them those that no request has for as long as it runs
         self._removed: dict[int, _Slot] = {}
+        self.changed_at = 0.0  # when the latest request or decoding in any slot ended
 
     def __repr__(self) -> str:
         slots = " ".join(f"{s.holder or '-'}{'*' if s.busy else ''}" for s in self._slots)
@@ -163,7 +164,7 @@ class SlotPool:
         given_back = self._at(slot)
         self._vacate(given_back, now)
         given_back.used = given_back.used if given_back.guest else now
-        given_back.changed_at = now
+        given_back.changed_at = self.changed_at = now
         if given_back.session is not None:
             self._unlock(given_back.session)
         given_back.busy = given_back.guest = False
@@ -213,13 +214,17 @@ class SlotPool:
         return True
 
     def end_background(
-        self, slots: Sequence[int], session: str | None, now: float
+        self, slots: Sequence[int], session: str | None, now: float, changed: bool = True
     ) -> list[tuple[int, Grant]]:
-        """Give back what `begin_background` took; the tickets that get a slot because of it."""
+        """Give back what `begin_background` took; the tickets that get a slot because of it.
+
+        Not `changed`: the slots hold what they held.
+        """
         for slot in slots:
             taken = self._at(slot)
             taken.busy = taken.background = False
-            taken.changed_at = now
+            if changed:
+                taken.changed_at = self.changed_at = now
             self._removed.pop(slot, None)
         return self.let_go(session, now) if session is not None else list(self._serve(now))
 

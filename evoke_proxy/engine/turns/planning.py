@@ -87,7 +87,7 @@ class Planner:
         with lease.vacating():
             rendered = await self._brought_back(way, request, rendered, client)
             request, changed = self._truncated(way, request, rendered)
-            if changed or lease.waited or lease.changed_at > began:
+            if changed or lease.has_changed(began):
                 way.stage = "render"
                 rendered = await self._render(request.dialect, way.body, client, rendered)
             if slot_in(rendered, lease.slot).busy:

@@ -100,7 +100,7 @@ class SlotLease:
         self.victim = grant.victim
         self.left = grant.left
         self.waited = waited
-        self.changed_at = grant.changed_at
+        self._changed_at = grant.changed_at
         self._queue = queue
         self._is_vacated = grant.victim is None and grant.left is None
         self.is_released = False
@@ -113,6 +113,10 @@ class SlotLease:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    def has_changed(self, since: float) -> bool:
+        """Whether what was seen of the server at a time may not be so any more for this slot."""
+        return self._changed_at > since or (self.waited and self._queue.pool.changed_at > since)
 
     def vacated(self) -> None:
         """What others had left in the slot is saved, or will not be: their sessions may go on."""
@@ -154,6 +158,7 @@ class BackgroundLease:
         self.slots = slots
         self.session = session
         self.preempted = False
+        self.has_decoded = False
         self._queue = queue
         self._settle = settle
         self._spawn = spawn
@@ -215,11 +220,11 @@ class BackgroundLease:
             self._timer = asyncio.get_running_loop().call_later(grace_s, self._cut)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what a request may cut off; Preempted when one does, or has come before."""
+        """Decode what a request may cut off; Preempted when one does, or has come before."""
         if self.preempted:
             work.close()
             raise Preempted("a request has come")
-        was_busy, self._is_busy = self._is_busy, True
+        was_busy, self._is_busy, self.has_decoded = self._is_busy, True, True
         try:
             async with asyncio.TaskGroup() as group:
                 task = self._work = group.create_task(_outcome(work))
@@ -413,7 +418,8 @@ class SlotQueue:
     def background_ended(self, lease: BackgroundLease) -> None:
         """A background lease has been released."""
         self._background.remove(lease)
-        self._wake(self._pool.end_background(lease.slots, lease.session, self._now()))
+        now, changed = self._now(), lease.has_decoded
+        self._wake(self._pool.end_background(lease.slots, lease.session, now, changed))
 
     async def _wait(self, ticket: int, patience: Patience | None) -> Grant:
         turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
