@@ -13,7 +13,6 @@ import logging
 import os
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Protocol
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.shares import FairQueue
 from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.core.vectors.vector_cache import VectorCache
 from evoke_proxy.errors import EmbedderError
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # On a CPU a batch is no faster than its texts one by one, and a question may have to wait for it.
 _BATCH = 4
+# Bytes of a key that tell whose it is.
+_SHARE_BYTES = 4
 _NICENESS = 10
 
 
@@ -61,8 +63,8 @@ class Embedding:
         self._metrics = metrics
         self._load = load
         self._encoder: Encoder | None = None
-        self._cache = VectorCache(config.cache_mib << 20)
-        self._waiting: OrderedDict[bytes, str] = OrderedDict()
+        self._cache = VectorCache(config.cache_mib << 20, _share_of)
+        self._waiting = FairQueue()
         self._questions = 0
         self._late: asyncio.Future[Vectors] | None = None
         self._running: dict[bytes, str] = {}
@@ -116,23 +118,23 @@ class Embedding:
 
     def forget(self) -> None:
         """Forget every vector, and what waits for one."""
-        self._cache = VectorCache(self._config.cache_mib << 20)
+        self._cache = VectorCache(self._config.cache_mib << 20, _share_of)
         self._waiting.clear()
 
     def submit(self, texts: Iterable[tuple[bytes, str]]) -> None:
         """Have blocks embedded in the background: pairs of `key` and text; known ones cost nothing.
 
-        The latest come first, so that a long history keeps no other session waiting. What the queue
-        has no room for is counted and forgotten: submit again what still has no vector.
+        The latest come first, in turns between tenants, so that a long history keeps no other
+        session waiting. What the queue has no room for, of the tenant that has most of it, is
+        counted and forgotten: submit again what still has no vector.
         """
         if self._encoder is None or self._closing:
             return
         for key, text in texts:
             if key not in self._cache and key not in self._running:
-                self._waiting[key] = text
-                self._waiting.move_to_end(key)
+                self._waiting.put(_share_of(key).hex(), key, text)
         while len(self._waiting) > self._config.queue:
-            self._waiting.popitem(last=False)
+            self._waiting.drop()
             self._metrics.embed_failures.labels(reason="queue_full").inc()
         self._go_on()
 
@@ -177,7 +179,7 @@ class Embedding:
         idle = not (self._running or self._questions or self._closing)
         if self._encoder is not None and idle and self._waiting:
             count = min(_BATCH, len(self._waiting))
-            self._running = dict(self._waiting.popitem() for _ in range(count))
+            self._running = dict(self._waiting.take() for _ in range(count))
             loop, texts = asyncio.get_running_loop(), list(self._running.values())
             work = loop.run_in_executor(self._behind, self._encoder.documents, texts)
             work.add_done_callback(self._embedded)
@@ -208,7 +210,13 @@ class Embedding:
     def _hashed(self, kind: str, text: str, tenant: str) -> bytes:
         encoder = self._encoder.fingerprint if self._encoder is not None else b""
         named = f"{kind}\0{tenant}\0{text}".encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(named, digest_size=16, key=encoder).digest()
+        share = hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=_SHARE_BYTES)
+        return share.digest() + hashlib.blake2b(named, digest_size=16, key=encoder).digest()
+
+
+def _share_of(key: bytes) -> bytes:
+    """Whose a key is: no tenant can have all vectors of another forgotten."""
+    return key[:_SHARE_BYTES]
 
 
 def _yield_the_processor() -> None:

@@ -1,0 +1,57 @@
+"""What tenants share is shared fairly when it is full."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.shares import FairQueue, first_of_largest
+from evoke_proxy.core.vectors.vector_cache import VectorCache
+
+
+@given(st.lists(st.sampled_from("xyz"), max_size=40))
+def test_the_first_of_the_tenant_that_has_most_goes(tenants: list[str]) -> None:
+    entries = list(enumerate(tenants))
+    found = first_of_largest(entries, lambda entry: entry[1])
+    counts = Counter(tenants)
+    if found is None:
+        assert not entries
+    else:
+        assert counts[found[1]] == max(counts.values())
+        assert all(counts[of] < counts[found[1]] for at, of in entries if at < found[0])
+
+
+def test_a_queue_drops_the_oldest_of_the_tenant_that_has_most() -> None:
+    queue = FairQueue()
+    for number in range(2):
+        queue.put("quiet", b"q%d" % number, f"q{number}")
+    for number in range(50):
+        queue.put("loud", b"l%d" % number, f"l{number}")
+        while len(queue) > 6:
+            assert queue.drop().startswith(b"l")
+    assert len(queue) == 6
+
+
+def test_a_queue_serves_tenants_in_turn_the_latest_of_each_first() -> None:
+    queue = FairQueue()
+    for number in range(4):
+        queue.put("loud", b"l%d" % number, "")
+    queue.put("quiet", b"q0", "")
+    queue.put("loud", b"l0", "")  # asked for again: now the latest
+    taken = [queue.take()[0] for _ in range(len(queue))]
+    assert sorted(taken[:2]) == [b"l0", b"q0"] and taken[2:] == [b"l3", b"l2", b"l1"]
+    assert not queue
+
+
+def test_a_cache_keeps_the_vectors_of_a_tenant_that_has_its_share() -> None:
+    cache = VectorCache(20_000, share_of=lambda key: key[:1])
+    vector = np.ones(64, np.float32)
+    for number in range(5):
+        cache.put(b"q%d" % number, vector)
+    for number in range(500):
+        cache.put(b"l%d" % number, vector)
+        assert cache.size <= 20_000
+    assert all(b"q%d" % number in cache for number in range(5)) and b"l499" in cache
