@@ -12,7 +12,7 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, LimitsConfig
-from evoke_proxy.engine.intake.checking import BodyChecker
+from evoke_proxy.engine.intake.checking import BodyChecker, body_limits
 from evoke_proxy.engine.intake.reader import Reader
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
@@ -43,7 +43,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 
 async def _read(body: bytes, limits: LimitsConfig) -> None:
     """Check and read a body as the proxy does."""
-    await BodyChecker().check(body, "application/json", limits)
+    await BodyChecker().check(body, "application/json", body_limits(limits))
     way = Forwarding(body, 0.0)
     await Reader(Config(), Metrics()).read(way, "chat", {})
 

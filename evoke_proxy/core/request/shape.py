@@ -63,15 +63,13 @@ def measure(body: bytes, limits: ShapeLimits) -> Shape:
 
     A text that is not JSON is measured as far as a parser could read it, and not refused.
     """
-    scan = _Scan(limits)
-    data = np.frombuffer(body, np.uint8)
-    for start in range(0, len(data), _PIECE_BYTES):
-        scan.take(data[start : start + _PIECE_BYTES])
-    return Shape(scan.deepest, scan.most_keys, scan.values, scan.elements)
+    scan = Scan(limits)
+    scan.take(body)
+    return scan.shape
 
 
-class _Scan:
-    """The state between two pieces of a text."""
+class Scan:
+    """Measures a JSON text of which the parts come one after the other."""
 
     def __init__(self, limits: ShapeLimits) -> None:
         self._limits = limits
@@ -83,7 +81,18 @@ class _Scan:
         # Members so far of the object that is open at each depth.
         self._keys = np.zeros(limits.depth + 1, np.int64)
 
-    def take(self, piece: _Bytes) -> None:
+    @property
+    def shape(self) -> Shape:
+        """The structure of what was taken so far."""
+        return Shape(self.deepest, self.most_keys, self.values, self.elements)
+
+    def take(self, part: bytes) -> None:
+        """Measure the next part; RequestError as soon as the text exceeds a limit."""
+        data = np.frombuffer(part, np.uint8)
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._take(data[start : start + _PIECE_BYTES])
+
+    def _take(self, piece: _Bytes) -> None:
         classes = _CLASSES.take(piece)
         self._clear_escaped_quotes(piece, classes)
         at = np.flatnonzero(classes != 0)  # faster than on numbers

@@ -10,7 +10,7 @@ import orjson
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
-from evoke_proxy.core.request.shape import ShapeLimits, measure
+from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
 from evoke_proxy.engine.intake.large import is_large
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.errors import RequestError
@@ -30,24 +30,36 @@ class BodyChecker:
     def __init__(self) -> None:
         self._large = asyncio.Semaphore(_AT_ONCE)
 
-    async def check(self, body: bytes, content_type: str, limits: LimitsConfig) -> None:
-        """Raise RequestError when a body exceeds a limit; a large one is checked in a thread."""
+    async def check(
+        self, body: bytes, content_type: str, limits: BodyLimits, shape: Shape | None = None
+    ) -> None:
+        """Raise RequestError when a body exceeds a limit; a large one is checked in a thread.
+
+        `shape` is its structure when that was measured already.
+        """
         if is_large(body):
             async with self._large:
-                await asyncio.to_thread(check_body, body, content_type, body_limits(limits))
+                await asyncio.to_thread(check_body, body, content_type, limits, shape)
         else:
-            check_body(body, content_type, body_limits(limits))
+            check_body(body, content_type, limits, shape)
 
 
-def check_body(body: bytes, content_type: str, limits: BodyLimits) -> None:
+def is_form(content_type: str) -> bool:
+    """Whether a body of this type is a form, and no JSON."""
+    return content_type.strip().lower().startswith("multipart/")
+
+
+def check_body(
+    body: bytes, content_type: str, limits: BodyLimits, shape: Shape | None = None
+) -> None:
     """Raise RequestError when a JSON body or a form exceeds a limit.
 
     A body that is neither is left to whoever reads it: llama-server parses no further than we do.
     """
-    if content_type.strip().lower().startswith("multipart/"):
+    if is_form(content_type):
         _check_form(body, content_type, limits)
         return
-    shape = measure(body, limits.shape)
+    shape = shape or measure(body, limits.shape)
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
