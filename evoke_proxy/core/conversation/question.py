@@ -94,7 +94,7 @@ def asked(request: ChatRequest) -> Question:
     latest = next(said, "")
     leans = bool(latest) and latest in text
     if leans:
-        words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
+        words = sum(1 for _ in islice(_WORD.finditer(_ends(text, _MAX_CHARS)), _FEW_WORDS + 1))
         latest = next(said, "") if words <= _FEW_WORDS else ""
     question = Question.of(text, latest)
     leans = leans and len(question.parts) > len(Question.of(text).parts)
