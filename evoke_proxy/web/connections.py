@@ -112,7 +112,8 @@ class ClientConnection(RequestHandler):
             return request_head.too_many_headers(self._limits.headers)
         if isinstance(exc, BadHttpMethod) and self._request_line[0]:
             return MethodRefused(self._request_line[0].decode(), request_head.METHODS, known=False)
-        return RequestError(f"the request is not valid HTTP: {exc.message.splitlines()[0]}")
+        reason = exc.message.partition("\n")[0]
+        return RequestError(f"the request is not valid HTTP: {reason}")
 
     def _unread(self) -> None:
         if self._socket is not None and self._socket.get_write_buffer_size():
