@@ -634,6 +634,34 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
     _with_engine(work)
 
 
+def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
+    monkeypatch: Any,
+) -> None:
+    async def work(engine: Engine) -> None:
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        done: list[str] = []
+
+        async def run(slot: int, action: str, *_: object) -> dict[str, Any]:
+            done.append(action)
+            return {}
+
+        monkeypatch.setattr(engine.upstream, "run", run)
+        (await engine._slots.acquire(known.id, "")).release()
+        lease = await engine._slots.acquire("other", "")
+        engine.conversations.forget(known)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine._seating.drop(known, {}))
+            await asyncio.sleep(1)
+            assert not done
+            done.append("saved")
+            lease.vacated()
+        assert done == ["saved", "block-drop"]
+        lease.release()
+
+    _with_engine(work)
+
+
 def test_a_request_that_is_refused_is_not_the_prompt_of_its_conversation() -> None:
     conversations = Conversations(PolicyConfig(), 8)
     hint, renamed = (hint_of({"X-Evoke-Session": name}, {}) for name in ("mine", "other"))

@@ -127,5 +127,9 @@ class Seating:
             victim.session.saved_all(plan)
 
     async def drop(self, gone: Conversation, client: Mapping[str, str]) -> None:
-        """Nobody goes on from a conversation any more: its copies are of no use."""
-        await drop_copies(self._upstream, gone.labels, gone.tenant, client)
+        """Nobody goes on from a conversation any more: its copies are of no use.
+
+        What is being copied of it now is waited for: it would stay for ever.
+        """
+        async with self._slots.locked(gone.id):
+            await drop_copies(self._upstream, gone.labels, gone.tenant, client)
