@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.kept.fingerprint import ModelFile
 
 # The head has the metadata and the names of tensors, the tail some of their values.
@@ -32,7 +33,7 @@ class ModelFiles:
 
 
 def _sample(path: Path, n_bytes: int) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.sha256(file.read(_SAMPLE_BYTES))
         file.seek(max(0, n_bytes - _SAMPLE_BYTES))
         digest.update(file.read(_SAMPLE_BYTES))

@@ -15,10 +15,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.kept import state_file
 from evoke_proxy.core.kept.at_rest import Plain
 from evoke_proxy.core.prompt.rendered import Tokens
@@ -49,7 +50,7 @@ class SnapshotFiles:
         """`form` is how they are written."""
         self.directory = directory
         self._form = form or Plain()
-        self._lock: TextIO | None = None
+        self._lock: BinaryIO | None = None
 
     def prepare(self) -> None:
         """Make the directory ours alone; ConfigError when it cannot be read and written."""
@@ -58,7 +59,9 @@ class SnapshotFiles:
             self.directory.chmod(0o700)
             (self.directory / _ASIDE).mkdir(mode=0o700, exist_ok=True)
             probe = self.directory / f"probe{PART}"
-            probe.write_bytes(b"evoke")
+            probe.unlink(missing_ok=True)
+            with open_regular(probe, "wb") as file:
+                file.write(b"evoke")
             probe.unlink()
         except OSError as error:
             message = f"snapshots.directory: {self.directory} cannot be used: {error.strerror}"
@@ -70,7 +73,11 @@ class SnapshotFiles:
 
         ConfigError when one is there already: each would take the other's files for leavings.
         """
-        self._lock = (self.directory / "lock").open("w")
+        try:
+            self._lock = open_regular(self.directory / "lock", "wb")
+        except OSError as error:
+            message = f"snapshots.directory: {self.directory}/lock: {error.strerror}"
+            raise ConfigError(message) from error
         for wait_s in (0.0, *[0.1] * (50 if shared else 0)):  # as long as another puts it in order
             time.sleep(wait_s)
             for how in (fcntl.LOCK_EX, *([fcntl.LOCK_SH] if shared else [])):
@@ -133,7 +140,7 @@ class SnapshotFiles:
         """Add to what llama-server has written what it lacks to be of use where windows slide (see
         core/kept/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing
         helps."""
-        with (self.directory / part).open("r+b") as file:
+        with open_regular(self.directory / part, "r+b") as file:
             found = _caches(file)
             if state_file.in_window(found):
                 raise SnapshotUnusable("window", f"{part} is of text that is all within windows")
@@ -141,12 +148,12 @@ class SnapshotFiles:
 
     def caches(self, part: str) -> Sequence[state_file.Cache]:
         """What llama-server has written of which caches; none where that cannot be told."""
-        with (self.directory / part).open("rb") as file:
+        with open_regular(self.directory / part) as file:
             return _caches(file)
 
     def first_cache(self, part: str) -> state_file.Cache | None:
         """The first of them; None where that cannot be told."""
-        with (self.directory / part).open("rb") as file:
+        with open_regular(self.directory / part) as file:
             return state_file.first_cache(*_read_by(file))
 
     def tokens(self, part: str, n_tokens: int, beginning: Tokens) -> Tokens:
@@ -154,7 +161,7 @@ class SnapshotFiles:
         none when it is not there, or of others."""
         size = _HEADER_BYTES + 4 * n_tokens
         try:
-            with (self.directory / part).open("rb") as file:
+            with open_regular(self.directory / part) as file:
                 head = file.read(size)
         except OSError:
             head = b""
@@ -249,8 +256,8 @@ class SnapshotFiles:
 
 
 def _checksum(path: Path, sync: bool = False) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
         if sync:
             os.fsync(file.fileno())
     return digest
@@ -258,7 +265,7 @@ def _checksum(path: Path, sync: bool = False) -> str:
 
 def _check_tokens(path: Path, tokens: Tokens) -> None:
     wanted = tokens.astype("<i4").tobytes()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(_HEADER_BYTES + len(wanted))
     # The list of them begins with how many there are.
     if len(tokens).to_bytes(4, "little") + wanted not in head:

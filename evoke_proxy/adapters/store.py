@@ -6,6 +6,7 @@ everything else runs in a thread. Changes and reads use a connection each, under
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import threading
@@ -110,7 +111,9 @@ class Store:
         """
         self._path, self._form = path, form or Plain()
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o600))
+            if not path.is_file():
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
             self._db = _connected(path)
             self._changing = threading.Lock()
             self._generation = 0

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
+import os
 import re
 import reprlib
+import select
+import stat
 import types
 import typing
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -23,6 +27,8 @@ _REAL = re.compile(
     re.IGNORECASE,
 )
 _NUMBER_CHARS = 40
+# How long a pipe may be silent that is given as a file.
+_PIPE_S = 5.0
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # Variables with our prefix that are not settings: of the server build, of tests and of clients.
 _OTHER_VARIABLES = frozenset(
@@ -81,7 +87,7 @@ def _number(text: str) -> int | float:
 def read(path: Path) -> dict[str, Any]:
     """The top-level mapping of a YAML file, {} of an empty one; ConfigError on anything else."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        tree = yaml.load(_text(path), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: no text, or no date or number
@@ -93,6 +99,18 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: the top level must be a mapping of keys")
     return tree
+
+
+def _text(path: Path) -> str:
+    """What a file, or a pipe that somebody writes to, has; OSError when nobody does."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if stat.S_ISFIFO(os.fstat(handle).st_mode):
+            ready, _, _ = select.select([handle], [], [], _PIPE_S)
+            if not ready:
+                raise OSError(errno.EAGAIN, f"a pipe that nobody writes to for {_PIPE_S:g} s")
+        os.set_blocking(handle, True)
+        return file.read().decode()
 
 
 def parse_scalar(text: str, kind: Any, key: str) -> object:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evoke_proxy.adapters.snapshot_files import WHOLE
+from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.kept.snapshots import Snapshot, described
 
 _PIECE = 1 << 20
@@ -35,7 +36,7 @@ def _entry(name: str, content: bytes) -> Iterator[bytes]:
 
 
 def _file(name: str, path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = path.stat().st_size
         yield _head(name, size)
         left = size

@@ -1,0 +1,24 @@
+"""Files that are opened without waiting: a pipe or a socket at their path is an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO, cast
+
+_FLAGS = {
+    "rb": os.O_RDONLY,
+    "r+b": os.O_RDWR,
+    "wb": os.O_WRONLY | os.O_CREAT | os.O_TRUNC,
+}
+
+
+def open_regular(path: Path, mode: str = "rb") -> BinaryIO:
+    """Open a regular file; OSError when there is anything else."""
+    handle = os.open(path, _FLAGS[mode] | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return cast(BinaryIO, os.fdopen(handle, mode))
