@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import House, decoded, long_chat
+from keeping import QUICK, House, decoded, long_chat
 from running import (
     RunningProxy,
     ask,
@@ -266,6 +267,7 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
     turns by session."""
     queue, upstream = running.engine._slots, running.engine.upstream
     acquire, returned, opened = queue.acquire, queue.returned, upstream.open
+    exchange = queue.exchange
     sessions, turns, twice = dict[int, str](), Counter[str](), list[str]()
     slots = set[int]()
 
@@ -276,6 +278,13 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
         sessions[lease.slot] = session
         turns[session] += 1
         return lease
+
+    def exchanged(lease: SlotLease, slot: int) -> bool:
+        was = lease.slot
+        if not exchange(lease, slot):
+            return False
+        sessions[slot] = sessions.pop(was)
+        return True
 
     def given_back(slot: int) -> None:
         sessions.pop(slot)
@@ -299,15 +308,39 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
     with patch.context() as patched:
         patched.setattr(queue, "acquire", acquired)
         patched.setattr(queue, "returned", given_back)
+        patched.setattr(queue, "exchange", exchanged)
         patched.setattr(upstream, "open", noted)
         yield turns
         running.settled()
     assert twice == [] and not sessions
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_two_turns_of_a_session_never_run_at_once(line: Wire, seed: int) -> None:
+@contextmanager
+def _stock(folder: Path) -> Iterator[tuple[Wire, dict[str, object]]]:
+    """A wire to a stock server with two slots, settings of a proxy that keeps them."""
+    settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+    settings |= {"snapshots__directory": str(folder), "snapshots__min_tokens": 32}
+    house = House(folder, "", ("-np", "2", "--no-cache-idle-slots"))
+    with house.server() as port, wire(port) as line:
+        yield line, settings
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("patched", 1), ("patched", 2), ("stock", 3)])
+def test_two_turns_of_a_session_never_run_at_once(
+    line: Wire, kind: str, seed: int, tmp_path: Path
+) -> None:
     """Whatever breaks beside them: connections of others and their own, and clients that leave."""
+    with contextlib.ExitStack() as servers:
+        settings: dict[str, object] = {"policy__budget": BUDGET}
+        call = b"action=block-plan"
+        if kind == "stock":
+            line, settings = servers.enter_context(_stock(tmp_path))
+            call = b"action=save"
+        _interleave(line, call, settings, seed)
+
+
+def _interleave(line: Wire, call: bytes, settings: dict[str, object], seed: int) -> None:
+    """Turns of three sessions, two clients each, while connections break, those of a call too."""
     names = [f"session-{number}-{seed}" for number in range(3)]
     how = random.Random(seed)
 
@@ -329,12 +362,12 @@ def test_two_turns_of_a_session_never_run_at_once(line: Wire, seed: int) -> None
         while not done.is_set():
             line.break_at(b"GET /v1/models?break")
             ask(running.port, "GET", "/v1/models?break")
-            line.break_at(b"action=block-plan" if how.random() < 0.2 else b"")
+            line.break_at(call if how.random() < 0.2 else b"")
             done.wait(how.random() / 5)
         line.break_at(b"")
 
     done = threading.Event()
-    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
+    with proxy(line.port, **settings) as running, _watched(running):
         with _one_at_a_time(running) as turns_of, ThreadPoolExecutor(8) as clients:
             breaking = clients.submit(breaks)
             each = [
