@@ -122,6 +122,9 @@ def row(template: str, size: int, pairs: Sequence[Mapping[str, float]]) -> dict[
         "first_byte_added_ms": statistics.median(added),
         "first_byte_added_ms_p10": percentile(added, 10),
         "first_byte_added_ms_p90": percentile(added, 90),
+        # Of the fastest on each way: what other load on the machine adds is least there.
+        "first_byte_added_ms_fastest": min(pair["through"] for pair in pairs)
+        - min(pair["direct"] for pair in pairs),
         "spread": {
             way: record.spread([pair[way] for pair in pairs]) for way in ("direct", "through")
         },

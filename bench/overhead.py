@@ -54,6 +54,7 @@ _TURN_COLUMNS = (
 _FIRST_BYTE_COLUMNS = (
     *("template", "history", "tokens", "budget", "pairs", "direct_ms", "through_ms"),
     *("first_byte_added_ms", "first_byte_added_ms_p10", "first_byte_added_ms_p90"),
+    "first_byte_added_ms_fastest",
 )
 
 

@@ -68,6 +68,7 @@ def test_the_first_byte_of_a_pair_is_compared_with_its_own_direct_one() -> None:
     row = first_bytes.row("bundled", 1024, [pair(10, 15), pair(50, 56), pair(30, 33)])
     assert row["first_byte_added_ms"] == 5 and row["direct_ms"] == 30 and row["through_ms"] == 33
     assert row["first_byte_added_ms_p10"] == 3 and row["first_byte_added_ms_p90"] == 6
+    assert row["first_byte_added_ms_fastest"] == 5
     worse = first_bytes.row("qwen3.5", 1024, [pair(10, 19)])
     assert summarise([], [], [row, worse]) == {"first_byte_added_ms_1k_p50": 9}
 
