@@ -7,9 +7,10 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from evoke_proxy.core.attention.probe import Pace
 from evoke_proxy.core.counts import MAX_TOKENS, token_count
 from evoke_proxy.core.kept.costs import cost_of, is_odd
 from evoke_proxy.core.reply.books import Books
@@ -40,6 +41,16 @@ def test_any_usage_gives_three_counts(timings: dict[str, Any], usage: dict[str, 
         counts = cost_of(stated, usage)
         assert all(isinstance(count, int) and 0 <= count <= MAX_TOKENS for count in counts)
         is_odd(stated, usage)
+
+
+@given(_objects(("prompt_n", "prompt_ms", "predicted_n", "predicted_ms")))
+@example({"prompt_n": 5, "prompt_ms": 10**400})
+@example({"prompt_n": 10**12, "prompt_ms": 1e-300})
+def test_any_timings_give_a_pace(timings: dict[str, Any]) -> None:
+    pace = Pace()
+    pace.note(timings)
+    pace.note({"prompt_n": 5, "prompt_ms": 10.0, "predicted_n": 5, "predicted_ms": 10.0})
+    assert 0 <= pace.seconds(100, 10) < math.inf
 
 
 @given(_objects(_BOOK_KEYS))

@@ -21,6 +21,7 @@ from evoke_proxy.core.attention.key_bounds import Floats, KeyBounds, Queries, fl
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.conversation.policy_view import PolicyView
 from evoke_proxy.core.conversation.score import Scores
+from evoke_proxy.core.counts import seconds_of, token_count
 from evoke_proxy.core.kept.costs import Rate
 from evoke_proxy.core.prompt.block_table import Positions
 from evoke_proxy.core.prompt.blocks import Span
@@ -43,9 +44,7 @@ class Pace:
         """What a reply's timings say of both."""
         given = timings or {}
         for rate, name in ((self.prompt, "prompt"), (self.answer, "predicted")):
-            amount, ms = given.get(f"{name}_n"), given.get(f"{name}_ms")
-            if isinstance(amount, int | float) and isinstance(ms, int | float):
-                rate.note(amount, ms / 1000)
+            rate.note(token_count(given.get(f"{name}_n")), seconds_of(given.get(f"{name}_ms")))
 
     def seconds(self, tail: int, words: int) -> float:
         """How long a probe of so many tokens takes; 0 before anything was measured."""

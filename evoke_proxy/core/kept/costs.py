@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ class Rate:
         if amount <= 0 or seconds <= 0:
             return
         measured = amount / seconds
+        if not math.isfinite(measured):
+            return
         self.value += (measured - self.value) * (_NEW_SHARE if self.value else 1.0)
 
     def seconds(self, amount: float) -> float:

@@ -128,7 +128,7 @@ class StockCalls:
             cached, decoded = int(timings["cache_n"]), int(timings["prompt_n"])
             seconds = float(timings["prompt_ms"]) / 1000
             return Prefilled(int(answer["id_slot"]), cached, decoded, seconds, timings)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError("/completion answered without timings") from error
 
     async def save(self, slot: int, name: str, client: Client) -> Copied:
@@ -153,7 +153,7 @@ class StockCalls:
         try:
             seconds = float(answer["timings"][ms]) / 1000
             return Copied(int(answer[n_tokens]), int(answer[n_bytes]), seconds)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError(f"{action} of a slot answered otherwise") from error
 
     async def saves_itself(self, client: Client) -> bool:

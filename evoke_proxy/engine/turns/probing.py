@@ -28,6 +28,7 @@ from evoke_proxy.core.attention.probe import spans as spans_of
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.conversation.score import Scores
 from evoke_proxy.core.conversation.turn import Turn
+from evoke_proxy.core.counts import token_count
 from evoke_proxy.core.prompt.block_table import Positions
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.reply.books import Books
@@ -130,7 +131,7 @@ class Probing:
         if books is not None:
             evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
             known.session.learn(evicted)
-        return sum(int(timings.get(name) or 0) for name in ("prompt_n", "predicted_n"))
+        return sum(token_count(timings.get(name)) for name in ("prompt_n", "predicted_n"))
 
     async def _sought(self, turn: Turn, known: Conversation, client: Client) -> Scores | None:
         """What the queries of the probe say of all blocks that have rows anywhere."""
