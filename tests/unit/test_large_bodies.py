@@ -50,19 +50,18 @@ async def _read(body: bytes, limits: LimitsConfig) -> None:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_the_loop_is_busy_for_moments_only(name: str) -> None:
-    body, busy = BODIES[name](), 0.0
+    body = BODIES[name]()
 
-    async def run() -> None:
-        nonlocal busy
+    async def run() -> float:
         began = time.thread_time()
         try:
             await _read(body, LimitsConfig())
         except RequestError as error:
             assert error.status == 400
-        busy = time.thread_time() - began
+        return time.thread_time() - began
 
-    asyncio.run(run())
-    assert busy < _MOST_S
+    # The shortest of several: other programs on the machine may make any single run longer.
+    assert min(asyncio.run(run()) for _ in range(4)) < _MOST_S
 
 
 def test_threads_read_one_conversation_at_once_and_agree() -> None:
