@@ -1,0 +1,30 @@
+"""What one client sends keeps nobody else waiting: the short form of `make bench-stall`.
+
+Processor time of the loop's longest callback is compared, not waiting: other processes on the
+machine take nothing from it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import stall
+
+ARMS = ("prompt of 1 MiB", "32K tokens, 400 messages", "answer of 64 MiB", "20 admin pages")
+# Twice the bar of the bench: the processor may be slow.
+MOST_MS = 2 * stall.MOST_MS
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, float]]:
+    args = stall._parser().parse_args(
+        ["--seconds", "1", "--scale", "0.25", "--sessions", "40", "--arms", "idle", *ARMS]
+        + ["deletion of 1000 records"]
+    )
+    return {row["arm"]: row for row in stall.measure(args)}
+
+
+@pytest.mark.parametrize("arm", [*ARMS, "deletion of 1000 records"])
+def test_no_callback_takes_the_loop_for_long(arm: str, rows: dict[str, dict[str, float]]) -> None:
+    above = rows[arm]["callback_cpu_ms"] - rows["idle"]["callback_cpu_ms"]
+    assert above < MOST_MS, rows[arm]
