@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,13 @@ def test_a_body_that_is_no_json_gets_the_servers_own_words(
     for wrong in (b"", b"[", b'{"content": ', b"\xff", b"[]"):
         direct = ask(upstream, "POST", "/tokenize", wrong, {"Content-Type": "application/json"})
         assert _ask(running, "/tokenize", wrong).status == direct.status
+
+
+def test_what_exceeds_a_limit_is_refused_before_all_of_it_is_sent(running: RunningProxy) -> None:
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), 60 * 1024 * 1024)
+    )
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
+        client.sendall(head + b'{"messages":[' + b"{}," * 200_000)  # and no more
+        assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
