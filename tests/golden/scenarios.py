@@ -150,6 +150,7 @@ def _operate(run: Run, proxy: stack.Process) -> None:
     stack.wait_until(
         lambda: stack.request(proxy.admin_port, "GET", "/evoke/ready").status == 200, "ready"
     )
+    _wait_for_accounting(proxy)
     call("GET", "health", "health")
     call("GET", "ready", "ready")
     call("GET", "status", "status")
@@ -170,6 +171,16 @@ def _operate(run: Run, proxy: stack.Process) -> None:
     run.admin["GET /evoke/sessions/{id}/export manifest.json"] = manifest(exported.body)
     call("DELETE", f"sessions/{id}", "sessions/{id}")
     call("DELETE", "tenants/-", "tenants/{tenant}")
+
+
+def _wait_for_accounting(proxy: stack.Process) -> None:
+    """Return once every session has its latest turn on record, which follows its answer."""
+
+    def recorded() -> bool:
+        shown = stack.request(proxy.admin_port, "GET", "/evoke/sessions").json["sessions"]
+        return all(not each["busy"] and each["used"] is not None for each in shown)
+
+    stack.wait_until(recorded, "the turns are on record")
 
 
 def manifest(archive: bytes) -> Any:
@@ -233,6 +244,7 @@ def stock() -> Run:
                     answer = stack.request(proxy.port, "POST", CHAT, body)
                     assert answer.status == 200, answer.body
                     run.answers[f"stock chat, {start}, turn {number}"] = answer
+                _wait_for_accounting(proxy)
                 shown = stack.request(proxy.admin_port, "GET", "/evoke/sessions").json
                 run.admin["GET /evoke/sessions stock"] = shown
                 run.admin["GET /evoke/status stock"] = stack.request(
