@@ -4,6 +4,7 @@ finish and ends it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -174,4 +175,6 @@ def _shown(address: Any) -> str:
 
 
 def _say(what: str) -> None:
-    print(f"evoke-proxy {what}", file=sys.stderr, flush=True)
+    # A log on a full disk is no reason not to serve.
+    with contextlib.suppress(OSError):
+        print(f"evoke-proxy {what}", file=sys.stderr, flush=True)
