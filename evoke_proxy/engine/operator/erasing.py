@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,23 +27,30 @@ class Eraser:
     def __init__(self, reach: Reach) -> None:
         self._its = reach
 
-    async def delete(self, known: Sequence[Conversation], mine: Mine) -> dict[str, Any]:
+    async def delete(self, known: list[Conversation], mine: Mine) -> dict[str, Any]:
         """Forget these, and what is `mine` on disk; RequestError (409),
-        and nothing is changed, while one of them is used."""
+        and nothing is changed, while one of them is used.
+
+        They are taken out of the list one by one: to free hundreds of sessions at once would hold
+        up the event loop.
+        """
         busy = [item.id for item in known if item.in_use]
         if busy:
             raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
         for item in known:  # at once: nothing is to go on from them any more
             self._its.conversations.forget(item)
-        ids = {item.id for item in known}
+            del item
+        ids = {one.id for one in known}
         await self._its.keeper.quiet(ids)  # from now on nothing of it is on its way to the disk
         left: list[str] = []
-        for item in known:
-            left += await self._forget(item)
+        known.reverse()
+        while known:
+            left += await self._forget(known.pop())
+            await asyncio.sleep(0)
         gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
         for id in ids | {item.branch for item in gone}:
             self._its.feed.tell("deleted", session=id)
-        return {"sessions": len(known), "snapshots": len(gone), "left": left}
+        return {"sessions": len(ids), "snapshots": len(gone), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
         """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
