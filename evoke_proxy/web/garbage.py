@@ -19,7 +19,9 @@ _NEVER = 2**31 - 1
 _INTERVAL_S = 5.0
 # Collections of the second generation since the last full one: with so many a full one is made
 # when no request has run for two intervals; with so many more, in any case.
-_WORTH_IT, _OVERDUE = 50, 500
+_WORTH_IT, _OVERDUE = 150, 1500
+# Collections of the first generation for one of the second, which then takes 15 ms at most.
+_FIRST_FOR_SECOND = 3
 
 
 class Garbage:
@@ -36,7 +38,7 @@ class Garbage:
         what is there already: modules, and the sessions that were recalled."""
         gc.collect()
         gc.freeze()
-        gc.set_threshold(NEW_OBJECTS, self._before[1], _NEVER)
+        gc.set_threshold(NEW_OBJECTS, _FIRST_FOR_SECOND, _NEVER)
         self._wait()
 
     def stop(self) -> None:
