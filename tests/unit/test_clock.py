@@ -79,7 +79,11 @@ def test_a_clock_that_was_set_back_before_the_start_goes_on_from_what_was_noted(
         assert {item.branch for item in opened.snapshots} == {"old", "new"}
 
 
-@pytest.mark.parametrize("wrong", [time.time() + 400 * DAY, 2.0**40, 1e300, float("inf")])
+@pytest.mark.parametrize(
+    "wrong",
+    [time.time() + 400 * DAY, 2.0**40, 1e300, float("inf")],
+    ids=["in 400 days", "2**40", "1e300", "inf"],
+)
 def test_one_time_that_cannot_be_right_expires_nothing_else(tmp_path: Path, wrong: float) -> None:
     with vault(tmp_path / "slots", max_age_h=1.0) as opened:
         for number in range(3):
