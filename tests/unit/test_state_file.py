@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import struct
 from pathlib import Path
@@ -16,6 +17,7 @@ from evoke_proxy.core.kept.state_file import caches, first_cache, has_windows, i
 from evoke_proxy.errors import SnapshotUnusable
 
 N_TOKENS = 40
+NEWER = Path(__file__).parents[1] / "fixtures" / "b11549"
 
 
 def cache(
@@ -168,6 +170,23 @@ def test_a_file_of_no_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotUnusable) as refused:
         SnapshotFiles(tmp_path).complete("x")
     assert refused.value.reason == "window"
+
+
+@pytest.mark.parametrize("attention", ["on", "off"])
+def test_a_file_of_a_newer_llama_server_is_read_and_completed(
+    attention: str, tmp_path: Path
+) -> None:
+    """Build 11549 wrote it: version 4, with a context checkpoint behind the caches."""
+    data = gzip.decompress((NEWER / f"windows-fa-{attention}.bin.gz").read_bytes())
+    base, window = caches(lambda at, n_bytes: data[at : at + n_bytes], len(data))
+    assert (base.n_cells, base.lowest, base.type_names) == (100, 0, ("f16", "f16"))
+    assert (window.n_cells, window.lowest) == (64, 36)
+    assert window.transposed is (attention == "off")
+    appendix = data[data.rindex(b"SCKP") :]
+    after = completed(tmp_path, data)
+    _, window = caches(lambda at, n_bytes: after[at : at + n_bytes], len(after))
+    assert (window.n_cells, window.lowest) == (65, 35)
+    assert after.endswith(appendix)
 
 
 @given(st.binary(max_size=200))
