@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
 
@@ -13,7 +13,7 @@ from evoke_proxy.engine.intake.checking import BodyChecker
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
-from evoke_proxy.web.bodies import CHECKER, read_body
+from evoke_proxy.web.bodies import CHECKER, measured, read_body
 from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.coalescing import COALESCING, Coalescing
 from evoke_proxy.web.draining import TRAFFIC, Traffic
@@ -68,10 +68,14 @@ async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
         return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
     if request.path in dialects.HEALTH_PATHS:
         return await relay.health(request, engine.upstream)
-    # With keys everything that tenants may send is read; without, whatever is known to be JSON.
-    checked = bool(engine.config.security.keys_file) or request.path in dialects.JSON_PATHS
-    read = request.method == "POST" and checked
-    body = await read_body(request, engine.config) if read else None
+    # With keys everything that tenants may send is read; without, where it sets parameters. The
+    # structure of other bodies is measured while they are forwarded.
+    checked = request.path in dialects.JSON_PATHS or request.path in dialects.FORM_PATHS
+    body: bytes | AsyncIterator[bytes] | None = None
+    if request.method == "POST" and (checked or engine.config.security.keys_file):
+        body = await read_body(request, engine.config)
+    elif request.can_read_body:
+        body = measured(request, engine.config)
     return await relay.passthrough(request, engine.upstream, body)
 
 

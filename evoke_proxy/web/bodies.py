@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from io import BytesIO
 
 from aiohttp import web
 
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.shape import Scan
-from evoke_proxy.engine.intake.checking import BodyChecker, body_limits, is_form
+from evoke_proxy.engine.intake.checking import BodyChecker, body_limits, is_decoded, is_form
 from evoke_proxy.errors import RequestError
+from evoke_proxy.web import dialects
 
+# What may precede a JSON text: white space and a byte order mark.
+_BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
 CHECKER = web.AppKey("checker", BodyChecker)
 
 
@@ -18,21 +22,49 @@ async def read_body(request: web.Request, config: Config) -> bytes:
     """The whole body of a request; RequestError when it exceeds a limit of `limits`.
 
     Its structure is measured while it arrives, so what exceeds a limit is not read to its end.
-    Raises HTTPRequestEntityTooLarge over `limits.body_bytes`. An encoded body cannot be checked: it
-    is refused when clients have keys, and otherwise left to llama-server, which reads none.
+    Raises HTTPRequestEntityTooLarge over `limits.body_bytes`. A compressed body cannot be checked:
+    it is refused when clients have keys, and otherwise left to llama-server, which reads none.
     """
     limits = body_limits(config.limits)
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        if config.security.keys_file:
-            message = "send the request body without Content-Encoding"
-            raise RequestError(message, "content_encoding")
+    # Repeated headers are joined, as cpp-httplib does.
+    coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
+    if coding.lower() != "identity" and config.security.keys_file:
+        raise RequestError("send the request body without Content-Encoding", "content_encoding")
+    if is_decoded(coding):
         return await _read(request, None)
-    content_type = request.headers.get("Content-Type", "")
+    content_type = _content_type(request)
+    if is_form(content_type) and request.path not in dialects.FORM_PATHS:
+        message = f"send the request body as JSON; {request.path} takes no forms"
+        raise RequestError(message, "invalid_form")
     scan = None if is_form(content_type) else Scan(limits.shape)
     body = await _read(request, scan)
     shape = scan.shape if scan is not None else None
     await request.app[CHECKER].check(body, content_type, limits, shape)
     return body
+
+
+async def measured(request: web.Request, config: Config) -> AsyncIterator[bytes]:
+    """The parts of a body as they arrive; RequestError when it is JSON that exceeds a limit.
+
+    llama-server reads the body of every path that it knows as JSON, whatever its type says.
+    """
+    scan = Scan(body_limits(config.limits).shape)
+    is_json: bool | None = None if not is_form(_content_type(request)) else False
+    async for part in request.content.iter_any():
+        first = part.lstrip(_BEFORE_JSON)[:1]
+        if is_json is None and first:
+            is_json = first in (b"{", b"[")
+        if is_json:
+            scan.take(part)
+        yield part
+
+
+def _content_type(request: web.Request) -> str:
+    """The Content-Type; RequestError when there are two, since servers differ in which counts."""
+    given = request.headers.getall("Content-Type", [""])
+    if len(given) > 1:
+        raise RequestError("the request has more than one Content-Type header")
+    return given[0]
 
 
 async def _read(request: web.Request, scan: Scan | None) -> bytes:

@@ -36,6 +36,9 @@ JSON_PATHS = frozenset(
     """.split()
 )
 
+# Paths to which clients send forms: files with fields.
+FORM_PATHS = frozenset(("/v1/audio/transcriptions", "/audio/transcriptions"))
+
 # Answered by a call of our own, for everybody: a load balancer has no key.
 HEALTH_PATHS = frozenset(("/health", "/v1/health"))
 

@@ -84,14 +84,11 @@ def raw_target(request: web.Request) -> str:
 
 
 async def passthrough(
-    request: web.Request, upstream: Way, body: bytes | None = None
+    request: web.Request, upstream: Way, body: bytes | AsyncIterator[bytes] | None = None
 ) -> web.StreamResponse:
-    """Forward any request and stream the answer down; its body is streamed up unless it was read
-    already and is given."""
-    streamed = body is None and request.can_read_body
-    content = request.content.iter_any() if streamed else body
+    """Forward any request with this body, or these parts of one, and stream the answer down."""
     headers = request_headers(request)
-    async with upstream.open(request.method, raw_target(request), headers, content) as reply:
+    async with upstream.open(request.method, raw_target(request), headers, body) as reply:
         return await send(request, reply)
 
 

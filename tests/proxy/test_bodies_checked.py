@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -144,3 +145,99 @@ def test_what_exceeds_a_limit_is_refused_before_all_of_it_is_sent(running: Runni
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
         client.sendall(head + b'{"messages":[' + b"{}," * 200_000)  # and no more
         assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+# Other ways to write a body, and whether llama-server reads it as JSON all the same.
+_FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na\r\n--x\r\n%s\r\n\r\n'
+    + _GRAMMAR.encode()
+    + b"\r\n--x--\r\n"
+)
+_FIELD = b'Content-Disposition: form-data; name="grammar"'
+_GRAMMAR_BODY = _body({"grammar": _GRAMMAR})
+DISGUISED: dict[str, tuple[bytes, list[tuple[str, str]]]] = {
+    "a NUL behind it": (_GRAMMAR_BODY + b"\0", []),
+    "text behind a NUL": (_GRAMMAR_BODY + b"\0}", []),
+    "another kind of multipart": (
+        _GRAMMAR_BODY,
+        [("Content-Type", "multipart/mixed; boundary=x")],
+    ),
+    "a form in capitals": (_GRAMMAR_BODY, [("Content-Type", "Multipart/Form-Data; boundary=x")]),
+    "two types": (
+        _GRAMMAR_BODY,
+        [("Content-Type", "application/json"), ("Content-Type", "multipart/form-data; boundary=x")],
+    ),
+    "two types, the form first": (
+        _GRAMMAR_BODY,
+        [("Content-Type", "multipart/form-data; boundary=x"), ("Content-Type", "application/json")],
+    ),
+    "an unknown coding": (_GRAMMAR_BODY, [("Content-Encoding", "utf-8")]),
+    "two codings": (
+        _GRAMMAR_BODY,
+        [("Content-Encoding", "gzip"), ("Content-Encoding", "identity")],
+    ),
+    "a field of a form": (_FORM % _FIELD, [("Content-Type", "multipart/form-data; boundary=x")]),
+    "a file without a name": (
+        _FORM % (_FIELD + b'; filename=""'),
+        [("Content-Type", "multipart/form-data; boundary=x")],
+    ),
+    "a file by another header": (
+        _FORM % (_FIELD + b"\r\nX-Other: a; filename=b"),
+        [("Content-Type", "multipart/form-data; boundary=x")],
+    ),
+    "two boundaries": (
+        _FORM % _FIELD,
+        [("Content-Type", "multipart/form-data; xboundary=y; boundary=x")],
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ("/completion", "/v1/audio/transcriptions", "/apply-template"))
+@pytest.mark.parametrize("disguise", DISGUISED)
+def test_no_type_or_coding_hides_a_body(
+    running: RunningProxy, upstream: int, disguise: str, path: str
+) -> None:
+    process = process_on(upstream)
+    body, headers = DISGUISED[disguise]
+    if not any(name == "Content-Type" for name, _ in headers):
+        headers = [*headers, ("Content-Type", "application/json")]
+    answer = _post(running, path, body, headers)
+    assert answer.status == 400
+    code = json.loads(answer.body)["error"]["code"]
+    assert isinstance(code, str), "it is refused by the proxy, not by llama-server"
+    assert process_on(upstream) == process, "the server is the one it was"
+    assert ask(upstream, "GET", "/health").status == 200
+
+
+@pytest.mark.parametrize("path", ("/lora-adapters", "/slots/0?action=x", "/nowhere"))
+@pytest.mark.parametrize("before", (b"", b"\xef\xbb\xbf", b" \r\n"))
+def test_no_path_takes_an_object_of_a_million_keys(
+    running: RunningProxy, upstream: int, path: str, before: bytes
+) -> None:
+    body = before + ATTACKS["380,000 keys"]
+    assert _ask(running, path, body).status in (400, 403)
+    assert ask(upstream, "GET", "/health").status == 200
+
+
+def test_a_number_beyond_every_range_is_an_error_of_the_client(running: RunningProxy) -> None:
+    triggers = b'"grammar_triggers":[{"type":1e999,"value":"x"}]'
+    for member in (triggers, b'"repeat_last_n":-1e999', b'"z":"\\ud800",' + triggers):
+        body = b'{"prompt":"a","n_predict":1,' + member + b"}"
+        answer = _ask(running, "/completion", body)
+        assert b"evoke_error" not in answer.body
+
+
+def _post(running: RunningProxy, path: str, body: bytes, headers: list[tuple[str, str]]) -> Answer:
+    """As `_ask`, where a header may be there twice."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    try:
+        connection.putrequest("POST", path, skip_accept_encoding=True)
+        given = [*headers, ("Authorization", f"Bearer {KEY}"), ("Content-Length", str(len(body)))]
+        for name, value in given:
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        response = connection.getresponse()
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, response.reason, named, response.read())
+    finally:
+        connection.close()

@@ -150,7 +150,7 @@ def _check_triggers(triggers: object) -> None:
             continue
         kind, value = trigger.get("type"), trigger.get("value")
         # llama-server converts any number, and true, to a whole number.
-        if isinstance(kind, int | float) and int(kind) in _TRIGGER_PATTERNS:
+        if isinstance(kind, int | float) and any(n <= kind < n + 1 for n in _TRIGGER_PATTERNS):
             _refuse("grammar_triggers that are patterns are not accepted; name words or tokens")
         if isinstance(value, str) and len(value) > _TRIGGER_CHARS:
             _refuse(f"a word of grammar_triggers has more than {_TRIGGER_CHARS} characters")

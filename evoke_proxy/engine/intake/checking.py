@@ -20,8 +20,23 @@ _AT_ONCE = 2
 # Text fields of a form are short: the words that a transcription begins with, a format, a flag.
 _FORM_FIELD_BYTES = 8192
 _FORM_PARTS = 32
-_BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;,"]{1,200}))', re.IGNORECASE)
-_FILE = re.compile(rb";[ \t]*filename\*?=", re.IGNORECASE)
+# One spelling of a form's type, so that there is one boundary it can mean.
+_FORM_TYPE = re.compile(
+    r'multipart/form-data;[ \t]*boundary=("?)([0-9A-Za-z\'()+_,./:=?-]{1,70})\1'
+    r"(?:;[ \t]*charset=[0-9A-Za-z-]{1,20})?"
+)
+# The head of a part that is a file: one without a name is a field to llama-server.
+_DISPOSITION = (
+    rb'Content-Disposition:[ \t]*form-data;[ \t]*name="[^"\\\r\n]*";'
+    rb'[ \t]*filename="[^"\\\r\n \t][^"\\\r\n]*"(?:;[ \t]*filename\*=[^;"\r\n]+)?'
+)
+_FILE_HEAD = re.compile(
+    rb"(?:\r\n(?:" + _DISPOSITION + rb"|Content-(?:Type|Length|Transfer-Encoding):[^\r\n]*))+",
+    re.IGNORECASE,
+)
+# The content codings that cpp-httplib decodes, or refuses where it was built without them; it reads
+# a body of any other coding as it stands.
+_DECODED = frozenset(("gzip", "deflate", "br", "zstd"))
 
 
 class BodyChecker:
@@ -45,8 +60,16 @@ class BodyChecker:
 
 
 def is_form(content_type: str) -> bool:
-    """Whether a body of this type is a form, and no JSON."""
-    return content_type.strip().lower().startswith("multipart/")
+    """Whether llama-server reads a body of this type as a form; it reads any other as JSON.
+
+    The comparison is that of cpp-httplib: exact, without the parameters of the type.
+    """
+    return content_type.partition(";")[0].strip(" \t") == "multipart/form-data"
+
+
+def is_decoded(content_coding: str) -> bool:
+    """Whether llama-server decodes a body of this coding, or refuses it; it reads others as is."""
+    return content_coding.lower() in _DECODED
 
 
 def check_body(
@@ -55,10 +78,13 @@ def check_body(
     """Raise RequestError when a JSON body or a form exceeds a limit.
 
     A body that is neither is left to whoever reads it: llama-server parses no further than we do.
+    But it takes a NUL for the end of the text, so a body with one is refused.
     """
     if is_form(content_type):
         _check_form(body, content_type, limits)
         return
+    if b"\0" in body:
+        raise RequestError("the request body has a NUL byte; JSON has none", "invalid_json")
     shape = shape or measure(body, limits.shape)
     try:
         parsed = orjson.loads(body)
@@ -94,15 +120,15 @@ def body_limits(limits: LimitsConfig) -> BodyLimits:
 
 def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
     """Bound the fields of a form: llama-server makes parameters of them, too."""
-    named = _BOUNDARY.search(content_type)
+    named = _FORM_TYPE.fullmatch(content_type)
     if named is None:
-        raise RequestError("the form names no boundary", "invalid_form")
-    boundary = (named[1] or named[2]).encode("utf-8", "surrogateescape")
-    for count, part in enumerate(_parts(body, b"--" + boundary)):
+        message = "Content-Type must be multipart/form-data; boundary=TEXT, of 1 to 70 characters"
+        raise RequestError(message, "invalid_form")
+    for count, part in enumerate(_parts(body, b"--" + named[2].encode())):
         if count >= _FORM_PARTS:
             raise RequestError(f"the form has more than {_FORM_PARTS} parts", "parameter_too_large")
         head, _, content = part.partition(b"\r\n\r\n")
-        if _FILE.search(head[:_FORM_FIELD_BYTES]):
+        if _is_file(head):
             continue
         if len(part) > _FORM_FIELD_BYTES:
             message = f"a field of the form has more than {_FORM_FIELD_BYTES} bytes"
@@ -110,6 +136,12 @@ def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
         if nesting(content) > limits.grammar_depth:
             message = "a field of the form is nested deeper than limits.grammar_depth allows"
             raise RequestError(message, "parameter_too_large")
+
+
+def _is_file(head: bytes) -> bool:
+    """Whether a part has the head of a file, as clients write it; any other is a field."""
+    plain = len(head) <= _FORM_FIELD_BYTES and _FILE_HEAD.fullmatch(head) is not None
+    return plain and head.lower().count(b"content-disposition:") == 1
 
 
 def _parts(body: bytes, delimiter: bytes) -> Iterator[bytes]:
