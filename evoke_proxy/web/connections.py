@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +21,8 @@ from evoke_proxy.web import dialects
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_LINE = re.compile(rb"([!-~]{1,32}) (/[!-~]{0,64})")
 _SEPARATOR = len(": ")
+# A client with IPv6 has a network of this prefix to itself.
+_V6_PREFIX = 64
 
 
 def checked_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResponse]]:
@@ -32,6 +35,18 @@ def checked_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResp
         return await handler(request)
 
     return middleware
+
+
+def peer_of(transport: asyncio.BaseTransport) -> str:
+    """The address at the other end of a connection; of IPv6 the network, which is one client's."""
+    found = transport.get_extra_info("peername")
+    if not isinstance(found, tuple):
+        return ""
+    address = str(found[0])
+    if ":" not in address:
+        return address
+    network = ipaddress.ip_network(f"{address.partition('%')[0]}/{_V6_PREFIX}", strict=False)
+    return str(network.network_address)
 
 
 class ClientConnection(RequestHandler):
@@ -49,6 +64,22 @@ class ClientConnection(RequestHandler):
         self._socket: asyncio.Transport | None = None
         self._write_due: asyncio.TimerHandle | None = None
         self._request_line = (b"", b"")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is open, and no request of it has begun beyond its head."""
+        is_open = self._socket is not None and not self._socket.is_closing()
+        return is_open and self._current_request is None and not self._messages
+
+    @property
+    def peer(self) -> str:
+        """The network address of the client, empty when it is not connected."""
+        return peer_of(self._socket) if self._socket is not None else ""
+
+    def displace(self) -> None:
+        """Close it at once."""
+        if self._socket is not None:
+            self._socket.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

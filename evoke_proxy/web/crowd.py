@@ -1,4 +1,5 @@
-"""How many connections clients may hold open; one more is told so and closed.
+"""How many connections clients may hold open; one more displaces an idle one of the address that
+holds most, or is told so and closed.
 
 Each takes a file, and with a request under way two: without a bound whoever opens thousands takes
 them from llama-server's connection, the snapshots and the admin.
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections import Counter
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.errors import CapacityError
+from evoke_proxy.web.connections import ClientConnection, peer_of
 from evoke_proxy.web.dialects import error_response
 
 # What the proxy has open besides: llama-server's idle connections, the index, files, logs.
@@ -68,6 +72,23 @@ class Crowd:
         # Closed at once, what it has sent and we have not read would take the answer with it.
         asyncio.get_running_loop().call_later(_TOLD_S, transport.abort)
 
+    def displace(self, connections: list[RequestHandler], newcomer: asyncio.Transport) -> bool:
+        """Close a connection without a request of the address that holds most, for a newcomer.
+
+        Only for one whose address holds fewer. Of those connections the oldest is closed; False
+        when there is none.
+        """
+        open_now = [one for one in connections if isinstance(one, ClientConnection)]
+        held = Counter(one.peer for one in open_now)
+        most, count = max(held.items(), key=lambda entry: entry[1], default=("", 0))
+        if held[peer_of(newcomer)] + 1 >= count:
+            return False
+        idle = next((one for one in open_now if one.peer == most and one.is_idle), None)
+        if idle is not None:
+            self._refused.inc()
+            idle.displace()
+        return idle is not None
+
     def left(self, transport: asyncio.Transport) -> None:
         """It is closed."""
         self._told.discard(transport)
@@ -83,7 +104,8 @@ class _Entrance(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        if len(self._server.connections) < self._crowd.most:
+        connections = self._server.connections
+        if len(connections) < self._crowd.most or self._crowd.displace(connections, transport):
             handler = self._server()
             transport.set_protocol(handler)
             handler.connection_made(transport)

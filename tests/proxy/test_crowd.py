@@ -66,6 +66,30 @@ def test_a_flood_of_connections_is_closed_and_costs_nobody(
         assert held[1].recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHo"], ids=["nothing", "half a head"])
+def test_an_address_with_most_connections_does_not_keep_others_out(
+    echo: FakeUpstream, sent: bytes
+) -> None:
+    with proxy(echo.port, limits__connections=8) as running, contextlib.ExitStack() as stack:
+        many = [stack.enter_context(_open(running.port)) for _ in range(8)]
+        for client in many:
+            client.sendall(sent)
+        other = stack.enter_context(socket.socket())
+        other.settimeout(PATIENCE_S)
+        other.bind(("127.0.0.2", 0))
+        other.connect(("127.0.0.1", running.port))
+        other.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+        # The oldest was closed for it; one more of the first address displaces nobody.
+        with contextlib.suppress(ConnectionResetError):
+            assert many[0].recv(100) == b""
+        with _open(running.port) as extra:
+            assert extra.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert running.metric(DROPPED, reason="connections") == 2
+        other.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def test_files_suffice_for_the_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
