@@ -21,9 +21,9 @@ import yaml
 from evoke_proxy.errors import ConfigError
 
 # Numbers as YAML 1.2 has them. YAML 1.1 reads 010000 as octal, 1:30 as 90, and 1e3 as a text.
-_WHOLE = re.compile(r"[-+]?[0-9][0-9_]*\Z|0x[0-9a-fA-F]+\Z")
+_WHOLE = re.compile(r"\A(?:[-+]?[0-9][0-9_]*\Z|0x[0-9a-fA-F]+\Z)")
 _REAL = re.compile(
-    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z",
+    r"\A(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z)",
     re.IGNORECASE,
 )
 _NUMBER_CHARS = 40
@@ -34,11 +34,9 @@ _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _OTHER_VARIABLES = frozenset(
     ("EVOKE_CACHE", "EVOKE_KEY", "EVOKE_PATCHED_SERVER", "EVOKE_STOCK_SERVER", "EVOKE_SERVER_ARGS")
 )
-# Those that Kubernetes makes for a service called `evoke`, or `evoke-...`.
-_SERVICE = re.compile(
-    r"EVOKE_(?:[A-Z0-9_]+_)?(?:SERVICE_(?:HOST|PORT(?:_[A-Z0-9_]+)?)|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)"
-    r"(?:_[A-Z]+)?)?)"
-)
+# Those that Kubernetes makes for a service called `evoke`, or `evoke-...`, end so or have this.
+_SERVICE_ENDS, _SERVICE_PORT = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT"), "_SERVICE_PORT_"
+_PORT_END = re.compile(r"_PORT_[0-9]{1,5}_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?\Z")
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -136,13 +134,18 @@ def refuse_unknown(environment: Iterable[str], known: Sequence[str]) -> None:
     for name in sorted(environment):
         if not name.startswith("EVOKE_") or name in names or name in _OTHER_VARIABLES:
             continue
-        if _SERVICE.fullmatch(name):
+        if _is_of_a_service(name):
             continue
         near = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.5)
         hint = (
             f"did you mean {near[0]}?" if near else "config/evoke.example.yaml names all settings"
         )
         raise ConfigError(f"{name[:100]}: no setting has this variable; {hint}")
+
+
+def _is_of_a_service(name: str) -> bool:
+    """Whether Kubernetes sets this variable for a service whose name begins with `evoke`."""
+    return name.endswith(_SERVICE_ENDS) or _SERVICE_PORT in name or bool(_PORT_END.search(name))
 
 
 def put(tree: dict[str, Any], key: str, value: object) -> None:

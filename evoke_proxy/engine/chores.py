@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from evoke_proxy.errors import EvokeError
@@ -13,9 +13,13 @@ _log = logging.getLogger(__name__)
 
 
 class Chores:
-    """Use as an async context manager; leaving it waits for all of them."""
+    """Use as an async context manager; leaving it waits for all of them.
 
-    def __init__(self) -> None:
+    `on_failure` gets each of our own errors that ends a task, after it is logged.
+    """
+
+    def __init__(self, on_failure: Callable[[EvokeError], None] | None = None) -> None:
+        self._on_failure = on_failure
         self._tasks = asyncio.TaskGroup()
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -33,7 +37,7 @@ class Chores:
 
     def run(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Begin it; `what` names it in the log."""
-        task = self._tasks.create_task(_logged(work, what))
+        task = self._tasks.create_task(self._logged(work, what))
         self._under_way.add(task)
         task.add_done_callback(lambda task: self._done(task, work))
         return task
@@ -49,11 +53,12 @@ class Chores:
         work.close()  # one that was cancelled before it began complains otherwise
         self._under_way.discard(task)
 
-
-async def _logged(work: Coroutine[Any, Any, None], what: str) -> None:
-    try:
-        await work
-    except EvokeError as error:
-        _log.warning("%s failed: %s", what, error)
-    except Exception:
-        _log.exception("%s failed", what)
+    async def _logged(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await work
+        except EvokeError as error:
+            _log.warning("%s failed: %s", what, error)
+            if self._on_failure is not None:
+                self._on_failure(error)
+        except Exception:
+            _log.exception("%s failed", what)

@@ -40,6 +40,7 @@ from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import (
     CapacityError,
+    EvokeError,
     RequestError,
     UpstreamError,
     UpstreamProtocolError,
@@ -91,7 +92,7 @@ class Engine:
             *(self._vectors, self._records, self.watch),
         )
         self._degrading = Degrading(self.metrics, self._planner, lambda: self.config.policy)
-        self._chores = Chores()
+        self._chores = Chores(self._background_failed)
         self._concluding = Concluding(
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
             *(self.keeper, self._chores, lambda: common.draining),
@@ -167,6 +168,11 @@ class Engine:
         cannot = isinstance(error, UpstreamRejected) and error.status in (404, 501)
         if cannot or isinstance(error, UpstreamUnavailable | UpstreamProtocolError):
             self.watch.doubt()
+
+    def _background_failed(self, error: EvokeError) -> None:
+        """Count what llama-server fails at behind the requests, as in one of them."""
+        if isinstance(error, UpstreamError):
+            self.upstream_failed(error)
 
     @asynccontextmanager
     async def turn(

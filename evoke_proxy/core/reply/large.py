@@ -16,15 +16,19 @@ WHOLE_BYTES = 1024 * 1024
 HEAD_BYTES, TAIL_BYTES = 64 * 1024, 1024 * 1024
 _TRIES = 4
 
+# What follows a quoted key whose value is an object, or a string of word characters.
+_OPENS = re.compile(rb"\s{0,8}:\s{0,8}(?=\{)")
+_WORD = re.compile(rb'\s{0,8}:\s{0,8}"(\w{1,64})"')
+
 
 def last_object(data: bytes, key: str) -> tuple[int, dict[str, Any]] | None:
     """The last object that is a value of `key`, and where its brace opens; None without one."""
-    opening, end = re.compile(rb'"%b"\s*:\s*(?=\{)' % key.encode()), len(data)
+    quoted, end = b'"%b"' % key.encode(), len(data)
     for _ in range(_TRIES):
-        end = data.rfind(b'"%b"' % key.encode(), 0, end)
+        end = data.rfind(quoted, 0, end)
         if end < 0:
             return None
-        found = opening.match(data, end)
+        found = _OPENS.match(data, end + len(quoted))
         if found is not None:
             value = _object(data[found.end() :])
             if value is not None:
@@ -34,8 +38,12 @@ def last_object(data: bytes, key: str) -> tuple[int, dict[str, Any]] | None:
 
 def last_word(data: bytes, key: str) -> str | None:
     """The last string of word characters that is a value of `key`; None without one."""
-    found = re.findall(rb'"%b"\s*:\s*"(\w+)"' % key.encode(), data)
-    return found[-1].decode() if found else None
+    quoted, end = b'"%b"' % key.encode(), len(data)
+    while (end := data.rfind(quoted, 0, end)) >= 0:
+        found = _WORD.match(data, end + len(quoted))
+        if found is not None:
+            return found[1].decode()
+    return None
 
 
 def _object(data: bytes) -> dict[str, Any] | None:
