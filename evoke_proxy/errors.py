@@ -12,6 +12,7 @@
         MethodRefused             405 method_not_allowed     501 when the method is unknown
       CapacityError               503 capacity_exceeded      sends Retry-After
         SlotsBusy                 503 slots_busy             queue full, or waited too long
+        BodyMemoryFull            503 body_memory_full       other bodies take all memory
         Draining                  503 draining               stopping: answers end, none begin
         NoServer                  503 no_server              of several none takes requests now
       UpstreamError               502 upstream_error         something about llama-server
@@ -132,6 +133,19 @@ class SlotsBusy(CapacityError):
     """The queue for a slot is full, or the wait in it was too long."""
 
     code = "slots_busy"
+
+
+class BodyMemoryFull(CapacityError):
+    """The bodies of requests under way take all of the memory there is for them."""
+
+    code = "body_memory_full"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the bodies of other requests take the memory that limits.bodies_mib allows;"
+            " try again soon",
+            retry_after=2.0,
+        )
 
 
 class Draining(CapacityError):

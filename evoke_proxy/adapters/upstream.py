@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 import orjson
@@ -51,6 +51,9 @@ PIECE_BYTES = 256 * 1024
 ANSWER_BYTES = 256 * 1024 * 1024
 LATEST = "latest"
 _AUTHENTICATION = ("Authorization", "X-Api-Key")
+# What is sent: whole, in parts that are sent one after the other, or as it comes from a client.
+Parts: TypeAlias = tuple[bytes | memoryview, ...]
+Body: TypeAlias = bytes | Parts | AsyncIterable[bytes]
 # Seconds that `call` has waited in the current task, by name, where somebody wants to know.
 AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
 
@@ -238,7 +241,7 @@ class Upstream:
         method: str,
         target: str,
         headers: Mapping[str, str],
-        body: bytes | AsyncIterable[bytes] | None = None,
+        body: Body | None = None,
     ) -> AsyncIterator[Reply]:
         """Send a request, give its answer; leaving early closes the connection, which cancels it.
 
@@ -250,16 +253,18 @@ class Upstream:
         url = URL(self.url + target, encoded=True)
         sent = CIMultiDict(headers)
         streamed: _ClientBody | None = None
-        if isinstance(body, bytes):
-            sent["Content-Length"], body = str(len(body)), _pieces(body)
+        data: AsyncIterable[bytes | memoryview] | None = None
+        if isinstance(body, bytes | tuple):
+            parts = (body,) if isinstance(body, bytes) else body
+            sent["Content-Length"], data = str(sum(map(len, parts))), _pieces(parts)
         elif body is not None:
-            body = streamed = _ClientBody(body)
-        chunked = body is not None and "Content-Length" not in sent
+            data = streamed = _ClientBody(body)
+        chunked = data is not None and "Content-Length" not in sent
         check_head(method, target, sent, chunked)
         try:
             with _mapped(self.url):
                 response = await self._client.request(
-                    method, url, headers=sent, data=body, allow_redirects=False
+                    method, url, headers=sent, data=data, allow_redirects=False
                 )
         except UpstreamError as error:
             failure = streamed.failure if streamed is not None else None
@@ -293,14 +298,15 @@ class Upstream:
         name: str = "other",
         patient: bool = False,
     ) -> dict[str, Any]:
-        """One JSON call of our own; a body of bytes is sent as it is.
+        """One JSON call of our own; a body of bytes, or a tuple of them, is sent as it is.
 
         Carries the credentials of `client`, its headers, when none are configured. Raises
         UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s`, of a `patient`
         call after `long_call_timeout_s`, UpstreamProtocolError when it is not a JSON object.
         AWAITED counts its time under `name`.
         """
-        data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
+        as_is = body is None or isinstance(body, bytes | tuple)
+        data: Any = body if as_is else orjson.dumps(body)
         limit_s = self.config.long_call_timeout_s if patient else self.config.call_timeout_s
         with _mapped(self.url):
             async with asyncio.timeout(limit_s):
@@ -322,7 +328,7 @@ class Upstream:
         edges = orjson.dumps(known.edges if known is not None else ())
         # Spliced, not parsed: the server must see the same spelling that is forwarded later.
         asked = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (orjson.dumps(dialect), edges)
-        question = b"".join((asked, body, b"}"))
+        question = (asked, body, b"}")
         answer = await self.call("POST", "/evoke/render", question, client, "render")
         return Rendered.parse(answer, known)
 
@@ -355,10 +361,15 @@ class Upstream:
         return headers | {name: given[name] for name in _AUTHENTICATION if name in given}
 
 
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    """A body in parts: written in one go, a large one would hold up every other stream."""
-    for start in range(0, len(body), PIECE_BYTES):
-        yield body[start : start + PIECE_BYTES]
+async def _pieces(parts: Parts) -> AsyncIterator[bytes | memoryview]:
+    """A body in pieces: written in one go, a large one would hold up every other stream."""
+    if sum(map(len, parts)) <= PIECE_BYTES:
+        yield b"".join(parts)
+        return
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
 
 
 def _decoded(response: aiohttp.ClientResponse) -> CIMultiDict[str]:

@@ -83,6 +83,7 @@ class LimitsConfig:
     """What a client may ask of the proxy."""
 
     body_bytes: int = 64 * 1024 * 1024
+    bodies_mib: int = 1024
     header_bytes: int = MAX_LINE_BYTES
     headers: int = MAX_HEADERS
     connections: int = 512
@@ -292,6 +293,7 @@ def _check(config: Config) -> None:
     _one_of("log.format", config.log.format, LOG_FORMATS)
     _check_numbers(config)
     _check_heads(config.limits)
+    _check_bodies(config.limits)
     _check_budget(config.policy)
     _require(config.policy.pin_share <= 1, "policy.pin_share", "must be at most 1")
     _require(config.snapshots.stall_share <= 1, "snapshots.stall_share", "must be at most 1")
@@ -328,6 +330,13 @@ def _check_heads(limits: LimitsConfig) -> None:
     for key, most in (("header_bytes", MAX_LINE_BYTES), ("headers", MAX_HEADERS)):
         value = getattr(limits, key)
         _require(value <= most, f"limits.{key}", f"must be at most {most}, not {value}: {why}")
+
+
+def _check_bodies(limits: LimitsConfig) -> None:
+    """The largest body must fit into what one tenant may hold: see engine/intake/body_budget.py."""
+    least = -(-4 * limits.body_bytes // (1 << 20))
+    message = f"must be at least {least}, four times limits.body_bytes, so that one such body fits"
+    _require(limits.bodies_mib >= least, "limits.bodies_mib", message)
 
 
 def _check_budget(policy: PolicyConfig) -> None:

@@ -12,7 +12,7 @@ from evoke_proxy.config import Config, keys, value_at
 _SAFE = (
     *("log.", "policy.", "limits.sessions", "limits.queue", "limits.tenant_queue"),
     "limits.queue_timeout_s",
-    "limits.remembered_bodies_mib",
+    *("limits.bodies_mib", "limits.remembered_bodies_mib"),
     *("limits.keepalive_s", "limits.drain_timeout_s", "page."),
     *("limits.json_depth", "limits.json_keys", "limits.json_values", "limits.json_elements"),
     *("limits.json_number_chars", "limits.messages", "limits.grammar_bytes"),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.adapters.upstream import Body, Reply, Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.bounds import check_room
 from evoke_proxy.engine.operator.feed import Feed
@@ -29,7 +29,7 @@ class Way(Protocol):
         method: str,
         target: str,
         headers: Mapping[str, str],
-        body: bytes | AsyncIterable[bytes] | None = None,
+        body: Body | None = None,
     ) -> AbstractAsyncContextManager[Reply]: ...
 
 

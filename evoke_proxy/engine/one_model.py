@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import orjson
 
-from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.adapters.upstream import Body, Reply, Upstream
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.server_info import ServerInfo
 
@@ -41,7 +41,7 @@ class OneModel(Upstream):
         method: str,
         target: str,
         headers: Mapping[str, str],
-        body: bytes | AsyncIterable[bytes] | None = None,
+        body: Body | None = None,
     ) -> AsyncIterator[Reply]:
         """As of any llama-server; no model is loaded for it."""
         query = f"model={quote(self._model, safe='')}&autoload=false"

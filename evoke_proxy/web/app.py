@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from evoke_proxy.engine import Front
+from evoke_proxy.engine.intake.body_budget import BodyBudget
 from evoke_proxy.engine.intake.checking import BodyChecker
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded
-from evoke_proxy.web.bodies import CHECKER, measured, read_body
+from evoke_proxy.web.bodies import BODY_BUDGET, CHECKER, measured, read_body
 from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.coalescing import COALESCING, Coalescing
 from evoke_proxy.web.draining import TRAFFIC, Traffic
@@ -43,6 +44,7 @@ def create_app(engine: Front) -> web.Application:
     app[ACCESS] = Access(engine.config)
     app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
     app[CHECKER] = BodyChecker()
+    app[BODY_BUDGET] = BodyBudget(lambda: engine.config.limits.bodies_mib)
     app[TRAFFIC] = Traffic(lambda: engine.shared.draining)
     app[COALESCING] = Coalescing()
     app.add_routes(admin.routes(engine))
@@ -71,12 +73,11 @@ async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
     # With keys everything that tenants may send is read; without, where it sets parameters. The
     # structure of other bodies is measured while they are forwarded.
     checked = request.path in dialects.JSON_PATHS or request.path in dialects.FORM_PATHS
-    body: bytes | AsyncIterator[bytes] | None = None
     if request.method == "POST" and (checked or engine.config.security.keys_file):
-        body = await read_body(request, engine.config)
-    elif request.can_read_body:
-        body = measured(request, engine.config)
-    return await relay.passthrough(request, engine.upstream, body)
+        async with read_body(request, engine.config) as body:
+            return await relay.passthrough(request, engine.upstream, body)
+    streamed = measured(request, engine.config) if request.can_read_body else None
+    return await relay.passthrough(request, engine.upstream, streamed)
 
 
 def _translated(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:

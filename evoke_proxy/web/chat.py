@@ -6,6 +6,7 @@ from aiohttp import web
 
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.engine import Front
+from evoke_proxy.engine.intake.body_budget import COPIES
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
@@ -21,7 +22,13 @@ _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
 async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request with what the engine added, relay the answer as it comes."""
     FACTS.set({"decision": "refused"})
-    body = await read_body(request, engine.config)
+    async with read_body(request, engine.config, COPIES) as body:
+        return await _answer_chat(request, engine, dialect, body)
+
+
+async def _answer_chat(
+    request: web.Request, engine: Front, dialect: str, body: bytes
+) -> web.StreamResponse:
     headers = relay.request_headers(request, _REPLACED)
     client = request.app[ACCESS].client(request)
     ways: list[Forwarding] = []
@@ -30,7 +37,7 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
     async def send(way: Forwarding, upstream: Upstream) -> web.StreamResponse:
         ways.append(way)
         target = relay.raw_target(request)
-        async with upstream.open("POST", target, headers, way.body) as reply:
+        async with upstream.open("POST", target, headers, way.forwarded) as reply:
             way.answered = True
             if stream.response is not None:
                 await check(reply)
@@ -55,8 +62,8 @@ async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.
 
 async def answer_count(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the answer."""
-    read = await read_body(request, engine.config)
-    body = await engine.without_fields(dialect, read, request.app[ACCESS].client(request))
-    headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
-    async with engine.upstream.open("POST", target, headers, body) as reply:
-        return await relay.send(request, reply)
+    async with read_body(request, engine.config, COPIES) as read:
+        body = await engine.without_fields(dialect, read, request.app[ACCESS].client(request))
+        headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
+        async with engine.upstream.open("POST", target, headers, body) as reply:
+            return await relay.send(request, reply)

@@ -19,8 +19,10 @@ from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.engine import Engine, front
 from evoke_proxy.engine.fleet.servers import Servers
+from evoke_proxy.engine.intake.body_budget import BodyBudget
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
+from evoke_proxy.web.bodies import BODY_BUDGET
 from evoke_proxy.web.serve import make_runner, open_to_clients
 
 # What takes milliseconds has so long on a machine that does other things.
@@ -145,6 +147,7 @@ class RunningProxy:
     port: int
     engine: Engine
     loop: asyncio.AbstractEventLoop
+    bodies: BodyBudget
 
     @property
     def engines(self) -> list[Engine]:
@@ -234,7 +237,9 @@ async def _serve(
             await open_to_clients(runner, engine, ["127.0.0.1:0"])
             port = runner.addresses[0][1]
             own = cast(Engine, engine)
-            started.set_result(RunningProxy(port, own, asyncio.get_running_loop()))
+            started.set_result(
+                RunningProxy(port, own, asyncio.get_running_loop(), runner.app[BODY_BUDGET])
+            )
             await stop.wait()
         finally:
             await runner.cleanup()

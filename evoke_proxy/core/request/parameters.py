@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from evoke_proxy.core.request.large_json import HUGE_BYTES, Shortened
 from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
 from evoke_proxy.errors import RequestError
 
@@ -157,6 +158,8 @@ def _check_triggers(triggers: object) -> None:
 
 
 def _check_grammar(grammar: object, limits: BodyLimits) -> None:
+    if isinstance(grammar, Shortened):
+        _refuse(f"the grammar has more than {HUGE_BYTES} bytes; shorten it")
     if isinstance(grammar, str) and grammar:
         check_grammar(grammar.encode("utf-8", "surrogatepass"), limits)
 
@@ -178,6 +181,8 @@ def _check_arguments(body: Mapping[str, Any], limits: BodyLimits) -> None:
 def _check_json_text(text: object, limits: ShapeLimits) -> None:
     if not isinstance(text, str):
         return
+    if isinstance(text, Shortened):
+        _refuse(f"arguments of a tool call have more than {HUGE_BYTES} bytes; shorten them")
     # Most are short and flat: nothing can exceed a limit without so many characters.
     if text.count("{") + text.count("[") <= limits.depth and text.count(":") <= limits.keys:
         return

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from evoke_proxy.core.request.json_places import Place, Scanner, json_text
+from evoke_proxy.core.request.large_json import LARGE_BYTES, cut_long_strings
 
 _ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
 _VISIBLE = re.compile(r"[^ \t\n\r]")
@@ -41,7 +42,18 @@ def edit_top_level(
     members then need not read a long body.
     """
     if keys is not None and not message_remove and {*set, *remove}.isdisjoint(keys):
-        return _inserted(body, set)
+        return b"".join(inserted(body, set)) if set else body
+    if len(body) > LARGE_BYTES:
+        cut = cut_long_strings(body)
+        if cut.places:
+            return cut.restore(_edited(cut.rest, set, remove, message_remove))
+    return _edited(body, set, remove, message_remove)
+
+
+def _edited(
+    body: bytes, set: Mapping[str, bytes], remove: Collection[str], message_remove: Collection[str]
+) -> bytes:
+    """As `edit_top_level`, by reading all of the body."""
     text = json_text(body)
     edits: list[_Edit] = []
 
@@ -136,15 +148,15 @@ def _may_hold(text: str, keys: Collection[str]) -> bool:
     return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None
 
 
-def _inserted(body: bytes, set: Mapping[str, bytes]) -> bytes:
-    """A JSON object that has none of these members, with them."""
+def inserted(body: bytes, set: Mapping[str, bytes]) -> tuple[bytes | memoryview, ...]:
+    """A JSON object that has none of these members, with them, in parts without a copy of it."""
     if not set:
-        return body
+        return (body,)
     at = body.index(b"{") + 1
     first = _VISIBLE_BYTE.search(body, at)
     more = b"" if first is not None and first[0] == b"}" else b","
     added = b",".join(json.dumps(key).encode() + b":" + value for key, value in set.items())
-    return b"".join((body[:at], added, more, memoryview(body)[at:]))
+    return (body[:at], added, more, memoryview(body)[at:])
 
 
 def _unwanted(

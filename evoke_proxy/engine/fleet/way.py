@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TypeAlias
 
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.upstream import Reply, Upstream
+from evoke_proxy.adapters.upstream import Body, Reply, Upstream
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.errors import RequestError, UpstreamError, UpstreamUnavailable
 
@@ -37,7 +37,7 @@ class Ready(Upstream):
         method: str,
         target: str,
         headers: Mapping[str, str],
-        body: bytes | AsyncIterable[bytes] | None = None,
+        body: Body | None = None,
     ) -> AsyncIterator[Reply]:
         async with self._server.open(method, target, headers, body) as reply:
             if reply.status == _LOADING:
@@ -66,7 +66,7 @@ class AnyServer:
         method: str,
         target: str,
         headers: Mapping[str, str],
-        body: bytes | AsyncIterable[bytes] | None = None,
+        body: Body | None = None,
     ) -> AsyncIterator[Reply]:
         """To the server that a header names, else to one that takes requests: to the next when one
         does not even take the connection. Raises NoServer when none does, RequestError when what

@@ -24,6 +24,8 @@ from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 
 # Shorter ones are parsed in no time.
 _LEAST_BYTES = 16 * 1024
+# Larger ones are parsed in steps, each as a whole: to compare them takes the event loop too long.
+_MOST_BYTES = 8 * 1024 * 1024
 # Bodies with the same first bytes: so many of the latest are compared with a new one.
 _ALIKE_BYTES, _ALIKE = 256, 16
 _TRIES = 4
@@ -136,7 +138,7 @@ class Bodies:
 
     def read(self, body: bytes, tenant: str) -> Read | None:
         """A long body that goes on from one that is kept; None when it is to be parsed as any."""
-        if len(body) < self._least:
+        if not self._least <= len(body) <= _MOST_BYTES:
             return None
         kept, shared = self._nearest(body, tenant)
         if kept is None or 2 * shared < len(body) or not kept.lock.acquire(blocking=False):
@@ -151,7 +153,7 @@ class Bodies:
 
     def keep(self, read: Read, tenant: str) -> Kept | None:
         """Have later bodies compared with this one; None when it is too short for that."""
-        if len(read.body) < self._least:
+        if not self._least <= len(read.body) <= _MOST_BYTES:
             return None
         kept, before = Kept(read.body, read.parsed), read.before
         if before is not None:

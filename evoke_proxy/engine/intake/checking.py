@@ -6,8 +6,6 @@ import asyncio
 import re
 from collections.abc import Iterator
 
-import orjson
-
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
 from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
@@ -87,14 +85,10 @@ def check_body(
         raise RequestError("the request body has a NUL byte; JSON has none", "invalid_json")
     shape = shape or measure(body, limits.shape)
     try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        try:
-            parsed = parse_object(body)
-        except RequestError:
-            return
-    if isinstance(parsed, dict):
-        check_parameters(parsed, shape, limits)
+        parsed = parse_object(body)
+    except RequestError:
+        return
+    check_parameters(parsed, shape, limits)
 
 
 def body_limits(limits: LimitsConfig) -> BodyLimits:

@@ -8,6 +8,7 @@ from typing import Any
 from evoke_proxy.adapters.clock import uptime_s
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
+from evoke_proxy.core.request.large_json import HUGE_BYTES
 from evoke_proxy.core.request.normalise import (
     BILLING,
     DATES,
@@ -35,6 +36,8 @@ class Normaliser:
         """The bytes to go on with: those given unless something of them is to be another."""
         config = self.config
         if dialect == "completions" or not (config.billing or config.dates_h or config.tools):
+            return body
+        if len(body) > HUGE_BYTES:  # its strings may not be parsed whole
             return body
         try:
             parsed = parse_object(body)

@@ -9,22 +9,34 @@ from typing import Any
 import orjson
 
 from evoke_proxy.core.request.json_places import parsed_json
+from evoke_proxy.core.request.large_json import CutText, MarkFound, cut_long_strings
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A body as the object it is; RequestError when it is no JSON object in UTF-8."""
+    """A body as the object it is; RequestError when it is no JSON object in UTF-8.
+
+    Of strings over HUGE_BYTES of core/request/large_json.py only the two ends are given.
+    """
     try:
-        parsed = orjson.loads(body)
+        return _parse(cut_long_strings(body))
+    except MarkFound:
+        return _parse(CutText(body, body))
+
+
+def _parse(cut: CutText) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(cut.rest)
     except orjson.JSONDecodeError:
         # Stricter than what edits bytes: whatever only that understands (a byte order mark, half an
         # escaped surrogate pair) is to be read as it would be edited.
-        edit_top_level(body, {}, ())
-        parsed = parsed_json(body)
+        edit_top_level(cut.rest, {}, ())
+        parsed = parsed_json(cut.rest)
     if not isinstance(parsed, dict):
         raise RequestError("the request body is not a JSON object", "invalid_json")
-    return parsed
+    filled: dict[str, Any] = cut.fill(parsed)
+    return filled
 
 
 # Under it stands the tenant of a key of ours; no header of a request can be called so.

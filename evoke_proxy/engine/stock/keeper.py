@@ -16,7 +16,6 @@ from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
 from evoke_proxy.core.request.ahead import unkept
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
@@ -193,7 +192,7 @@ class Keeper:
         await self._places.prepare(way, seat, known, client)
         if seat.slot is not None and request.dialect != "messages":  # there it cannot be said
             place = {"id_slot": orjson.dumps(seat.slot)}
-            way.body = edit_top_level(way.body, place, (), keys=request.keys)
+            await way.put(place, request.keys)
 
     async def _guest(self, way: Forwarding, request: ChatRequest, tenant: str, reason: str) -> None:
         """Nothing of it is kept."""

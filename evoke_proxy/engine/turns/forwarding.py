@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.upstream import Parts, Upstream
 from evoke_proxy.core.attention.probe import Probed
 from evoke_proxy.core.conversation.identity import Hint
 from evoke_proxy.core.conversation.plan import Plan
@@ -18,9 +18,11 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.reply.books import Books, forecast
 from evoke_proxy.core.reply.outcome import outcome
 from evoke_proxy.core.reply.sse import Observer
+from evoke_proxy.core.request.splice import edit_top_level, inserted
 from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.engine.conversations import Arrival, Conversation
 from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.intake.large import is_large, read_apart
 from evoke_proxy.engine.stock.seat import Seat
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.engine.turns.waiting import Patience, SlotLease
@@ -30,8 +32,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Forwarding:
-    """`body` is what to forward, `headers` go into the answer, `outcome` into its `usage.evoke`,
-    `observe` wants its bytes.
+    """`body` is what to forward, with `members` at its front; `headers` go into the answer,
+    `outcome` into its `usage.evoke`, `observe` wants its bytes.
 
     `exit_stack` owns the slot leases and the use of the conversation; it is closed when the request
     is over, before anything is reported of it. `arrival` is what it changes of its conversation's
@@ -53,6 +55,7 @@ class Forwarding:
 
     body: bytes
     began: float
+    members: Mapping[str, bytes] = field(default_factory=dict)
     patience: Patience | None = None
     keepalive_s: float = 5.0
     hint: Hint | None = None
@@ -86,6 +89,25 @@ class Forwarding:
     kept: Kept | None = None
     known: Rendered | None = None
     parsed: tuple[object, Books | None] = (None, None)
+
+    @property
+    def forwarded(self) -> bytes | Parts:
+        """The body as llama-server gets it."""
+        return inserted(self.body, self.members) if self.members else self.body
+
+    async def put(
+        self, members: Mapping[str, bytes], keys: Collection[str], body: bytes | None = None
+    ) -> None:
+        """Put members into the top level of what is forwarded: the body, or another one given.
+
+        `keys` are those of the body. A large body is not copied, or is edited in a thread.
+        """
+        body = self.body if body is None else body
+        if is_large(body) and members.keys().isdisjoint(keys):
+            self.body, self.members = body, members
+        else:
+            edited = await read_apart(body, _with_members, body, members, keys)
+            self.body, self.members = edited, {}
 
     @property
     def lease(self) -> SlotLease | None:
@@ -167,6 +189,10 @@ class Forwarding:
             said |= {f"{name}_ms": _ms(wait) for name, wait in self.waits.items()}
         said["first_byte_ms"] = round(first * 1000) if first is not None else None
         return said
+
+
+def _with_members(body: bytes, members: Mapping[str, bytes], keys: Collection[str]) -> bytes:
+    return edit_top_level(body, members, (), keys=keys)
 
 
 # Forwards one to a llama-server, and says what it makes of the answer; raises UpstreamError only

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -22,7 +22,6 @@ from evoke_proxy.core.prompt.blocks import Block
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
 from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.kept.records import Records
@@ -169,7 +168,7 @@ class Planner:
         config = effective(known.session.config, request)
         stream = _unplanned(config)
         epoch = await run_plan(self._upstream, Plan(stream=stream), view, known.owner, client)
-        way.body = _marked(way.body, request.keys, view.id, epoch)
+        await way.put(_marker(view.id, epoch), request.keys)
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
 
@@ -235,9 +234,8 @@ class Planner:
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
         way.conversation.spoken = self._records.spoken(request.dialect, body)
-        body = _marked(body, request.keys, view.id, epoch)
+        await way.put(_marker(view.id, epoch), request.keys, body)
         self._note(way, turn, plan, epoch, () if recalled is None else recalled.blocks)
-        way.body = body
 
     async def _with_text(
         self, way: Forwarding, turn: Turn, plan: Plan, client: Mapping[str, str]
@@ -340,10 +338,9 @@ def _unplanned(config: PolicyConfig) -> Stream:
     return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
 
 
-def _marked(body: bytes, keys: Collection[str], slot: int, epoch: int) -> bytes:
-    marker = {
+def _marker(slot: int, epoch: int) -> dict[str, bytes]:
+    return {
         "id_slot": orjson.dumps(slot),
         "cache_prompt": b"true",
         "evoke": orjson.dumps({"epoch": epoch}),
     }
-    return edit_top_level(body, marker, (), keys=keys)

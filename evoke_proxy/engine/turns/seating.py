@@ -12,7 +12,6 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.slots import taken_by
 from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.block_calls import drop_copies, is_processing, run_plan
@@ -75,7 +74,7 @@ class Seating:
         if way.lease is not None and not way.is_batch:
             first = self.wanted(way) or 0 if request.n > 1 else way.lease.slot
             place = {"id_slot": orjson.dumps(first)}
-            way.body = edit_top_level(way.body, place, (), keys=request.keys)
+            await way.put(place, request.keys)
 
     async def queue(self, way: Forwarding, request: ChatRequest, tenant: str) -> None:
         """Slots for a request without a conversation where llama-server is to choose which.
