@@ -127,12 +127,22 @@ void server_blocks_history::decoded(llama_pos end, bool opaque) {
         return;
     }
     const uint64_t decode = next_decode();
-    rows.push_back({ begin, end, decode, opaque ? unknown(decode) : visible_at(begin) });
+    auto visibility = opaque ? unknown(decode) : visible_at(begin);
+    if (has_state && state_partial <= begin && !server_blocks_is_partial(visibility)) {
+        visibility = partial(mixed(visibility, (uint32_t) state_partial)); // whole rows were loaded, the state is what it was
+    }
+    if (server_blocks_is_partial(visibility)) {
+        state_partial = std::min(state_partial, begin);
+    }
+    rows.push_back({ begin, end, decode, visibility });
     open = true;
 }
 
 void server_blocks_history::removed(llama_pos p0, llama_pos p1) {
     open = false;
+    if (p0 <= state_partial && p1 == std::numeric_limits<llama_pos>::max()) {
+        state_partial = p1; // all of it is taken back
+    }
     const auto first = std::lower_bound(rows.begin(), rows.end(), p0, [](const auto & r, llama_pos p) { return r.p1 <= p; });
     auto last = first;
     server_blocks_row_list left;
@@ -184,6 +194,7 @@ void server_blocks_history::add_missing(const llama_kv_ranges & resident, bool m
             decode = decode == 0 ? next_decode() : decode;
             const bool gapless = !moved && p0 == (all.empty() ? 0 : all.back().p1);
             append(all, { p0, p1, decode, gapless ? unknown(decode) : partial(decode) });
+            state_partial = gapless ? state_partial : std::min(state_partial, p0);
         }
     };
     for (const auto & [p0, p1] : resident) {
@@ -211,6 +222,7 @@ void server_blocks_history::add_missing(const llama_kv_ranges & resident, bool m
 void server_blocks_history::clear() {
     rows.clear();
     open = false;
+    state_partial = std::numeric_limits<llama_pos>::max();
 }
 
 llama_pos server_blocks_history::clean_end() const {
@@ -221,7 +233,7 @@ llama_pos server_blocks_history::clean_end() const {
         }
         end = r.p1;
     }
-    return end;
+    return has_state ? std::min(end, state_partial) : end;
 }
 
 server_blocks_row_list server_blocks_history::of(llama_pos p0, llama_pos p1) const {

@@ -6,6 +6,7 @@
 #include "llama-kv-block.h"
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 // Visibility of a row: what was resident before it when it was decoded.
@@ -37,6 +38,11 @@ server_blocks_visibility server_blocks_visibility_of(const server_blocks_row_lis
 // The rows of one slot. All calls come from the main loop.
 class server_blocks_history {
 public:
+    server_blocks_history() = default;
+
+    // `has_state`: the memory has a recurrent state or a window beside these rows, which a load does not replace
+    explicit server_blocks_history(bool has_state) : has_state(has_state) {}
+
     // rows up to `end` were decoded behind those that are there; `opaque`: nobody can tell with what adapter
     void decoded(llama_pos end, bool opaque);
 
@@ -57,7 +63,7 @@ public:
     // end of the last row
     llama_pos end() const { return rows.empty() ? 0 : rows.back().p1; }
 
-    // end of the beginning that has no missing and no partial row
+    // end of the beginning that has no missing and no partial row, and that the state beside the rows saw whole
     llama_pos clean_end() const;
 
     // those of [p0, p1)
@@ -66,6 +72,8 @@ public:
 private:
     server_blocks_row_list rows;
     bool open = false; // the next decode goes on with the last entry
+    bool has_state = false;
+    llama_pos state_partial = std::numeric_limits<llama_pos>::max(); // from here on the state was made behind missing rows
 
     void add_missing(const llama_kv_ranges & resident, bool moved);
     server_blocks_visibility visible_at(llama_pos pos) const;

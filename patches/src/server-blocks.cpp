@@ -159,6 +159,7 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
     next_epoch = std::max(next_epoch, ggml_time_us() & ((int64_t(1) << 52) - 1));
     state.assign(n_slots, {});
     for (int id = 0; id < n_slots; ++id) {
+        state[id].history = server_blocks_history(kind.windowed || kind.recurrent);
         bump(id);
     }
 }

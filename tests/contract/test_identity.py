@@ -191,6 +191,27 @@ def test_rows_made_from_rows_behind_a_hole_are_not_whole_either() -> None:
         assert server.slot()["n_reusable"] == HOLE[1] + 8
 
 
+def test_whole_rows_that_are_loaded_do_not_make_a_window_whole() -> None:
+    """The layers with a window keep rows of their own, which were decoded behind the hole."""
+    usual = ("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on", "--evoke-ram", "16")
+    with running(True, *usual, model=ensure(SHAPES["tiny-gemma"])) as server:
+        tokens = text(server)
+        last = len(tokens) - 1
+        decode_whole(server, tokens, slot=1)
+        server.act("block-save", 1, name="all", p0=HOLE[0], p1=last)
+        decode_with_a_hole(server, tokens)
+        server.act("block-evict", p0=HOLE[0], p1=last)
+        server.act("block-load", names=["all"])
+        server.complete(tokens, n_predict=1)
+        found = server.slot()
+        assert found["resident"] == [[0, len(tokens)]]
+        assert found["n_reusable"] <= HOLE[1] + 8  # where the rows behind the hole begin
+        assert not server.act("block-save", name="last", p0=last, p1=last + 1)["whole"]
+        decode_whole(server, tokens)
+        assert server.slot()["n_reusable"] == len(tokens)
+        assert server.act("block-save", name="last", p0=last, p1=last + 1)["whole"]
+
+
 def test_a_request_without_the_marker_does_not_go_on_from_rows_made_behind_a_hole() -> None:
     with serving() as server:
         tokens = text(server)
