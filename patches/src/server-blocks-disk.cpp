@@ -156,6 +156,12 @@ void server_blocks_disk::forget(const std::string & file) {
     }
 }
 
+// Deletes a file. Under the lock of the table: otherwise a scan that goes on meanwhile would list it again.
+void server_blocks_disk::erase(const std::string & file) {
+    forget(file);
+    unlink(path(file).c_str());
+}
+
 void server_blocks_disk::lose(const std::string & file) {
     const std::lock_guard<std::mutex> lock(mail);
     lost.push_back(file);
@@ -215,8 +221,8 @@ void server_blocks_disk::scan() {
         closedir(dir);
     }
     for (const auto & file : names) {
-        if (is_ours(file, ".tmp") && !server_blocks_file_locked(path(file))) {
-            unlink(path(file).c_str()); // whoever wrote it has died
+        if (is_ours(file, ".tmp")) {
+            server_blocks_file_remove_abandoned(path(file));
         } else if (is_ours(file, ".kvb") || is_ours(file, ".bad")) {
             seen.insert(file);
             if (!known.count(file)) {
@@ -276,6 +282,9 @@ void server_blocks_disk::look_at(const std::string & file) {
         }
     }
     const std::lock_guard<std::mutex> lock(table);
+    if (files.count(file) || access(path(file).c_str(), F_OK) != 0) {
+        return; // another thread has listed it meanwhile, or deleted it: both are done under this lock
+    }
     n_older += e.why == OLDER ? 1 : 0;
     if (head.model == model && e.why.empty() && e.used > 0) {
         e.names.clear();
@@ -458,14 +467,12 @@ void server_blocks_disk::work() {
             const std::lock_guard<std::mutex> lock(table);
             const auto it = files.find(item.file);
             if (item.touched == 0) {
-                forget(item.file);
+                erase(item.file);
             } else if (it != files.end()) {
                 used = it->second.used = std::max(it->second.used, item.touched);
             }
         }
-        if (item.touched == 0) {
-            unlink(path(item.file).c_str());
-        } else if (used > 0) {
+        if (used > 0) {
             const timespec modified = { time_t(used/1000000000), long(used%1000000000) };
             const timespec times[2] = { modified, modified };
             utimensat(AT_FDCWD, path(item.file).c_str(), times, AT_SYMLINK_NOFOLLOW);
@@ -549,7 +556,7 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
             lock.lock();
             const bool again = attempt == 0 && (e.kind == server_blocks_file_error::GONE
                 ? mkdir(folder.c_str(), 0700) == 0 // somebody removed the folder
-                : e.kind == server_blocks_file_error::FULL && !others_fill && free_up(want, lock));
+                : e.kind == server_blocks_file_error::FULL && !others_fill && free_up(want));
             others_fill = others_fill || (attempt > 0 && e.kind == server_blocks_file_error::FULL);
             if (!again) {
                 throw;
@@ -566,10 +573,10 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
 }
 
 // as many bytes of old files go, as the disk is full; false if there are not so many that may
-bool server_blocks_disk::free_up(const wanted & want, std::unique_lock<std::mutex> & lock) {
+bool server_blocks_disk::free_up(const wanted & want) {
     const size_t before = n_used;
     while (n_used + want.bytes > before) {
-        if (!delete_one(want, lock)) {
+        if (!delete_one(want)) {
             return false;
         }
     }
@@ -586,16 +593,13 @@ void server_blocks_disk::make_room(const wanted & want, std::unique_lock<std::mu
     apply_touches();
     const auto it = files.find(want.file);
     const size_t own = it == files.end() ? 0 : it->second.bytes; // will be replaced, but is there until then
-    while (n_used + want.bytes > n_cap && delete_one(want, lock)) {
+    while (n_used + want.bytes > n_cap && delete_one(want)) {
     }
     if (n_used - (want.copied ? 0 : own) + want.bytes > n_cap) {
         throw std::runtime_error("the tenant's share of --evoke-disk holds no such block beside those of others");
     }
     if (n_used + want.bytes > n_cap && own > 0) {
-        forget(want.file);
-        lock.unlock();
-        unlink(path(want.file).c_str());
-        lock.lock();
+        erase(want.file);
     }
 }
 
@@ -627,21 +631,16 @@ std::map<std::string, server_blocks_disk::entry>::iterator server_blocks_disk::n
     return res;
 }
 
-bool server_blocks_disk::delete_one(const wanted & want, std::unique_lock<std::mutex> & lock) {
+bool server_blocks_disk::delete_one(const wanted & want) {
     const auto next = next_to_delete(want);
     if (next == files.end()) {
         return false;
     }
     const std::string file = next->first;
-    forget(file);
+    erase(file);
     lose(file);
-    {
-        const std::lock_guard<std::mutex> post(mail);
-        n_deleted++;
-    }
-    lock.unlock();
-    unlink(path(file).c_str());
-    lock.lock();
+    const std::lock_guard<std::mutex> post(mail);
+    n_deleted++;
     return true;
 }
 

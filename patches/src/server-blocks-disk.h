@@ -136,11 +136,12 @@ private:
     };
 
     void make_room(const wanted & want, std::unique_lock<std::mutex> & lock);
-    bool free_up(const wanted & want, std::unique_lock<std::mutex> & lock);
-    bool delete_one(const wanted & want, std::unique_lock<std::mutex> & lock);
+    bool free_up(const wanted & want);
+    bool delete_one(const wanted & want);
     std::map<std::string, entry>::iterator next_to_delete(const wanted & want);
     void add(const std::string & file, entry e);
     void forget(const std::string & file);
+    void erase(const std::string & file);
     void look_at(const std::string & file);
     void put_aside(const std::string & file);
 

@@ -387,7 +387,7 @@ size_t server_blocks_file_size(const server_blocks_head & head) {
 
 // the flag is refused there
 uint64_t server_blocks_model_id(const common_params &) { return 0; }
-bool server_blocks_file_locked(const std::string &) { return true; }
+void server_blocks_file_remove_abandoned(const std::string &) {}
 server_blocks_head server_blocks_file_peek(const std::string &) { damaged("not on this system"); }
 server_blocks_head server_blocks_file_read(const std::string &, const server_blocks_head &, uint8_t *) { damaged("not on this system"); }
 void server_blocks_file_write(const std::string &, const server_blocks_head &, const uint8_t *) { damaged("not on this system"); }
@@ -434,6 +434,21 @@ uint64_t server_blocks_model_id(const common_params & params) {
 
 namespace {
 
+// A new temporary file for `path`, locked. Whoever looks for abandoned files may delete it before it is locked: then
+// it has no name any more, and another one is made.
+std::unique_ptr<descriptor> locked_file(const std::string & path, std::string & temp) {
+    for (int attempt = 0; ; ++attempt) {
+        temp = path + "." + std::to_string(getpid()) + "-" + std::to_string(ggml_time_us()) + "-" + std::to_string(attempt) + ".tmp";
+        auto file = std::make_unique<descriptor>(temp, O_WRONLY | O_CREAT | O_EXCL);
+        while (flock(file->fd, LOCK_EX) != 0 && errno == EINTR) {
+        }
+        struct stat st;
+        if (attempt == 100 || (fstat(file->fd, &st) == 0 && st.st_nlink > 0)) {
+            return file;
+        }
+    }
+}
+
 // the rows of the file of a block behind another head
 void copy_rows(int from, size_t offset, int to, size_t n) {
     std::vector<uint8_t> part(std::min(n, size_t(1) << 20));
@@ -450,7 +465,6 @@ void copy_rows(int from, size_t offset, int to, size_t n) {
 
 void server_blocks_file_write(const std::string & folder, const server_blocks_head & head, const uint8_t * data) {
     const std::string path = folder + "/" + server_blocks_file_name(head);
-    const std::string temp = path + "." + std::to_string(getpid()) + "-" + std::to_string(ggml_time_us()) + ".tmp";
     fixed_head before {};
     std::unique_ptr<descriptor> rows; // where there are no data
     if (!data) {
@@ -461,12 +475,12 @@ void server_blocks_file_write(const std::string & folder, const server_blocks_he
         }
     }
     const auto bytes = packed(head, data ? server_blocks_checksum(data, head.kv.size) : before.sum_data);
+    std::string temp;
+    const auto file = locked_file(path, temp);
     try {
-        const descriptor file(temp, O_WRONLY | O_CREAT | O_TRUNC);
-        flock(file.fd, LOCK_EX | LOCK_NB);
-        write_all(file.fd, bytes.data(), bytes.size());
-        data ? write_all(file.fd, data, head.kv.size) : copy_rows(rows->fd, before.n_head, file.fd, head.kv.size);
-        if (fsync(file.fd) != 0) {
+        write_all(file->fd, bytes.data(), bytes.size());
+        data ? write_all(file->fd, data, head.kv.size) : copy_rows(rows->fd, before.n_head, file->fd, head.kv.size);
+        if (fsync(file->fd) != 0) {
             failed("fsync");
         }
         if (rename(temp.c_str(), path.c_str()) != 0) {
@@ -503,13 +517,19 @@ server_blocks_head server_blocks_file_read(const std::string & path, const serve
     return found;
 }
 
-bool server_blocks_file_locked(const std::string & path) {
+// The file is deleted while its lock is held: a writer that opened it before waits for the lock, then finds it deleted.
+void server_blocks_file_remove_abandoned(const std::string & path) {
     const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    const bool free = fd < 0 || flock(fd, LOCK_EX | LOCK_NB) == 0;
-    if (fd >= 0) {
-        close(fd);
+    if (fd < 0) {
+        if (errno == ELOOP || errno == EACCES) { // nothing that a writer of ours has made
+            unlink(path.c_str());
+        }
+        return;
     }
-    return !free;
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) {
+        unlink(path.c_str());
+    }
+    close(fd);
 }
 
 #endif

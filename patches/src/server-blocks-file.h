@@ -83,5 +83,5 @@ server_blocks_head server_blocks_file_peek(const std::string & path);
 // the rows into `data` (head.kv.size bytes), and the places they had; the file must be of the block that `head` says
 server_blocks_head server_blocks_file_read(const std::string & path, const server_blocks_head & head, uint8_t * data);
 
-// true if somebody is still writing it
-bool server_blocks_file_locked(const std::string & path);
+// deletes a temporary file unless somebody is still writing it
+void server_blocks_file_remove_abandoned(const std::string & path);

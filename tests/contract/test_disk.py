@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -321,6 +322,35 @@ def test_a_server_killed_while_it_writes_leaves_only_whole_files(tmp_path: Path)
         written = len(files(folder))
         assert written > 8 and held
     assert not files(folder, "bad")
+
+
+def test_writes_and_removals_are_not_disturbed_by_calls_that_scan_the_folder(
+    tmp_path: Path,
+) -> None:
+    """Every block call scans a folder that has changed; this must neither delete a file that is
+    being written nor list a copy again that has just been dropped."""
+    with running(True, *options(tmp_path / "d")) as server, ExitStack() as stack:
+        server.complete(server.tokens(story(900))[:500], n_predict=1)
+        saves = [{"op": "save", "name": str(p), "p0": p, "p1": p + 8} for p in range(0, 480, 8)]
+        stopped = threading.Event()
+
+        def scan() -> None:
+            while not stopped.is_set():
+                server.ask("POST", "/slots/0?action=block-drop", {"names": ["nobody"]})
+
+        threads = [threading.Thread(target=scan) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(stopped.set)
+        until = time.monotonic() + 15
+        while time.monotonic() < until:
+            server.act("block-plan", ops=saves)
+            assert spill(server)["n_spilled"] == len(saves)
+            server.act("block-drop", all=True)
+            assert wait_until(lambda: disk(server)["n_files"] == 0)
+            assert not blocks(server) and not files(tmp_path / "d")
+        assert disk(server)["n_failed"] == 0
 
 
 def test_the_cap_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:
