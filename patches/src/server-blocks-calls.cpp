@@ -669,11 +669,14 @@ bool server_blocks::may_fit(const plan_state & plan) {
     for (const auto & key : plan.fresh) {
         sizes.push_back((std::get<3>(key) - std::get<2>(key))*row_size);
     }
+    if (sizes.empty()) {
+        return true;
+    }
     std::set<const uint8_t *> freeable;
     for (const auto * share : must_give(plan.tenant, plan.bytes)) {
         for (const auto & [used, key] : share->lru[1]) {
             const auto & block = store.at(key);
-            if (!sizes.empty() && !block.writing && !block.reading && !plan.keep.count(key)) {
+            if (!block.writing && !block.reading && !plan.keep.count(key)) {
                 freeable.insert(block.kv.data);
             }
         }
@@ -744,7 +747,7 @@ json server_blocks::op_save(const json & op, const json & label, plan_state & pl
         plan.refer(name, key);
         plan.keep.insert(key);
         if (will_copy(key, plan.slot.id) && plan.fresh.insert(key).second) {
-            plan.bytes += cost(p1 - p0, plan.slot.id);
+            plan.bytes += cost(plan.slot.id, p0, p1);
         }
         return {};
     }

@@ -25,11 +25,12 @@ size_t server_blocks::rows_cost(const llama_kv_block & kv) const {
     return (kv.p1 - kv.p0)*(row_size + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t));
 }
 
-// all that a new block of n tokens takes
-size_t server_blocks::cost(size_t n_tokens, int id) const {
+// all that a new copy of [p0, p1) of a slot takes
+size_t server_blocks::cost(int id, llama_pos p0, llama_pos p1) const {
     llama_kv_block kv;
-    kv.p1 = (llama_pos) n_tokens;
-    return rows_cost(kv) + key_bounds_size(id) + META;
+    kv.p0 = p0;
+    kv.p1 = p1;
+    return rows_cost(kv) + key_bounds_size(id) + META + state[id].history.of(p0, p1).size()*sizeof(server_blocks_rows);
 }
 
 // where the rows of [p0, p1) of a slot are kept, with what they were made from
@@ -228,7 +229,7 @@ bool server_blocks::make_space(const std::string & tenant, size_t bytes, const s
     // the tenant can have what is free, what it has and does not need now, and what others have beyond what it would have
     const auto   own    = shares.find(tenant);
     const size_t before = own == shares.end() ? 0 : own->second.bytes[0] + own->second.bytes[1];
-    size_t possible = ram_budget - std::min(ram_budget, ram_used) + before - std::min(before, fixed);
+    size_t possible = ram_left() + before - std::min(before, fixed);
     for (const auto * share : must_give(tenant, bytes)) {
         const size_t has = share->bytes[0] + share->bytes[1];
         possible += has > before + bytes ? has - before - bytes : 0;
@@ -297,7 +298,7 @@ bool server_blocks::put(const saver & by, int id, const llama_tokens & tokens, c
     }
     saved block;
     block.rows = state[id].history.of(p0, p1);
-    const size_t bytes = cost(p1 - p0, id) + block.rows.size()*sizeof(server_blocks_rows);
+    const size_t bytes = cost(id, p0, p1);
     uint8_t * data = make_space(by.tenant, bytes, keep) ? take(by.tenant, (p1 - p0)*row_size, keep) : nullptr;
     if (!data || !llama_kv_block_save(ctx, id, p0, p1, data, block.kv)) {
         if (data) {

@@ -55,12 +55,14 @@ server_blocks::~server_blocks() {
 
 // no copy that was made so far is of any use: another model has been loaded. Files stay, for servers of that one
 void server_blocks::forget_all() {
+    disk.close(); // ends every write, so that none makes a copy be on disk again below
     while (!store.empty()) {
-        store.begin()->second.on_disk = false;
-        erase(store.begin());
+        const auto first = store.begin();
+        settle_write(first);
+        first->second.on_disk = false;
+        erase(first);
     }
     files.clear();
-    disk.close();
 }
 
 server_blocks_head server_blocks::head_of(const key_t & key, const saved & block) const {
@@ -259,7 +261,7 @@ void server_blocks::take_found() {
         if (it == store.end()) {
             saved block;
             block.rows = head.rows;
-            const size_t room   = std::min(ram_budget - ram_used, ram_budget/INDEX_SHARE - std::min(index_used, ram_budget/INDEX_SHARE));
+            const size_t room   = std::min(ram_left(), ram_budget/INDEX_SHARE - std::min(index_used, ram_budget/INDEX_SHARE));
             const bool   bounds = bounds_fit(head.bounds) && block.index_bytes() + head.bounds.size() <= room;
             if (names.empty() || block.index_bytes() > room) {
                 continue;
@@ -317,18 +319,18 @@ void server_blocks::write(block_it it, bool insist) {
 
 // the oldest are written before their memory is asked for
 void server_blocks::write_ahead() {
-    size_t spare = ram_budget - ram_used;
-    if (!disk.is_open() || spare >= ram_budget/AHEAD_SHARE) {
+    size_t safe = ram_left(); // free, or on disk too
+    if (!disk.is_open() || safe >= ram_budget/AHEAD_SHARE) {
         return;
     }
     for (const auto * share : largest_first(true)) {
         for (const auto & [used, key] : share->lru[1]) {
-            if (spare >= ram_budget/AHEAD_SHARE) {
+            if (safe >= ram_budget/AHEAD_SHARE) {
                 return;
             }
             const auto it = store.find(key);
             write(it);
-            spare += it->second.on_disk || it->second.writing ? it->second.bytes : 0;
+            safe += it->second.on_disk || it->second.writing ? it->second.bytes : 0;
         }
     }
 }

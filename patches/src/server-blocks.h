@@ -14,6 +14,7 @@
 #include "server-blocks-modes.h"
 #include "server-task.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -403,7 +404,8 @@ private:
     std::vector<tenant_share *> largest_first(bool in_ram);
     std::vector<tenant_share *> must_give(const std::string & tenant, size_t bytes);
     bool     matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const;
-    size_t   cost(size_t n_tokens, int id) const;
+    size_t   cost(int id, llama_pos p0, llama_pos p1) const;
+    size_t   ram_left() const { return ram_budget - std::min(ram_budget, ram_used); } // of host memory
     size_t   rows_cost(const llama_kv_block & kv) const;
 
     // server-blocks-tiers.cpp: what is where, host memory or disk

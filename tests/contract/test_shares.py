@@ -71,6 +71,21 @@ def test_a_plan_that_needs_more_than_a_share_is_refused_and_drops_nothing() -> N
         assert len(blocks(server, "other")) == fits // 3
 
 
+def test_a_plan_of_many_small_copies_stays_within_the_budget() -> None:
+    """What is known of a copy counts too, and for copies of one token it is a lot."""
+    with running(True, "-c", "1024", "-np", "1", "-fa", "on", "--evoke-ram", "1") as server:
+        server.complete(server.tokens(story(900))[:600], n_predict=1)
+        statuses = []
+        for count in range(380, 420):
+            ops = [{"op": "save", "name": str(p), "p0": p, "p1": p + 1} for p in range(count)]
+            body = {"epoch": server.epoch(), "ops": ops}
+            statuses.append(server.ask("POST", "/slots/0?action=block-plan", body)[0])
+            ram = server.slot()["ram"]
+            assert ram["used"] <= ram["budget"]
+            server.act("block-drop", all=True)
+        assert set(statuses) == {200, 413}  # the last one that fits was among them
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_files_go_from_the_tenant_that_has_most(restarted: bool, tmp_path: Path) -> None:
     folder = tmp_path / "d"
