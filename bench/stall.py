@@ -164,6 +164,14 @@ def _large_body(stage: Stage) -> None:
         stage.chat({"messages": [{"role": "user", "content": content}]})
 
 
+def _large_messages(stage: Stage) -> None:
+    """A chat of nearly 64 MiB in 4,000 messages, with a member that the proxy sets, too."""
+    one = b'{"role":"user","content":"%s"}' % (b"a" * stage.size(63 * _MIB // 4000))
+    body = b'{"id_slot":0,"evoke":false,"messages":[%s]}' % b",".join([one] * 4000)
+    while stage.again():
+        stage.chat(body)
+
+
 def _large_relayed(stage: Stage) -> None:
     """A body of nearly 64 MiB for a path that the proxy does not read."""
     while stage.again():
@@ -266,6 +274,7 @@ ARMS: Mapping[str, Callable[[Stage], None]] = {
     "32K tokens, 400 messages": _conversation(32768, 400),
     "128K tokens, 1600 messages": _conversation(131072, 1600),
     "chat of 64 MiB": _large_body,
+    "4000 messages, 64 MiB": _large_messages,
     "relayed 64 MiB": _large_relayed,
     "a million messages": _many_messages,
     "white space": _white_space,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
@@ -15,6 +16,7 @@ from evoke_proxy.core.request import large_json
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.engine.intake.checking import body_limits, check_body
 from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
 
 MIB = 1 << 20
@@ -92,6 +94,23 @@ def test_a_mark_that_a_client_has_written_is_text() -> None:
     assert parse_object(body) == orjson.loads(body)
     escaped = body.replace(mark.encode(), f"\\u0065{mark[1:]}".encode())
     assert parse_object(escaped) == orjson.loads(escaped)
+
+
+def test_a_large_body_is_not_copied_when_members_are_put_into_it() -> None:
+    body = b'{"messages":[{"role":"user","content":"' + b"a" * (2 * MIB) + b'"}]}'
+    way = Forwarding(body, 0.0)
+    asyncio.run(way.put({"id_slot": b"3"}, {"messages"}))
+    assert any(isinstance(part, memoryview) and part.obj is body for part in way.forwarded)
+    expected = edit_top_level(body, {"id_slot": b"3"}, ())
+    assert b"".join(map(bytes, way.forwarded)) == expected
+    asyncio.run(way.put({"id_slot": b"4"}, {"messages", "id_slot"}))
+    assert way.forwarded == edit_top_level(body, {"id_slot": b"4"}, ())
+
+
+def test_many_strings_are_cut_out_of_a_large_text() -> None:
+    body = b'{"a":[%s]}' % b",".join([b'"%s"' % (b"a" * 16_000)] * 4000)
+    assert len(large_json.cut_long_strings(body).rest) < large_json.LARGE_BYTES
+    assert parse_object(body) == orjson.loads(body)
 
 
 @pytest.mark.parametrize("unit", ["a", "中", "\\u4e2d", "\\n", "\\\\"])

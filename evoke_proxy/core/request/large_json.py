@@ -21,7 +21,7 @@ from evoke_proxy.errors import RequestError
 # A text of more bytes takes a parser milliseconds.
 LARGE_BYTES = 1024 * 1024
 # Strings of more bytes are cut out.
-_LONG_BYTES = 16 * 1024
+_LONG_BYTES = 1024
 # Of a string of more bytes only the two ends, of half as much each, are given: making one string of
 # it takes too long in one step, and no model has a context of that length.
 HUGE_BYTES = 8 * 1024 * 1024
