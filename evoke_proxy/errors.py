@@ -230,7 +230,8 @@ class PlanRefused(EvokeError):
     """llama-server refused block calls; nothing was changed.
 
     `type` is its error type (`stale_epoch`, `unknown_block`, ...), `name` the label it names, `op`
-    the index of the failing op; both are None when it names none.
+    the index of the failing op; both are None when it names none. `operation` is what that op is
+    (`save`, `attn-capture`, ...), empty where the caller does not say.
     """
 
     status = 502
@@ -243,6 +244,7 @@ class PlanRefused(EvokeError):
         self.type = type
         self.name = name
         self.op = op
+        self.operation = ""
 
     @classmethod
     def of(cls, rejected: UpstreamRejected) -> PlanRefused:

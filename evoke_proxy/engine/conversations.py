@@ -102,6 +102,7 @@ class Conversation:
     given, whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
     `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
     `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
+    `capture_refused` is the llama-server instance that could not capture attention in its slot.
     One that is `elsewhere` goes on at another llama-server, and what was written of it is that's.
     Whoever computes with its session, in a thread or not, has the lock `computing`.
     """
@@ -116,6 +117,7 @@ class Conversation:
     epoch: int | None = None
     n_resident: int = 0
     capture: Capture | None = None
+    capture_refused: str | None = None
     spoken: Spoken | None = None
     unsure: bool = False
     was_in: int | None = None

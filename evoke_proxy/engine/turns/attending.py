@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import base64
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,11 @@ from evoke_proxy.core.attention.attention import NO_CAPTURE, Capture, captured_f
 from evoke_proxy.core.conversation.turn import Turn
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.errors import PlanRefused
+
+CAPTURE = str(NO_CAPTURE["op"])
+# The type of llama-server's error for a call that would keep other slots waiting (patches/API.md).
+TOO_MUCH_WORK = "too_much_work"
 
 
 class Attending:
@@ -21,13 +27,26 @@ class Attending:
         self._upstream = upstream
         self._server = server
 
-    def wanted(self, config: PolicyConfig) -> Capture | None:
-        """What a turn's policy needs, as far as this server can capture at all."""
-        return captured_for(config) if self._server().capturable else None
+    def can_capture(self, known: Conversation) -> bool:
+        """Whether the server captures attention, and has not refused to do so for this session."""
+        server = self._server()
+        return bool(server.capturable) and known.capture_refused != server.instance
+
+    def note_refusal(self, known: Conversation, refused: PlanRefused) -> bool:
+        """Remember a refusal of the capture for as long as this server runs; False if the refusal
+        has another cause, or is remembered already."""
+        if refused.operation != CAPTURE or not self.can_capture(known):
+            return False
+        known.capture_refused = self._server().instance
+        return True
+
+    def wanted(self, config: PolicyConfig, known: Conversation) -> Capture | None:
+        """What a turn's policy needs, as far as this server can capture it for the session."""
+        return captured_for(config) if self.can_capture(known) else None
 
     def ops(self, config: PolicyConfig, known: Conversation) -> list[dict[str, Any]]:
         """What a plan has to say about it: that it begins, goes on, or ends."""
-        wanted = self.wanted(config)
+        wanted = self.wanted(config, known)
         if wanted is None:
             return [NO_CAPTURE] if known.capture is not None else []
         possible = self._server().capturable
@@ -40,13 +59,58 @@ class Attending:
         As it is where nothing was, or in another way. Raises PlanRefused, and other EvokeErrors for
         what llama-server does.
         """
-        wanted = self.wanted(turn.config)
+        wanted = self.wanted(turn.config, known)
         if wanted is None or wanted != known.capture or not turn.view.in_cache.any():
             return turn
         if not wanted.read:
             return turn
         memory, session = known.session.attention, known.session
         body = memory.question(turn.view, wanted) | {"tenant": known.tenant}
-        answer = await self._upstream.run(turn.slot.id, "attention", body, client)
+        answer = await self.ask(turn.slot.id, body, "bounds", client)
         view = memory.told(turn.view, answer, session.turns, turn.config.sink_tokens)
         return replace(turn, view=view)
+
+    async def ask(
+        self, slot: int, body: Mapping[str, Any], key: str, client: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """The answer of an `attention` call; `key` (`bounds` or `products`) lists most of its work.
+
+        What llama-server does not compute in one call is asked for in several, between which other
+        slots decode; a range that is too much by itself comes back as unknown. Raises PlanRefused,
+        and other EvokeErrors for what llama-server does.
+        """
+        spans = list(body.get(key) or ())
+        size = len(spans)
+        first: dict[str, Any] = {}
+        parts: list[tuple[int, Mapping[str, Any]]] = []
+        rest: Mapping[str, Any] = body
+        start = 0
+        while not first or start < len(spans):
+            part = spans[start : start + size]
+            try:
+                more = {key: part} if part or key in body else {}
+                answer = await self._upstream.run(slot, "attention", {**rest, **more}, client)
+            except PlanRefused as refused:
+                if refused.type != TOO_MUCH_WORK or not part:
+                    raise
+                if size > 1:
+                    size = (size + 1) // 2
+                    continue
+                parts.append((1, {}))
+            else:
+                first = first or answer
+                parts.append((len(part), answer.get(f"key_{key}") or {}))
+                rest = {"ranges": [], "tenant": body.get("tenant", "")}
+            start += len(part)
+            if start >= len(spans) and not first:
+                # No range alone fits: the rest of the answer.
+                size, start = 0, len(spans)
+        return first if len(parts) < 2 else first | {f"key_{key}": _joined(parts)}
+
+
+def _joined(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+    """One list of the answers about so many ranges each; those without an answer are unknown."""
+    first = next((part for _, part in parts if part), {})
+    known = [it for count, part in parts for it in part.get("known", [False] * count)]
+    data = b"".join(base64.b64decode(part.get("data", "")) for _, part in parts)
+    return {**first, "known": known, "data": base64.b64encode(data).decode()}

@@ -9,7 +9,7 @@ from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
-from evoke_proxy.errors import UpstreamProtocolError
+from evoke_proxy.errors import PlanRefused, UpstreamProtocolError
 
 # Names that llama-server takes in one call (patches/API.md, "How much one call may have").
 MOST_NAMES = 16_384
@@ -40,7 +40,12 @@ async def run_plan(
     ops = [*plan.ops(), *more]
     if ops:
         call = {"epoch": epoch, "ops": ops, **owner}
-        epoch = _epoch(await upstream.run(view.id, "block-plan", call, client))
+        try:
+            epoch = _epoch(await upstream.run(view.id, "block-plan", call, client))
+        except PlanRefused as refused:
+            if refused.op is not None and 0 <= refused.op < len(ops):
+                refused.operation = str(ops[refused.op].get("op"))
+            raise
     return epoch
 
 

@@ -193,17 +193,21 @@ class Planner:
     async def _plan(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
     ) -> None:
-        try:
-            await self._attempt(way, request, rendered, client)
-        except PlanRefused as refused:
-            await self._learn(way, refused, client)
-            way.stage = "render"
-            rendered = await self._render(request.dialect, way.body, client, rendered)
+        """Run a plan; make it once more after a refusal, and once more without the capture of
+        attention after that was refused."""
+        assert way.conversation is not None
+        n_refused = 0
+        while True:
             try:
                 await self._attempt(way, request, rendered, client)
-            except PlanRefused as again:
-                await self._learn(way, again, client)
-                raise
+                return
+            except PlanRefused as refused:
+                await self._learn(way, refused, client)
+                n_refused += not self._attending.note_refusal(way.conversation, refused)
+                if n_refused > 1:
+                    raise
+            way.stage = "render"
+            rendered = await self._render(request.dialect, way.body, client, rendered)
 
     async def _attempt(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered, client: Mapping[str, str]
@@ -309,7 +313,7 @@ class Planner:
         way.decision = turn.config.name + ("" if plan.moves_nothing else ":moved")
         way.conversation.epoch = epoch
         way.conversation.budget, way.conversation.policy = turn.config.budget, turn.config.name
-        way.conversation.capture = self._attending.wanted(turn.config)
+        way.conversation.capture = self._attending.wanted(turn.config, way.conversation)
         way.announce(turn, plan, quoted)
         self._metrics.evicted.inc(len(plan.evicts))
         self._metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))

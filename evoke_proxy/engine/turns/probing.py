@@ -100,7 +100,9 @@ class Probing:
 
     def _declined(self, way: Forwarding, turn: Turn) -> str:
         server, view, known = self._server(), turn.view, way.conversation
-        if way.probe is not None or not (server.probes and server.capturable) or known is None:
+        if way.probe is not None or not server.probes or known is None:
+            return "off"
+        if not self._attending.can_capture(known):
             return "off"
         self.pace.note(known.timings)
         tail = view.n_tokens - (view.adopt_to or view.n_past)
@@ -139,7 +141,7 @@ class Probing:
         if len(at) > MOST_BLOCKS:
             at = await self._likeliest(turn, known, client)
         asked = {"ranges": [], "products": spans_of(view, at), "tenant": known.tenant}
-        answer = await self._upstream.run(turn.slot.id, "attention", asked, client)
+        answer = await self._attending.ask(turn.slot.id, asked, "products", client)
         return sought(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
 
     async def _likeliest(self, turn: Turn, known: Conversation, client: Client) -> Positions:
@@ -148,7 +150,7 @@ class Probing:
         lacking = [i for i in bounds.lacking(view.blocks) if view.blocks.ends[i] <= view.n_past]
         spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
         asked = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": known.tenant}
-        answer = await self._upstream.run(turn.slot.id, "attention", asked, client)
+        answer = await self._attending.ask(turn.slot.id, asked, "bounds", client)
         bounds.take(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
         queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
         return likeliest(view, bounds, queries)
