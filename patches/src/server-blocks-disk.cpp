@@ -632,6 +632,9 @@ std::map<std::string, server_blocks_disk::entry>::iterator server_blocks_disk::n
 }
 
 bool server_blocks_disk::delete_one(const wanted & want) {
+    if (access(folder.c_str(), W_OK) != 0 && errno == EROFS) { // nothing would be deleted, and the block would be forgotten
+        throw std::runtime_error(string_format("an old file cannot be deleted: %s", strerror(EROFS)));
+    }
     const auto next = next_to_delete(want);
     if (next == files.end()) {
         return false;

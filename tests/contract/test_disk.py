@@ -280,7 +280,7 @@ def test_a_folder_full_of_other_things_is_survived(tmp_path: Path) -> None:
 
 @contextmanager
 def killable(
-    folder: Path, *before: str, ram: int = 1
+    folder: Path, *before: str, ram: int = 1, mib: int = 64
 ) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
     """A server as a process; `before` is what its command is an argument of."""
     port = free_port()
@@ -288,7 +288,7 @@ def killable(
     command += ["--port", str(port), "--slot-save-path", str(folder.parent)]
     with open(folder.parent / "log", "wb") as log:
         process = subprocess.Popen(
-            [*command, *options(folder, ram=ram)],
+            [*command, *options(folder, mib, ram)],
             stdout=log,
             stderr=log,
             env=plain_environment(),
@@ -490,18 +490,106 @@ def test_a_disk_that_fails_costs_copies_at_most(tmp_path: Path) -> None:
         assert process.poll() is None
 
 
-def test_a_file_system_that_is_full_is_said_and_gets_blocks_again_when_it_is_not(
-    tmp_path: Path,
-) -> None:
-    """A real one, of 2 MiB, that only the server's process sees."""
-    folder, mount = tmp_path / "d", 'mount -t tmpfs -o size=2m,mode=700 none "$0" && exec "$@"'
+def small_disk(folder: Path) -> tuple[str, ...]:
+    """What the command of a server is an argument of, for which the folder is a disk of 2 MiB."""
+    mount = 'mount -t tmpfs -o size=2m,mode=700 none "$0" && exec "$@"'
     folder.mkdir(mode=0o700)
     own = ("unshare", "-m", "sh", "-c", mount, str(folder))
     if (
         not shutil.which("unshare")
+        or not shutil.which("nsenter")
         or subprocess.run([*own, "true"], capture_output=True).returncode
     ):
         pytest.skip("this system lets nobody here mount a file system")
+    return own
+
+
+def remount(process: subprocess.Popen[bytes], folder: Path, how: str) -> None:
+    """Make the disk of a server `ro` or `rw`: for root, too, unlike a mode."""
+    inside = ("nsenter", "-t", str(process.pid), "-m", "mount", "-o", f"remount,{how}", str(folder))
+    subprocess.run(inside, check=True, timeout=30)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def load_each(server: Llama, names: list[str]) -> None:
+    for name in names:
+        server.act("block-evict", names=[name])
+        assert server.act("block-load", names=[name])["same_cells"]
+
+
+@pytest.mark.parametrize("mib", [64, 1], ids=["below the cap", "at the cap"])
+def test_a_disk_that_turns_read_only_keeps_what_it_has_and_is_written_again_later(
+    tmp_path: Path, mib: int
+) -> None:
+    """At the cap a write begins with the deletion of an old file, which fails as well."""
+    folder = tmp_path / "d"
+    with killable(folder, *small_disk(folder), ram=8, mib=mib) as (server, process):
+        there = Path(f"/proc/{process.pid}/root{folder}")
+        held = talk(server)
+        reference = logprobs(server, held, 0)
+        names = save_each(server, held)[1:10]
+        old, new = names[:7], names[7:]
+        written = server.post("/slots/0?action=block-spill", {"names": old, "release": True})
+        assert written["n_spilled"] == len(old)
+        before = contents(there)
+
+        remount(process, folder, "ro")
+        error = server.refuse("block-spill", names=new)
+        assert error["code"] == 503 and "Read-only file system" in error["message"]
+        assert contents(there) == before and disk(server)["n_deleted"] == 0
+        assert set(names) <= set(blocks(server))
+        load_each(server, names)
+        assert logprobs(server, held, 0) == reference
+        assert disk(server)["n_damaged"] == 0 and disk(server)["n_read"] == len(old)
+
+        remount(process, folder, "rw")
+        assert server.post("/slots/0?action=block-spill", {"names": new})["n_spilled"] == len(new)
+        load_each(server, new)
+        assert logprobs(server, held, 0) == reference
+        assert not files(there, "tmp") and disk(server)["n_damaged"] == 0
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_write_keeps_what_it_has(tmp_path: Path) -> None:
+    """Half of a block fits; the only file there is of a tenant that has no more than the writer."""
+    folder = tmp_path / "d"
+    with killable(folder, *small_disk(folder), ram=8) as (server, process):
+        there = Path(f"/proc/{process.pid}/root{folder}")
+        held = talk(server)
+        reference = logprobs(server, held, 0)
+        server.act("block-save", name="kept", p0=64, p1=128, tenant="a")
+        body: Json = {"names": ["kept"], "release": True, "tenant": "a"}
+        assert server.post("/slots/0?action=block-spill", body)["n_spilled"] == 1
+        (kept,) = files(there)
+        whole = kept.read_bytes()
+        with (there / "another's").open("wb", buffering=0) as other:
+            while shutil.disk_usage(there).free > len(whole) // 2:
+                other.write(bytes(4096))
+        server.act("block-save", name="new", p0=128, p1=192, tenant="b")
+        for _ in range(2):
+            error = server.refuse("block-spill", names=["new"], tenant="b")
+            assert error["code"] == 503 and "No space left on device" in error["message"]
+            assert files(there) == [kept] and kept.read_bytes() == whole
+            assert not files(there, "tmp") and disk(server)["n_deleted"] == 0
+        server.act("block-evict", p0=64, p1=128)
+        assert server.act("block-load", names=["kept"], tenant="a")["same_cells"]
+
+        (there / "another's").unlink()
+        body = {"names": ["new"], "release": True, "tenant": "b"}
+        assert server.post("/slots/0?action=block-spill", body)["n_spilled"] == 1
+        server.act("block-evict", p0=128, p1=192)
+        assert server.act("block-load", names=["new"], tenant="b")["same_cells"]
+        assert logprobs(server, held, 0) == reference and disk(server)["n_damaged"] == 0
+
+
+def test_a_file_system_that_is_full_is_said_and_gets_blocks_again_when_it_is_not(
+    tmp_path: Path,
+) -> None:
+    """A real one, of 2 MiB, that only the server's process sees."""
+    folder = tmp_path / "d"
+    own = small_disk(folder)
     with killable(folder, *own, ram=8) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
         held = talk(server)
