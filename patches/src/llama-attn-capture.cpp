@@ -602,6 +602,43 @@ llama_attn_mass llama_attn_capture_mass(const llama_context * ctx, llama_seq_id 
     return res;
 }
 
+llama_attn_sums llama_attn_capture_sums(const llama_context * ctx, llama_seq_id seq, int32_t channel) {
+    const auto * s = attn_find(ctx, seq);
+    llama_attn_sums res;
+    if (!s || channel >= s->n_channel || (channel >= 0 && !s->params.per_head)) {
+        res.n_obs = s ? s->n_obs : 0;
+        return res;
+    }
+    res.n_obs = s->n_obs;
+    std::vector<double> values; // by position
+    const auto add = [&](const attn_row & row, double scale) {
+        values.resize(std::max(values.size(), row.size()));
+        for (size_t i = 0; i < row.size(); ++i) {
+            values[i] += scale*row[i];
+        }
+    };
+    const double share = channel < 0 ? 1.0/s->n_channel : 1.0;
+    for (int32_t c = std::max(0, channel); c < (channel < 0 ? s->n_channel : channel + 1); ++c) {
+        if (s->params.mode != LLAMA_ATTN_SNAPKV) {
+            add(s->mass[c], share);
+        }
+        for (const auto & rows : s->last) {
+            if (s->params.mode == LLAMA_ATTN_SNAPKV) {
+                add(rows[c], share/s->last.size());
+            }
+        }
+    }
+    res.mass.resize(values.size() + 1);
+    for (size_t i = 0; i < values.size(); ++i) {
+        res.mass[i + 1] = res.mass[i] + values[i];
+    }
+    res.life.resize(s->born.size() + 1);
+    for (size_t i = 0; i < s->born.size(); ++i) {
+        res.life[i + 1] = res.life[i] + (s->n_obs - s->born[i]);
+    }
+    return res;
+}
+
 const llama_attn_queries * llama_attn_capture_queries(const llama_context * ctx, llama_seq_id seq) {
     const auto * s = attn_find(ctx, seq);
     return s ? &s->queries : nullptr;
@@ -741,6 +778,26 @@ std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id
             }
         });
         res.insert(res.end(), most.begin(), most.end());
+    }
+    return res;
+}
+
+int64_t llama_attn_capture_bounds_work(const llama_context * ctx, const std::vector<int32_t> & layers) {
+    int64_t res = 0;
+    for (const int32_t layer : layers) {
+        res += llama_attn_capture_n_key(ctx, layer);
+    }
+    return res;
+}
+
+int64_t llama_attn_capture_products_work(const llama_context * ctx, llama_seq_id seq) {
+    const auto * s = attn_find(ctx, seq);
+    if (!s || s->queries.pos.empty()) {
+        return 0;
+    }
+    int64_t res = llama_attn_capture_bounds_work(ctx, s->params.layers); // the keys are read
+    for (const auto & rows : s->queries.layers) {
+        res += (int64_t) rows.size();
     }
     return res;
 }

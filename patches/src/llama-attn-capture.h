@@ -18,6 +18,7 @@
 #include "ggml-backend.h"
 #include "llama.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -98,6 +99,28 @@ LLAMA_API void llama_attn_capture_prompt(llama_context * ctx, llama_seq_id seq, 
 // mass of positions [p0, p1), mean of all layers and heads; `channel` 0.. is one head of one layer,
 // layer by layer, where per_head was set
 LLAMA_API llama_attn_mass llama_attn_capture_mass(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, int32_t channel = -1);
+
+// The same for many ranges: what all positions before each position have together, from position 0 to the last one with
+// a value. Takes as many steps as there are values of the channel (-1: of all channels).
+struct llama_attn_sums {
+    std::vector<double> mass;
+    std::vector<double> life;
+    int64_t             n_obs = 0;
+
+    llama_attn_mass of(llama_pos p0, llama_pos p1) const {
+        return { between(mass, p0, p1), between(life, p0, p1), n_obs };
+    }
+
+    static double between(const std::vector<double> & sums, llama_pos p0, llama_pos p1) {
+        const auto at = [&](llama_pos p) { return sums.empty() ? 0.0 : sums[std::min<size_t>(std::max(0, p), sums.size() - 1)]; };
+        return p1 > p0 ? at(p1) - at(p0) : 0.0;
+    }
+};
+LLAMA_API llama_attn_sums llama_attn_capture_sums(const llama_context * ctx, llama_seq_id seq, int32_t channel = -1);
+
+// values computed with for llama_attn_capture_bounds() and llama_attn_capture_products() of one position
+LLAMA_API int64_t llama_attn_capture_bounds_work  (const llama_context * ctx, const std::vector<int32_t> & layers);
+LLAMA_API int64_t llama_attn_capture_products_work(const llama_context * ctx, llama_seq_id seq);
 
 // heads of a layer: channels of layer i come after those of the layers before it
 LLAMA_API int32_t llama_attn_capture_n_head(const llama_context * ctx, int32_t layer);

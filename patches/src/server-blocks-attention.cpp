@@ -5,6 +5,7 @@
 #include "base64.hpp"
 
 #include <algorithm>
+#include <cinttypes>
 #include <cstring>
 
 namespace {
@@ -15,6 +16,12 @@ constexpr size_t MAX_CAPTURE_DEVICE_BYTES = size_t(1024)*1024*1024;
 
 // how often the ranges of one call may cover the slot's tokens
 constexpr int64_t OVERLAP = 16;
+
+// what the main loop computes for one call: values of keys compared, and multiplied with query rows
+constexpr int64_t MAX_WORK = int64_t(1) << 28;
+
+// numbers of masses in one reply, those of all heads together
+constexpr int64_t MAX_MASSES = int64_t(1) << 18;
 
 const char * mode_names[] = { "ewma", "sum", "snapkv" };
 
@@ -127,6 +134,13 @@ std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const
     return res;
 }
 
+void check_work(const char * key, int64_t needed, int64_t allowed, const char * advice) {
+    if (needed > allowed) {
+        fail(400, "too_much_work", string_format("\"%s\" need %" PRId64 " values in one call, %" PRId64 " are allowed: %s",
+            key, needed, allowed, advice), json { {"needed", needed}, {"allowed", allowed} });
+    }
+}
+
 // little-endian f32, padded base64
 std::string encoded(const std::vector<float> & values) {
     std::vector<uint8_t> bytes;
@@ -208,37 +222,55 @@ json server_blocks::run_attention(const json & body, const server_blocks_slot & 
     if (per_head && params && !params->per_head) {
         fail_request("\"per_head\" was not asked for when capturing began");
     }
-    const auto masses = [&](int32_t channel, json & to) {
+    const auto masses = [&](const llama_attn_sums & sums, json & to, bool with_life) {
         json mass = json::array();
         json life = json::array();
         for (const auto & r : ranges) {
-            const auto m = llama_attn_capture_mass(ctx, slot.id, r.first, r.second, channel);
+            const auto m = sums.of(r.first, r.second);
             mass.push_back(m.mass);
-            life.push_back(m.life);
+            if (with_life) {
+                life.push_back(m.life);
+            }
         }
-        to["total"] = llama_attn_capture_mass(ctx, slot.id, 0, n_tokens, channel).mass;
+        to["total"] = sums.of(0, n_tokens).mass;
         to["mass"]  = std::move(mass);
-        if (channel < 0) {
+        if (with_life) {
             to["life"] = std::move(life);
         }
     };
+    int64_t n_heads = 0;
+    for (size_t i = 0; per_head && params && i < params->layers.size(); ++i) {
+        n_heads += llama_attn_capture_n_head(ctx, params->layers[i]);
+    }
+    check_work("ranges", (n_heads + 2)*(int64_t) ranges.size(), MAX_MASSES, "fewer ranges in one call, or no per_head");
+    check_attention_work(body, slot);
     json res = params_json(params ? *params : llama_attn_params());
     res["id"]    = slot.id;
     res["epoch"] = state[slot.id].epoch;
-    res["n_obs"] = llama_attn_capture_mass(ctx, slot.id, 0, 0).n_obs;
-    masses(-1, res);
-    if (per_head && params) {
+    llama_attn_sums all;
+    if (n_heads == 0) {
+        all = llama_attn_capture_sums(ctx, slot.id);
+    } else { // every value is gone through once: all heads together are the mean of each
         json heads = json::array();
         int32_t channel = 0;
         for (const int32_t layer : params->layers) {
             for (int32_t head = 0; head < llama_attn_capture_n_head(ctx, layer); ++head) {
+                auto sums = llama_attn_capture_sums(ctx, slot.id, channel++);
                 json one { {"layer", layer}, {"head", head} };
-                masses(channel++, one);
+                masses(sums, one, false);
                 heads.push_back(std::move(one));
+                all.mass.resize(std::max(all.mass.size(), sums.mass.size()));
+                for (size_t i = 0; i < sums.mass.size(); ++i) {
+                    all.mass[i] += sums.mass[i]/n_heads;
+                }
+                all.life  = std::move(sums.life);
+                all.n_obs = sums.n_obs;
             }
         }
         res["heads"] = std::move(heads);
     }
+    res["n_obs"] = all.n_obs;
+    masses(all, res, true);
     if (get_flag(body, "with_queries")) {
         res["query_rows"] = queries_json(slot);
     }
@@ -249,6 +281,23 @@ json server_blocks::run_attention(const json & body, const server_blocks_slot & 
         res["key_products"] = products_json(body, slot);
     }
     return res;
+}
+
+// values that "bounds" and "products" of a call go through, before any of them is
+void server_blocks::check_attention_work(const json & body, const server_blocks_slot & slot) const {
+    const auto * params = llama_attn_capture_get(ctx, slot.id);
+    int64_t n = 0;
+    for (const char * key : { "bounds", "products" }) {
+        if (!params || !body.contains(key)) {
+            continue;
+        }
+        int64_t n_rows = 0;
+        for (const auto & r : get_ranges(body, key, slot.prompt->n_tokens())) {
+            n_rows += std::max(0, std::min<llama_pos>(r.second, slot.prompt->n_tokens()) - r.first);
+        }
+        n += n_rows*(key[0] == 'b' ? llama_attn_capture_bounds_work(ctx, params->layers) : llama_attn_capture_products_work(ctx, slot.id));
+        check_work(key, n, MAX_WORK, "ask for fewer ranges in one call");
+    }
 }
 
 json server_blocks::queries_json(const server_blocks_slot & slot) const {

@@ -188,13 +188,12 @@ json server_blocks::run(server_blocks_call & call, const std::vector<server_bloc
             return run_info(call, slots);
         }
         const auto & slot = find_slot(call, slots);
-        if (call.action == "attention") {
-            return run_attention(call.body, slot);
-        }
-        if (stage(call)) {
+        if (call.action != "attention" && stage(call)) {
             return res;
         }
-        if (call.action == "block-spill") {
+        if (call.action == "attention") {
+            res = run_attention(call.body, slot);
+        } else if (call.action == "block-spill") {
             res = run_spill(call);
             if (call.waits) {
                 return res;

@@ -155,7 +155,7 @@ int32_t server_blocks::cells_left(int id) const {
     return n;
 }
 
-int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want) {
+int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want, bool others_decode) {
     if (!enabled() || n_want <= 0) {
         return n_want;
     }
@@ -167,9 +167,14 @@ int32_t server_blocks::room(int id, const server_prompt & prompt, int32_t n_want
     attend(id);
     patience_ms = ggml_time_ms() + PATIENCE_MS;
     const int32_t n_chunk = std::min(n_want, s.stream.budget > 0 ? s.stream.block : modes.chunk(llama_n_ubatch(ctx)));
-    while (limit(id) - n_rows(id) < n_chunk && evict_next(id)) {
+    const int64_t until_ms = ggml_time_ms() + EVICT_MS;
+    evictions begun;
+    while (limit(id) - n_rows(id) < n_chunk && evict_next(id, begun)) {
+        if (others_decode && limit(id) < n_rows(id) && ggml_time_ms() >= until_ms) {
+            return -1; // nothing of this slot is decoded until its rows are within the limit
+        }
     }
-    while (modes.on() && cells_left(id) < n_chunk && evict_somewhere(id)) {
+    while (modes.on() && cells_left(id) < n_chunk && evict_somewhere(id, begun)) {
     }
     int32_t n = limit(id) - n_rows(id);
     if (modes.on()) {
@@ -217,60 +222,92 @@ server_blocks_stream server_blocks::rules(int id) const {
     return res;
 }
 
-// resident, of this slot alone, and neither sink, nor protected, nor recent, nor held; the last row is never in it
-llama_kv_ranges server_blocks::evictable(int id, const server_blocks_stream & rules) const {
-    auto res = llama_kv_block_resident(ctx, id);
-    if (res.empty()) {
-        return res;
-    }
-    const llama_pos edge = recent_edge(id, rules);
-    server_ranges_remove(res, edge, res.back().second);
-    server_ranges_remove(res, 0, rules.sink);
-    res = server_ranges_without(res, rules.protect);
-    res = server_ranges_without(res, held(*state[id].prompt));
+// What evictions from a slot between two decodes depend on, gathered once: what leaves is taken out of it.
+struct server_blocks::eviction {
+    server_blocks_stream  rules;
+    llama_tokens          tokens;
+    std::vector<uint64_t> hashes;
+    llama_kv_ranges       open;  // resident, of this slot alone, and neither sink, nor protected, nor held
+    llama_attn_sums       sums;  // attention, where blocks leave by it
+    size_t                next_in_order = 0;
+    llama_pos             edge = -1;     // where the last rows begin that stay, when `blocks` were listed
+    std::vector<server_blocks_stream::entry> blocks; // in the order in which they leave
+    size_t                next_block = 0;
+};
+
+server_blocks::eviction server_blocks::begin_eviction(int id) const {
+    eviction res;
+    res.rules  = rules(id);
+    res.tokens = state[id].prompt->tokens.get_text_tokens();
+    res.hashes = prefix_hashes(res.tokens, state[id].adapters);
+    res.open   = llama_kv_block_resident(ctx, id);
+    server_ranges_remove(res.open, 0, res.rules.sink);
+    res.open = server_ranges_without(res.open, res.rules.protect);
+    res.open = server_ranges_without(res.open, held(*state[id].prompt));
     if (unified && n_slots > 1) {
-        res = server_ranges_without(res, llama_kv_block_shared_ranges(ctx, id));
+        res.open = server_ranges_without(res.open, llama_kv_block_shared_ranges(ctx, id));
+    }
+    if (modes.mode == SERVER_BLOCKS_MODE_ATTENTION && llama_attn_capture_get(ctx, id)) {
+        res.sums = llama_attn_capture_sums(ctx, id);
     }
     return res;
 }
 
-// where the last rows begin that stay
+// where the last rows begin that stay; the last row does in any case
 llama_pos server_blocks::recent_edge(int id, const server_blocks_stream & rules) const {
-    return llama_memory_seq_pos_max(llama_get_memory(ctx), id) + 1 - std::max(1, rules.recent);
+    const int32_t recent = state[id].stream.budget > 0 ? rules.recent : modes.recent_of(n_rows(id));
+    return llama_memory_seq_pos_max(llama_get_memory(ctx), id) + 1 - std::max(1, recent);
 }
 
 // what leaves next: the order that was given, then whole blocks by mode, then what is left of one
-bool server_blocks::next_out(int id, const server_blocks_stream & rules, server_blocks_stream::entry & out) const {
-    const auto ranges = evictable(id, rules);
-    for (const auto & e : rules.order) {
-        if (server_ranges_hold(ranges, e.p0, e.p1)) {
+bool server_blocks::next_out(int id, eviction & from, server_blocks_stream::entry & out) const {
+    const llama_pos edge = recent_edge(id, from.rules);
+    const auto & order = from.rules.order;
+    while (from.next_in_order < order.size()) {
+        const auto & e = order[from.next_in_order++];
+        if (e.p1 <= edge && server_ranges_hold(from.open, e.p0, e.p1)) {
             out = e;
             return true;
         }
     }
-    const llama_pos edge = recent_edge(id, rules);
-    bool   found = false;
-    double least = 0.0;
-    for (const auto & r : ranges) {
-        for (llama_pos p0 = r.first, p1; p0 < r.second; p0 = p1) {
+    if (from.edge != edge) {
+        from.edge = edge;
+        list_blocks(id, from);
+    }
+    if (from.next_block == from.blocks.size()) {
+        return false;
+    }
+    out = from.blocks[from.next_block++];
+    return true;
+}
+
+void server_blocks::list_blocks(int id, eviction & from) const {
+    std::vector<std::pair<double, server_blocks_stream::entry>> found;
+    const auto & rules = from.rules;
+    for (const auto & r : from.open) {
+        const llama_pos end = std::min(r.second, from.edge);
+        for (llama_pos p0 = r.first, p1; p0 < end; p0 = p1) {
             // aligned, so that what was generated is cut at the same places by everybody
-            p1 = std::min(r.second, p0 + rules.block - (p0 - rules.align)%rules.block);
-            const bool growing = p1 == edge && (p1 - rules.align)%rules.block != 0;
-            const double worth = growing ? std::numeric_limits<double>::max() : score(id, p0, p1);
-            if (!found || worth < least) {
-                found = true;
-                least = worth;
-                out   = { "", p0, p1 };
-            }
+            p1 = std::min(end, p0 + rules.block - (p0 - rules.align)%rules.block);
+            const bool growing = p1 == from.edge && (p1 - rules.align)%rules.block != 0;
+            const double worth = growing ? std::numeric_limits<double>::max() : score(id, from, p0, p1);
+            found.push_back({ worth, { "", p0, p1 } });
         }
     }
-    return found;
+    std::stable_sort(found.begin(), found.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
+    from.blocks.clear();
+    from.next_block = 0;
+    for (auto & block : found) {
+        from.blocks.push_back(std::move(block.second));
+    }
 }
 
 // how much a block is worth keeping; of equal ones the older goes first
-double server_blocks::score(int id, llama_pos p0, llama_pos p1) const {
+double server_blocks::score(int id, const eviction & from, llama_pos p0, llama_pos p1) const {
     if (modes.mode == SERVER_BLOCKS_MODE_ATTENTION) {
-        return mass(id, p0, p1).value_or(p0);
+        // attention that a row of these got, on average: since the slot's text began, or for each row that could see it
+        const auto got = from.sums.of(p0, p1);
+        return from.sums.mass.empty() ? p0 : got.mass/(modes.norm_sum ? std::max(1.0, got.life) : p1 - p0);
     }
     if (modes.mode != SERVER_BLOCKS_MODE_SCORED) {
         return p0;
@@ -281,16 +318,6 @@ double server_blocks::score(int id, llama_pos p0, llama_pos p1) const {
         last = std::max(last, used[p]);
     }
     return (double) last;
-}
-
-// attention that a row of these got, on average: since the slot's text began, or for each row that could see it;
-// nothing where nobody looks
-std::optional<double> server_blocks::mass(int id, llama_pos p0, llama_pos p1) const {
-    if (!llama_attn_capture_get(ctx, id)) {
-        return std::nullopt;
-    }
-    const auto got = llama_attn_capture_mass(ctx, id, p0, p1);
-    return got.mass/(modes.norm_sum ? std::max(1.0, got.life) : p1 - p0);
 }
 
 // the attention that eviction goes by, unless the slot has another capture already
@@ -324,11 +351,12 @@ void server_blocks::look(int id) {
         return;
     }
     std::map<llama_pos, double> seen;
+    const auto   sums = llama_attn_capture_sums(ctx, id);
     const double n = n_rows(id);
     for (const auto & r : llama_kv_block_resident(ctx, id)) {
         for (llama_pos p0 = r.first, p1; p0 < r.second; p0 = p1) {
             p1 = std::min(r.second, (p0/modes.block + 1)*modes.block);
-            double got = llama_attn_capture_mass(ctx, id, p0, p1).mass;
+            double got = sums.of(p0, p1).mass;
             if (params->mode == LLAMA_ATTN_SUM) { // what is new of it, by row
                 seen[p0] = got;
                 got = (got - s.seen[p0])/(n_obs - s.n_obs);
@@ -351,22 +379,27 @@ std::string server_blocks::auto_name(int id, const std::vector<uint64_t> & hashe
 }
 
 // one block of the slot, saved first
-bool server_blocks::evict_next(int id) {
-    const auto rule = rules(id);
-    server_blocks_stream::entry out;
-    if (!state[id].prompt || !next_out(id, rule, out)) {
+bool server_blocks::evict_next(int id, evictions & begun) {
+    if (!state[id].prompt) {
         return false;
     }
-    const llama_tokens tokens = state[id].prompt->tokens.get_text_tokens();
-    const auto         hashes = prefix_hashes(tokens, state[id].adapters);
-    if (out.p1 > (llama_pos) tokens.size()) {
+    if (!begun.count(id)) {
+        begun.emplace(id, begin_eviction(id));
+    }
+    auto & from = begun.at(id);
+    server_blocks_stream::entry out;
+    if (!next_out(id, from, out)) {
+        return false;
+    }
+    server_ranges_remove(from.open, out.p0, out.p1);
+    if (out.p1 > (llama_pos) from.tokens.size()) {
         return evict_rows(id, out.p0, out.p1) > 0; // of a text that was given up: its next request empties the slot
     }
     if (out.name.empty()) {
-        out.name = auto_name(id, hashes, out.p0, out.p1);
+        out.name = auto_name(id, from.hashes, out.p0, out.p1);
     }
     auto & s = state[id];
-    const bool kept = put({ s.stream.tenant, s.stream.session, out.name }, id, tokens, hashes, out.p0, out.p1);
+    const bool kept = put({ s.stream.tenant, s.stream.session, out.name }, id, from.tokens, from.hashes, out.p0, out.p1);
     if (!s.first_token) {
         s.hidden += std::max(0, out.p1 - std::max<llama_pos>(out.p0, s.n_past));
     }
@@ -391,7 +424,7 @@ void server_blocks::save_rows(int id, const server_prompt & prompt) {
 }
 
 // a block of the slot that has most rows, where slots share the cells
-bool server_blocks::evict_somewhere(int id) {
+bool server_blocks::evict_somewhere(int id, evictions & begun) {
     std::vector<int> ids = { id };
     for (int other = 0; unified && other < n_slots; ++other) {
         if (other != id) {
@@ -399,7 +432,7 @@ bool server_blocks::evict_somewhere(int id) {
         }
     }
     std::stable_sort(ids.begin(), ids.end(), [&](int a, int b) { return n_rows(a) > n_rows(b); });
-    return std::any_of(ids.begin(), ids.end(), [&](int other) { return evict_next(other); });
+    return std::any_of(ids.begin(), ids.end(), [&](int other) { return evict_next(other, begun); });
 }
 
 // rows of these positions were decoded or loaded now

@@ -152,8 +152,10 @@ public:
     // tokens after n_past are gone; corrects the count of reused tokens
     void on_start(int id, int32_t n_past, server_slot_stats & stats);
 
-    // how many of n_want tokens may be decoded now, at least 1; evicts when the budget or the cells say so
-    int32_t room(int id, const server_prompt & prompt, int32_t n_want);
+    // How many of n_want tokens may be decoded now, at least 1; evicts when the budget or the cells say so. While others
+    // decode, a slot with far more rows than its limit gives them up in several steps: -1 says that it is to decode
+    // nothing now, and to come again after the others' decode.
+    int32_t room(int id, const server_prompt & prompt, int32_t n_want, bool others_decode = false);
 
     void on_decoded();
 
@@ -264,6 +266,7 @@ private:
     };
 
     static constexpr int64_t PATIENCE_MS = 100; // how long the main loop waits for a write before a copy is lost
+    static constexpr int64_t EVICT_MS = 20; // how long the main loop evicts from one slot while others decode
     static constexpr int VISITS_MAX = 4; // how often a call may wait for the disk
     static constexpr size_t META = 512; // what knowing of a block takes, wherever its rows are
 
@@ -341,6 +344,7 @@ private:
     json op_capture   (const json & op, const server_blocks_slot & slot, bool dry);
     void fit_capture  (llama_attn_params & params, int id) const;
     json run_attention(const json & body, const server_blocks_slot & slot) const;
+    void check_attention_work(const json & body, const server_blocks_slot & slot) const;
     json queries_json (const server_blocks_slot & slot) const;
     json bounds_json  (const json & body, const server_blocks_slot & slot) const;
     json products_json(const json & body, const server_blocks_slot & slot) const;
@@ -362,19 +366,21 @@ private:
     int32_t  limit(int id) const;
     int32_t  cells_left(int id) const;
     uint32_t evict_rows(int id, llama_pos p0, llama_pos p1);
-    bool     evict_next(int id);
+    struct eviction;
+    using evictions = std::map<int, eviction>; // by slot
+    eviction begin_eviction(int id) const;
+    bool     evict_next(int id, evictions & begun);
     void     save_rows(int id, const server_prompt & prompt);
     std::string auto_name(int id, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const;
-    bool     evict_somewhere(int id);
+    bool     evict_somewhere(int id, evictions & begun);
     void     touch(int id, llama_pos p0, llama_pos p1);
-    double   score(int id, llama_pos p0, llama_pos p1) const;
-    std::optional<double> mass(int id, llama_pos p0, llama_pos p1) const;
+    double   score(int id, const eviction & from, llama_pos p0, llama_pos p1) const;
+    void     list_blocks(int id, eviction & from) const;
     void     attend(int id);
     void     look(int id);
-    bool     next_out(int id, const server_blocks_stream & rules, server_blocks_stream::entry & out) const;
+    bool     next_out(int id, eviction & from, server_blocks_stream::entry & out) const;
     server_blocks_stream rules(int id) const;
     llama_pos       recent_edge(int id, const server_blocks_stream & rules) const;
-    llama_kv_ranges evictable(int id, const server_blocks_stream & rules) const;
     llama_kv_ranges held(const server_prompt & prompt) const; // rows that checkpoints stand on
 
     // server-blocks-store.cpp

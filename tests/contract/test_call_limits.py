@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ OPS, PROTECT, ORDER, NAMES, RANGES = 4096, 4096, 16384, 16384, 16384
 # What the main loop may take for one call, on a slow core that others use too.
 LONGEST_MS = 150.0
 STREAM: Json = {"budget": 2000, "sink": 4, "recent": 64, "block": 64}
+
+
+HEADS: Json = {"per_head": True}
+# Rows are kept of the last 64 tokens of a prompt: what one position costs `products` most.
+CAPTURE: Json = {"layers": [0, 1, 2, 3], "mode": "snapkv", "window": 64, "queries": 64} | HEADS
 
 
 def ranges(count: int) -> list[list[int]]:
@@ -32,6 +38,9 @@ LARGEST: list[tuple[str, Json]] = [
     ("block-plan", {"ops": [{"op": "evict", "p0": 2 * i, "p1": 2 * i + 1} for i in range(900)]}),
     ("block-drop", {"names": [f"nobody {i}" for i in range(NAMES)]}),
     ("attention", {"ranges": [[i % 1900, i % 1900 + 1] for i in range(15000)]}),
+    ("attention", {"ranges": [[0, 1899]] * 15} | HEADS),
+    ("attention", {"bounds": [[0, 1899]] * 15}),
+    ("attention", {"products": [[0, 1899]]}),
 ]
 TOO_MANY: list[tuple[str, Json, str]] = [
     ("stream", STREAM | {"protect": ranges(PROTECT + 1)}, "protect"),
@@ -44,24 +53,28 @@ TOO_MANY: list[tuple[str, Json, str]] = [
     ("attention", {"ranges": "0-1," * 200_000}, "ranges"),
     ("attention", {"bounds": [[0, 1]] * (RANGES + 1)}, "bounds"),
     ("attention", {"products": [[0, 1]] * (RANGES + 1)}, "products"),
+    ("attention", {"ranges": [[i % 1900, i % 1900 + 1] for i in range(15000)]} | HEADS, "ranges"),
+    ("attention", {"products": [[0, 1899]] * 15}, "products"),
     ("block-drop", {"names": ["x"], "tenant": "t" * 1025}, "tenant"),
     ("block-plan", {"ops": [{"op": "evict", "p0": 0, "p1": 1899}] * 500}, "cover"),
 ]
 
 
 @pytest.fixture
-def held(two: Llama) -> Llama:
-    """Slot 0 with 1900 tokens."""
+def held(two: Llama) -> Iterator[Llama]:
+    """Slot 0 with 1900 tokens, whose attention is captured by head."""
     two.erase(0)
+    two.act("attn-capture", **CAPTURE)
     two.complete(two.tokens(story(4000))[:1900], 0, n_predict=1)
-    return two
+    yield two
+    two.act("attn-capture", layers=[])
 
 
 @pytest.mark.parametrize(("action", "body"), LARGEST)
 def test_the_largest_lists_do_not_hold_up_the_main_loop(
     held: Llama, action: str, body: Json
 ) -> None:
-    best = min(float(held.act(action, **body).get("t_ms", 0.0)) for _ in range(3))
+    best = min(float(held.act(action, **body)["t_ms"]) for _ in range(3))
     assert best < LONGEST_MS
 
 
@@ -95,6 +108,24 @@ def test_numbers_of_64_bits_are_checked_not_cut(held: Llama, value: int) -> None
     status, answer = held.ask("POST", "/evoke/render", request)
     assert status == (200 if value == 2**31 - 1 else 400), answer
     assert held.slot(0) == before
+
+
+def test_refused_work_says_how_much_is_allowed(held: Llama) -> None:
+    """As many ranges as that allows are computed."""
+    error = held.refuse("attention", products=[[0, 1899]] * 15)
+    assert error["type"] == "too_much_work" and error["needed"] > error["allowed"]
+    count = 15 * error["allowed"] // error["needed"]
+    answer = held.act("attention", products=[[0, 1899]] * count)
+    assert answer["key_products"]["known"] == [True] * count
+    assert held.refuse("attention", products=[[0, 1899]] * (count + 1))["type"] == error["type"]
+
+
+def test_masses_cost_the_same_however_much_their_ranges_overlap(held: Llama) -> None:
+    def milliseconds(count: int) -> float:
+        body: Json = {"ranges": [[0, 1899]] * count} | HEADS
+        return min(float(held.act("attention", **body)["t_ms"]) for _ in range(20))
+
+    assert milliseconds(15) < 3.0 * milliseconds(1)
 
 
 def test_protected_ranges_mean_the_same_in_any_order(held: Llama) -> None:

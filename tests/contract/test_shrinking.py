@@ -1,0 +1,104 @@
+"""A slot that gives up most of its rows for a small budget keeps nobody waiting."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from llama import Json, Llama, running, story
+
+from bench.random_models import SHAPES, ensure
+
+N_ROWS, BUDGET = 64_000, 2048
+SMALL: Json = {"budget": BUDGET, "sink": 4, "recent": 256, "block": 64}
+# The main loop evicts for 20 ms at most between two decodes; the rest is for slow and busy cores.
+LONGEST_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[Llama]:
+    """Two slots of 65,536 cells each."""
+    cells = ("-c", "131072", "-np", "2", "-no-kvu", "-fa", "on", "-b", "512", "--cache-ram", "0")
+    model = ensure(SHAPES["long-2"])
+    with running(True, *cells, "--evoke-ram", "256", model=model) as server:
+        yield server
+
+
+def fill(server: Llama) -> list[int]:
+    """Slot 0 with 64,000 resident rows that have no copies; its tokens.
+
+    They are decoded under a budget and loaded back: that takes a fraction of the time.
+    """
+    server.erase(0)
+    tokens = (server.tokens(story(4000)) * 40)[:N_ROWS]
+    server.act("stream", budget=BUDGET, sink=4, recent=256, block=512)
+    evicted = server.complete(tokens, n_predict=1)["timings"]["evoke"]["auto_evicted"]
+    server.act("stream", budget=0)
+    server.act("block-load", names=[name for _, _, name in evicted])
+    assert server.slot()["n_resident"] == len(tokens)
+    server.act("block-drop", all=True)
+    assert server.slot()["blocks"] == []
+    return tokens
+
+
+def arrivals(server: Llama, n_predict: int, begun: threading.Event) -> list[float]:
+    """When each event of a streamed answer of slot 1 arrives."""
+    body = {"prompt": [5, 6, 7], "n_predict": n_predict, "ignore_eos": True, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    times = []
+    try:
+        connection.request("POST", "/completion", json.dumps(body | {"id_slot": 1}))
+        response = connection.getresponse()
+        assert response.status == 200
+        while line := response.readline():
+            if line.startswith(b"data:"):
+                times.append(time.monotonic())
+                begun.set()
+    finally:
+        connection.close()
+    return times
+
+
+def test_another_clients_stream_goes_on_while_rows_leave(large: Llama) -> None:
+    tokens = fill(large)
+    large.act("stream", **SMALL)
+    begun, times = threading.Event(), [0.0]
+    other = threading.Thread(target=lambda: times.extend(arrivals(large, 1500, begun)))
+    other.start()
+    assert begun.wait(60)
+    start = time.monotonic()
+    evoke = large.complete([*tokens, 5, 6, 7, 8], n_predict=1)["timings"]["evoke"]
+    end = time.monotonic()
+    other.join()
+    meanwhile = [at for at in times[1:] if start - 1 < at < end + 1]
+    pauses = [b - a for a, b in zip(meanwhile, meanwhile[1:], strict=False)]
+    print(f"longest pause {max(pauses):.3f} s; whole request {end - start:.3f} s", len(pauses))
+    assert max(pauses) < LONGEST_S
+    assert evoke["budget_breaches"] == 0
+    state = large.slot()
+    assert state["n_resident"] <= BUDGET
+    names = [name for _, _, name in evoke["auto_evicted"]]
+    assert len(names) > 900 and set(names) == {block["name"] for block in state["blocks"]}
+
+
+def test_rows_that_left_in_steps_are_those_that_leave_at_once(large: Llama) -> None:
+    """The same blocks under the same names in the same order, whether others decode or not."""
+    evicted = []
+    for others in (False, True):
+        tokens = fill(large)
+        large.act("stream", **SMALL)
+        begun = threading.Event()
+        other = threading.Thread(target=lambda: arrivals(large, 500, begun))  # noqa: B023
+        if others:
+            other.start()
+            assert begun.wait(60)
+        evoke = large.complete([*tokens, 5, 6, 7, 8], n_predict=1)["timings"]["evoke"]
+        if others:
+            other.join()
+        evicted.append(evoke["auto_evicted"])
+        assert large.slot()["n_resident"] <= BUDGET
+    assert evicted[0] == evicted[1]
