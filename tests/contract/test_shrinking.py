@@ -45,16 +45,16 @@ def fill(server: Llama) -> list[int]:
     return tokens
 
 
-def arrivals(server: Llama, n_predict: int, begun: threading.Event) -> list[float]:
-    """When each event of a streamed answer of slot 1 arrives."""
-    body = {"prompt": [5, 6, 7], "n_predict": n_predict, "ignore_eos": True, "stream": True}
+def arrivals(server: Llama, begun: threading.Event, done: threading.Event) -> list[float]:
+    """When each event of a streamed answer of slot 1 arrives, until `done`: it is hung up then."""
+    body = {"prompt": [5, 6, 7], "n_predict": 50_000, "ignore_eos": True, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     times = []
     try:
         connection.request("POST", "/completion", json.dumps(body | {"id_slot": 1}))
         response = connection.getresponse()
         assert response.status == 200
-        while line := response.readline():
+        while (line := response.readline()) and not done.is_set():
             if line.startswith(b"data:"):
                 times.append(time.monotonic())
                 begun.set()
@@ -67,21 +67,22 @@ def longest_pause(server: Llama) -> float:
     """Of the stream of slot 1 while slot 0 gives up its rows, which must end within the budget."""
     tokens = fill(server)
     server.act("stream", **SMALL)
-    begun, times = threading.Event(), [0.0]
-    other = threading.Thread(target=lambda: times.extend(arrivals(server, 1500, begun)))
+    begun, done = threading.Event(), threading.Event()
+    times: list[float] = []
+    other = threading.Thread(target=lambda: times.extend(arrivals(server, begun, done)))
     other.start()
     assert begun.wait(60)
     start = time.monotonic()
     evoke = server.complete([*tokens, 5, 6, 7, 8], n_predict=1)["timings"]["evoke"]
     end = time.monotonic()
+    done.set()
     other.join()
-    assert times[-1] > end, "the stream ended before the request"
     assert evoke["budget_breaches"] == 0
     state = server.slot()
     assert state["n_resident"] <= BUDGET
     names = [name for _, _, name in evoke["auto_evicted"]]
     assert len(names) > 900 and set(names) == {block["name"] for block in state["blocks"]}
-    edges = [start, *(at for at in times[1:] if start < at < end), end]
+    edges = [start, *(at for at in times if start < at < end), end]
     return max(b - a for a, b in zip(edges, edges[1:], strict=False))
 
 
@@ -99,12 +100,13 @@ def test_rows_that_left_in_steps_are_those_that_leave_at_once(large: Llama) -> N
     for others in (False, True):
         tokens = fill(large)
         large.act("stream", **SMALL)
-        begun = threading.Event()
-        other = threading.Thread(target=lambda: arrivals(large, 500, begun))  # noqa: B023
+        begun, done = threading.Event(), threading.Event()
+        other = threading.Thread(target=arrivals, args=(large, begun, done))
         if others:
             other.start()
             assert begun.wait(60)
         evoke = large.complete([*tokens, 5, 6, 7, 8], n_predict=1)["timings"]["evoke"]
+        done.set()
         if others:
             other.join()
         evicted.append(evoke["auto_evicted"])
