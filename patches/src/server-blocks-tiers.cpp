@@ -41,15 +41,22 @@ server_blocks::~server_blocks() {
     for (auto it = store.begin(); it != store.end(); ++it) {
         newest[it->second.used] = it;
     }
-    std::vector<std::shared_ptr<server_blocks_write>> writes;
-    for (auto it = newest.rbegin(); it != newest.rend(); ++it) { // the newest first: time may be short
-        settle_write(it->second);
-        write(it->second);
-        if (it->second->second.writing) {
-            writes.push_back(it->second->second.writing);
+    const int64_t until = ggml_time_ms() + FLUSH_MS;
+    for (;;) { // a file that was being written when its block got another name is written once more
+        std::vector<std::shared_ptr<server_blocks_write>> writes;
+        for (auto it = newest.rbegin(); it != newest.rend(); ++it) { // the newest first: time may be short
+            settle_write(it->second);
+            write(it->second);
+            if (it->second->second.writing) {
+                writes.push_back(it->second->second.writing);
+            }
         }
+        const int64_t left = until - ggml_time_ms();
+        if (writes.empty() || left <= 0) {
+            break;
+        }
+        disk.wait(writes, (int) left);
     }
-    disk.wait(writes, FLUSH_MS);
     disk.close();
 }
 
@@ -431,6 +438,7 @@ json server_blocks::disk_json() const {
         return disk_why.empty() ? json() : json { {"unusable", disk_why} };
     }
     json res = disk.stats();
+    res["n_unnamed"] = mislabelled.size();
     res["n_dropped"] = n_dropped;
     return res;
 }

@@ -35,7 +35,7 @@ def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
         if spilled:
             assert spill(server)["n_spilled"] == 2
         else:
-            assert wait_until(lambda: disk(server)["n_queued"] == 0 and settled(server))
+            assert wait_until(lambda: disk(server)["n_unnamed"] == 0)
         process.send_signal(end)
         process.wait()
     assert len(files(folder)) == 2
@@ -49,13 +49,6 @@ def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
         assert loaded["n_loaded"] == 2 * SIZE and loaded["same_cells"]
         assert held == talk(server)
         assert disk(server)["n_damaged"] == 0
-
-
-def settled(server: Llama) -> bool:
-    """Whether the writer has nothing left: it has written each change of names, or more at once."""
-    before = disk(server)["n_written"]
-    server.slot()
-    return bool(disk(server)["n_written"] == before)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
