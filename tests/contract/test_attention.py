@@ -365,8 +365,10 @@ def wide(tmp_path: Path) -> Iterator[tuple[Llama, int]]:
     port = free_port()
     command = [str(binary(True)), "-m", str(MODEL), "-t", "1", "--port", str(port), "-np", "4"]
     command += ["-kvu", "-c", "65536", "-ub", "256", "-fa", "on", "--evoke-ram", "8"]
+    # A thread's own arena would reserve most of the address space that a test leaves.
+    environment = plain_environment() | {"MALLOC_ARENA_MAX": "1"}
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=plain_environment())
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         while not healthy(port):
             assert process.poll() is None, (tmp_path / "log").read_text()
