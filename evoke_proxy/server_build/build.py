@@ -23,7 +23,7 @@ from .toolchain import Toolchain, find_toolchain
 from .tree import content_hash, mirror
 
 _KEY_LENGTH = 20
-_BUILD_CORE_MINUTES = (9, 20)
+_BUILD_CORE_MINUTES = (8, 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _build(order: Order, cache: Path, jobs: int, progress: Progress) -> Path:
 def first_build_notice(jobs: int, cores: int) -> str:
     """What the first build costs on this machine, before anything of it is measured.
 
-    Measured processor time of one build with g++ 12: 9 minutes on a recent server core, 20 on a
+    Measured processor time of one build with g++ 12: 8 minutes on a recent server core, 20 on a
     slow or shared one. The progress lines estimate the rest from the speed measured so far.
     """
     at_once = min(jobs, cores)
