@@ -67,7 +67,9 @@ class Talk:
 
 class SilentServer:
     """What answers the proxy's calls. `talk` is what is rendered next; the prompt of a request has
-    four tokens behind its last message."""
+    four tokens behind its last message. `n_ctx` is the context of its slot."""
+
+    n_ctx = _N_CTX
 
     def __init__(self) -> None:
         self.talk = Talk(0)
@@ -105,7 +107,7 @@ class SilentServer:
 
     def _answer(self, target: str, data: bytes) -> bytes:
         if target == "/props":
-            evoke = {"features": _FEATURES, "limits": {"n_ctx_logical": _N_CTX}}
+            evoke = {"features": _FEATURES, "limits": {"n_ctx_logical": self.n_ctx}}
             return orjson.dumps({"evoke": evoke, "total_slots": 1})
         if target == "/evoke/render":
             return self._rendered(orjson.loads(data.partition(b',"body":')[0] + b"}")["known"])

@@ -141,6 +141,13 @@ def _prompt(stage: Stage) -> None:
         stage.chat({"messages": [{"role": "user", "content": text}]})
 
 
+def _endless_prompt(stage: Stage) -> None:
+    """One message of 63 MiB: more tokens than the context of the server holds."""
+    text = stage.prose(stage.size(64 * 1024)) * 1008
+    while stage.again():
+        stage.chat({"messages": [{"role": "user", "content": text}]})
+
+
 def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
     def run(stage: Stage) -> None:
         """A conversation that is new to the proxy, then three more turns of it."""
@@ -170,6 +177,14 @@ def _large_messages(stage: Stage) -> None:
     body = b'{"id_slot":0,"evoke":false,"messages":[%s]}' % b",".join([one] * 4000)
     while stage.again():
         stage.chat(body)
+
+
+def _large_edited(stage: Stage) -> None:
+    """A chat of nearly 64 MiB in one message, with members of its own that the proxy replaces."""
+    text = b"a" * stage.size(63 * _MIB)
+    body = b'{"evoke":false,"id_slot":0,"cache_prompt":false,"messages":[{"role":"user","content":"'
+    while stage.again():
+        stage.chat(body + text + b'"}]}')
 
 
 def _large_relayed(stage: Stage) -> None:
@@ -271,10 +286,12 @@ def _deletion(stage: Stage) -> None:
 ARMS: Mapping[str, Callable[[Stage], None]] = {
     "idle": _idle,
     "prompt of 1 MiB": _prompt,
+    "prompt beyond the context": _endless_prompt,
     "32K tokens, 400 messages": _conversation(32768, 400),
     "128K tokens, 1600 messages": _conversation(131072, 1600),
     "chat of 64 MiB": _large_body,
     "4000 messages, 64 MiB": _large_messages,
+    "edited 64 MiB": _large_edited,
     "relayed 64 MiB": _large_relayed,
     "a million messages": _many_messages,
     "white space": _white_space,

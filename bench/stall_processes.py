@@ -237,6 +237,8 @@ class Said:
 class SilentLlama(SilentServer):
     """As SilentServer, for whatever is asked of it; remembers the names of saved copies."""
 
+    n_ctx = 1 << 21
+
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[str, dict[str, Any]] = {}

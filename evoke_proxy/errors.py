@@ -22,6 +22,8 @@
         UpstreamProtocolError     502 upstream_protocol      not JSON, or of the wrong shape
       PlanRefused                 502 plan_refused           caught in the engine: the request goes
                                                              on without a plan
+      PromptTooLong               400 prompt_too_long        caught in the engine: the request goes
+                                                             on without a plan
       SnapshotUnusable            500 snapshot_unusable      caught in the engine: the request goes
                                                              on without it
       IndexUnusable               500 index_unusable         caught in the engine: it is set aside
@@ -257,6 +259,16 @@ class PlanRefused(EvokeError):
             name=name if isinstance(name, str) else None,
             op=op if isinstance(op, int) else None,
         )
+
+
+class PromptTooLong(EvokeError):
+    """A prompt has more tokens than the context of the server; no plan can be made for it."""
+
+    status = 400
+    code = "prompt_too_long"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the prompt has more than the {limit} tokens of the context")
 
 
 class SnapshotUnusable(EvokeError):

@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from yarl import URL
 
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.prompt.rendering_limit import RenderingLimit
 from evoke_proxy.core.request.request_head import check_head, malformed_header
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
@@ -80,8 +81,9 @@ class Reply:
                 return
             yield chunk
 
-    async def read(self) -> bytes:
-        """The whole body. Raises UpstreamProtocolError when it is longer than ANSWER_BYTES."""
+    async def read(self, check: Callable[[bytes], None] | None = None) -> bytes:
+        """The whole body. Raises UpstreamProtocolError when it is longer than ANSWER_BYTES, and
+        what `check` raises, which is called with each piece of it."""
         limit = ANSWER_BYTES
         chunks: list[bytes] = []
         size = 0
@@ -89,6 +91,8 @@ class Reply:
             size += len(chunk)
             if size > limit:
                 raise UpstreamProtocolError(f"llama-server answered over {limit} bytes", self.url)
+            if check is not None:
+                check(chunk)
             chunks.append(chunk)
         return b"".join(chunks)
 
@@ -297,13 +301,15 @@ class Upstream:
         client: Mapping[str, str] | None = None,
         name: str = "other",
         patient: bool = False,
+        check: Callable[[bytes], None] | None = None,
     ) -> dict[str, Any]:
         """One JSON call of our own; a body of bytes, or a tuple of them, is sent as it is.
 
         Carries the credentials of `client`, its headers, when none are configured. Raises
         UpstreamRejected on a status >= 400, UpstreamTimeout after `call_timeout_s`, of a `patient`
         call after `long_call_timeout_s`, UpstreamProtocolError when it is not a JSON object.
-        AWAITED counts its time under `name`.
+        AWAITED counts its time under `name`. `check` is called with each piece of an answer that is
+        no error, and ends the call with what it raises.
         """
         as_is = body is None or isinstance(body, bytes | tuple)
         data: Any = body if as_is else orjson.dumps(body)
@@ -313,7 +319,7 @@ class Upstream:
                 with _timed(name):
                     headers = self.own_headers(client)
                     async with self.open(method, target, headers, data) as reply:
-                        raw = await reply.read()
+                        raw = await reply.read(check if reply.status < 400 else None)
         return _checked(target, reply.status, raw)
 
     async def info(self, client: Mapping[str, str] | None = None) -> ServerInfo:
@@ -321,15 +327,24 @@ class Upstream:
         return ServerInfo.parse(await self.call("GET", "/props", client=client))
 
     async def render(
-        self, dialect: str, body: bytes, client: Mapping[str, str], known: Rendered | None = None
+        self,
+        dialect: str,
+        body: bytes,
+        client: Mapping[str, str],
+        known: Rendered | None = None,
+        n_ctx: int | None = None,
     ) -> Rendered:
         """The tokens llama-server would decode for a request, and where its slots stand; of one
-        that goes on from what is `known` it need only say how."""
+        that goes on from what is `known` it need only say how.
+
+        Raises PromptTooLong, and reads no further, once the answer has more than `n_ctx` tokens.
+        """
         edges = orjson.dumps(known.edges if known is not None else ())
         # Spliced, not parsed: the server must see the same spelling that is forwarded later.
         asked = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (orjson.dumps(dialect), edges)
         question = (asked, body, b"}")
-        answer = await self.call("POST", "/evoke/render", question, client, "render")
+        check = RenderingLimit(n_ctx).feed if n_ctx is not None else None
+        answer = await self.call("POST", "/evoke/render", question, client, "render", check=check)
         return Rendered.parse(answer, known)
 
     async def load(self, client: Mapping[str, str] | None) -> None:

@@ -10,7 +10,10 @@ import pytest
 
 from bench import stall
 
-ARMS = ("prompt of 1 MiB", "32K tokens, 400 messages", "answer of 64 MiB", "20 admin pages")
+ARMS = (
+    *("prompt of 1 MiB", "prompt beyond the context", "32K tokens, 400 messages"),
+    *("answer of 64 MiB", "20 admin pages"),
+)
 # Twice the bar of the bench: the processor may be slow.
 MOST_MS = 2 * stall.MOST_MS
 

@@ -62,13 +62,18 @@ class CutText:
 
     def restore(self, edited: bytes) -> bytes:
         """An edited `rest` with the spelling of the strings that were cut out of it."""
-        parts: list[bytes | memoryview] = []
-        at, whole = 0, memoryview(self.text)
+        parts: list[bytes] = []
+        at = 0
         for found in _MARKS.finditer(edited):
             start, end = self.places[int(found[1], 16)]
-            parts += [edited[at : found.start()], whole[start:end]]
+            parts.append(edited[at : found.start()])
+            for piece in range(start, end, _PIECE_BYTES):
+                parts.append(self.text[piece : min(end, piece + _PIECE_BYTES)])
             at = found.end()
-        return b"".join([*parts, edited[at:]])
+        parts.append(edited[at:])
+        # `bytes.join` releases the interpreter's lock while it copies, if all of the parts are
+        # bytes. With a single memoryview among them it holds the lock for all of the copy.
+        return b"".join(parts)
 
 
 def cut_long_strings(text: bytes) -> CutText:

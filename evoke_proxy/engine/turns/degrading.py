@@ -15,6 +15,7 @@ from evoke_proxy.engine.turns.planning import Planner
 from evoke_proxy.errors import (
     EvokeError,
     PlanRefused,
+    PromptTooLong,
     UpstreamError,
     UpstreamRejected,
     UpstreamTimeout,
@@ -75,6 +76,8 @@ class Degrading:
             # One that is gone, or hangs, would only be waited for once more.
             if not isinstance(error, UpstreamUnavailable | UpstreamTimeout):
                 await self._planner.hold(way, request, client)
+        except PromptTooLong:
+            return  # llama-server refuses it, so it exceeds no budget
         except Exception as again:
             _log.warning("the budget is not held either: %s", type(again).__name__)
         if way.marked:

@@ -33,7 +33,7 @@ from evoke_proxy.engine.turns.probing import Probing
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.engine.watch import ServerWatch
-from evoke_proxy.errors import PlanRefused
+from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)
 # llama-server notices that a client is gone within a second, or a batch.
@@ -74,6 +74,17 @@ class Planner:
         gets free, PlanRefused after the second refusal, other EvokeErrors for what llama-server
         does. The lease is in `way` as soon as there is one and stays the caller's to release.
         """
+        try:
+            await self._prepare(way, request, client, tenant)
+        except PromptTooLong:
+            self._bypass_too_long(way)
+            if way.lease is None:
+                await self._seating.guest(way, request, client, tenant)
+
+    async def _prepare(
+        self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str
+    ) -> None:
+        """As `prepare`; raises PromptTooLong when a rendering has more tokens than a context."""
         began = asyncio.get_running_loop().time()
         rendering = self._render(request.dialect, way.body, client, way.known)
         rendered = await self._vectors.beside(rendering, way, request, tenant)
@@ -96,14 +107,20 @@ class Planner:
             victim = self._conversations.get(lease.victim)
             await self._seating.make_room(victim, slot_in(rendered, lease.slot), client)
         if self._too_long(rendered, 0):
-            # llama-server says so in the words that agents look for; nothing is moved for it.
-            way.decision, way.arrival = "bypass:too_long", None
-            self._metrics.bypass.labels(reason="too_long").inc()
+            self._bypass_too_long(way)
             return
         await self._plan(way, request, rendered, client)
         self._metrics.plan_seconds.observe(
             asyncio.get_running_loop().time() - began - way.waits["queue"]
         )
+
+    def _bypass_too_long(self, way: Forwarding) -> None:
+        """Go on without a plan: llama-server refuses the prompt in the words that agents look for.
+
+        Nothing is moved for it.
+        """
+        way.decision, way.arrival = "bypass:too_long", None
+        self._metrics.bypass.labels(reason="too_long").inc()
 
     async def _render(
         self,
@@ -112,8 +129,20 @@ class Planner:
         client: Mapping[str, str],
         known: Rendered | None = None,
     ) -> Rendered:
-        """The tokens of a request, from the instance of the server that is known then."""
-        rendered = await self._upstream.render(dialect, body, client, known)
+        """The tokens of a request, from the instance of the server that is known then.
+
+        Raises PromptTooLong when there are more than its context holds.
+        """
+        n_ctx = self._watch.server.n_ctx
+        try:
+            rendered = await self._upstream.render(dialect, body, client, known, n_ctx)
+        except PromptTooLong:
+            self._watch.doubt()  # the server may have started again, with another context
+            await self._watch.look(client)
+            if self._watch.server.n_ctx == n_ctx:
+                raise
+            n_ctx = self._watch.server.n_ctx
+            rendered = await self._upstream.render(dialect, body, client, known, n_ctx)
         await self._watch.confirm(rendered.instance, client)
         return rendered
 
@@ -252,7 +281,10 @@ class Planner:
         if recalled is None:
             return turn, plan, None
         way.stage = "render"
-        rendered = await self._render(request.dialect, recalled.body, client)
+        try:
+            rendered = await self._render(request.dialect, recalled.body, client)
+        except PromptTooLong:
+            return turn, plan, None
         way.stage = "decide"
         view = slot_in(rendered, turn.slot.id)
         longer, longer_plan = await self._begun(way, rendered, view, recalled.request)
