@@ -10,7 +10,7 @@ import base64
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,14 +88,18 @@ class SilentServer:
         client: Mapping[str, str] | None = None,
         name: str = "other",
         patient: bool = False,
+        check: Callable[[bytes], None] | None = None,
     ) -> dict[str, Any]:
         """As `Upstream.call`: to encode the question and to read the answer is the proxy's, the
         latter in `parsing_s`; what is not, in `own_s`."""
-        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        parts = (body,) if isinstance(body, bytes) else body
+        data = b"".join(parts) if isinstance(parts, tuple) else orjson.dumps(parts)
         began = time.thread_time()
         raw = self._answer(target, data)
         self.own_s += time.thread_time() - began
         began = time.thread_time()
+        if check is not None:
+            check(raw)
         answer: dict[str, Any] = orjson.loads(raw)
         self.parsing_s += time.thread_time() - began
         return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,13 +58,14 @@ class OneModel(Upstream):
         client: Mapping[str, str] | None = None,
         name: str = "other",
         patient: bool = False,
+        check: Callable[[bytes], None] | None = None,
     ) -> dict[str, Any]:
         """As of any llama-server."""
         if isinstance(body, dict):
             body = body | {"model": self._model}
         elif isinstance(body, bytes):
             body = edit_top_level(body, {"model": orjson.dumps(self._model)}, ())
-        answer = await super().call(method, target, body, client, name, patient)
+        answer = await super().call(method, target, body, client, name, patient, check)
         if target == "/v1/models":  # a router tells of all of them
             answer["data"] = [it for it in answer.get("data") or () if it.get("id") == self._model]
         return answer
