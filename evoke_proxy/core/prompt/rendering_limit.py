@@ -1,4 +1,4 @@
-"""Stops a rendering of more tokens than a context holds while it arrives."""
+"""Stops an answer with more tokens than a context holds while it arrives."""
 
 from __future__ import annotations
 
@@ -38,4 +38,21 @@ class RenderingLimit:
         # Four characters of base64 are three bytes, of which the last two may be padding.
         n_bytes = self._n_characters // 4 * 3 - 2
         if n_bytes // _BYTES_A_TOKEN > self._limit:
+            raise PromptTooLong(self._limit)
+
+
+class TokenListLimit:
+    """Counts the tokens of a JSON list of them, the answer of `POST /tokenize`, piece by piece.
+
+    A list of `limit` tokens is never refused.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._n_commas = 0
+
+    def feed(self, piece: bytes) -> None:
+        """Count the next piece; raises PromptTooLong once there are more tokens than the limit."""
+        self._n_commas += piece.count(b",")
+        if self._n_commas > self._limit:
             raise PromptTooLong(self._limit)

@@ -33,7 +33,7 @@ from evoke_proxy.engine.stock.under_way import UnderWay
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.turns.waiting import SlotQueue
-from evoke_proxy.errors import EvokeError
+from evoke_proxy.errors import EvokeError, PromptTooLong
 
 _log = logging.getLogger(__name__)
 # A step of what is decoded ahead that ends so soon is not cut off: llama-server notices later.
@@ -173,7 +173,11 @@ class Keeper:
             return
         way.stage = "learn"
         await self._facts.learn(client)
-        seat = await self._render(way, request, client, tenant)
+        try:
+            seat = await self._render(way, request, client, tenant)
+        except PromptTooLong:
+            await self._guest(way, request, tenant, "too_long")
+            return
         if seat is None:
             self._metrics.saves.labels(result="skipped_miscounted").inc()
             await self._guest(way, request, tenant, "miscounted")
@@ -218,6 +222,7 @@ class Keeper:
         """None when llama-server counts other tokens than we do, so that we know nothing of it."""
         way.stage = "render"
         body, path = way.body, _COUNTED.get(request.dialect)
+        self._calls.check_size(body)
         if path is not None:
             body = orjson.dumps(_AS_CHAT[request.dialect](parse_object(body)))
         if self._facts.stability(request.has_tools).boundary:

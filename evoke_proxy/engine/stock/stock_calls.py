@@ -15,10 +15,15 @@ from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.kept.fingerprint import fingerprint
 from evoke_proxy.core.kept.held import SlotLook
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.prompt.rendering_limit import TokenListLimit
 from evoke_proxy.core.request.ahead import boundary
 from evoke_proxy.core.servers.server_info import saves_itself
-from evoke_proxy.errors import UpstreamProtocolError, UpstreamRejected
+from evoke_proxy.engine.intake.large import read_apart
+from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 
+# A chat of more bytes for each token of the context is not asked about: its text alone would take
+# the event loop for long. No prompt that fits is expected to be as long.
+_MOST_BYTES_A_TOKEN, _ALWAYS_ASKED_BYTES = 64, 1024 * 1024
 Client = Mapping[str, str] | None
 
 
@@ -44,11 +49,23 @@ class Copied:
 
 
 class StockCalls:
-    """Raises UpstreamError as `Upstream` does, UpstreamProtocolError on another shape."""
+    """Raises UpstreamError as `Upstream` does, UpstreamProtocolError on another shape.
+
+    `n_ctx` is the context of a slot, as the server has said when its fingerprint was made; the
+    calls that count tokens raise PromptTooLong when there are more.
+    """
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
+        self.n_ctx: int | None = None
         self._files = ModelFiles()
+
+    def check_size(self, body: bytes) -> None:
+        """Raises PromptTooLong for a body far longer than any prompt that the context holds."""
+        if self.n_ctx is not None:
+            most_bytes = max(_ALWAYS_ASKED_BYTES, self.n_ctx * _MOST_BYTES_A_TOKEN)
+            if len(body) > most_bytes:
+                raise PromptTooLong(self.n_ctx)
 
     async def render(self, body: bytes, client: Client) -> Tokens:
         """The tokens of a chat request, as llama-server would decode them."""
@@ -60,7 +77,8 @@ class StockCalls:
         0 where the history is no prefix of the prompt, in text or in tokens, or all of it: a memory
         that cannot go back decodes a prompt anew when nothing is new.
         """
-        text, history = await self.text(body, client), await self.text(boundary(body), client)
+        text = await self.text(body, client)
+        history = await self.text(await read_apart(body, boundary, body), client)
         tokens = await self.tokens(text, True, client)
         if not text.startswith(history) or text == history:
             return tokens, 0
@@ -82,7 +100,8 @@ class StockCalls:
     async def tokens(self, text: str, special: bool, client: Client) -> Tokens:
         """The tokens of a text; `special` puts what the vocabulary begins every text with first."""
         asked = {"content": text, "add_special": special, "parse_special": True}
-        found = await self._upstream.call("POST", "/tokenize", asked, client, "render")
+        check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
+        found = await self._upstream.call("POST", "/tokenize", asked, client, "render", check=check)
         try:
             return np.asarray(found["tokens"], dtype=np.int32)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -163,6 +182,7 @@ class StockCalls:
     async def fingerprint(self, client: Client) -> str:
         """What a state saved now belongs to."""
         props = await self._upstream.call("GET", "/props", client=client)
+        self.n_ctx = _n_ctx(props)
         models = await self._upstream.call("GET", "/v1/models", client=client)
         headers = self._upstream.own_headers(client)
         async with self._upstream.open("GET", "/lora-adapters", headers) as reply:
@@ -171,3 +191,9 @@ class StockCalls:
         path = str(props.get("model_path") or "")
         file = await asyncio.to_thread(self._files.identify, path) if path else None
         return fingerprint(props, models, adapters if isinstance(adapters, list) else [], file)
+
+
+def _n_ctx(props: Mapping[str, Any]) -> int | None:
+    settings = props.get("default_generation_settings")
+    n_ctx = settings.get("n_ctx") if isinstance(settings, Mapping) else None
+    return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
