@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from evoke_proxy.core.prompt.rendering_limit import RenderingLimit
+from evoke_proxy.core.prompt.rendering_limit import RenderingLimit, TokenListLimit
 from evoke_proxy.errors import PromptTooLong
 
 
@@ -50,3 +50,14 @@ def test_no_more_is_read_than_the_context_takes() -> None:
             counter.feed(piece)
             read += len(piece)
     assert read < 2000
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_a_list_of_tokens_is_read_up_to_the_context(size: int) -> None:
+    counter = TokenListLimit(100)
+    for piece in pieces(orjson.dumps({"tokens": list(range(100))}), size):
+        counter.feed(piece)
+    counter = TokenListLimit(100)
+    with pytest.raises(PromptTooLong):
+        for piece in pieces(orjson.dumps({"tokens": list(range(102))}), size):
+            counter.feed(piece)
