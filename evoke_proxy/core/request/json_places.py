@@ -14,6 +14,9 @@ Path = tuple[str | int, ...]
 _SPACE = " \t\n\r"
 # Numbers of more characters are read as floats: the interpreter refuses long whole ones.
 _WHOLE_CHARS = 20
+# Of a longer text, objects and lists are read value by value: the decoder holds the interpreter's
+# lock until the end of a value.
+_DECODED_CHARS = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ def json_text(body: bytes) -> str:
         _refuse("it is not UTF-8")
 
 
-def parsed_json(body: bytes) -> Any:
+def parsed_json(body: bytes | str) -> Any:
     """What a JSON text says; RequestError when it is none that the interpreter can read.
 
     Whole numbers beyond 64 bits become floats, as they do in orjson.
@@ -178,6 +181,11 @@ class Scanner:
 
     def _value(self, at: int) -> tuple[Any, int]:
         try:
+            if len(self._text) > _DECODED_CHARS:
+                if self._at(at) == "[":
+                    return None, self._elements(at, self._value)[1]
+                if self._at(at) == "{":
+                    return None, self._members(at, top=False)[1]
             return self._decode(self._text, at)
         except RecursionError:
             _refuse("it is nested too deep")

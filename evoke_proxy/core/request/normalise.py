@@ -11,6 +11,9 @@ Three transformations, of the bytes of a chat request; whatever they do not name
 
 The system prompt is: of a chat, its first messages of the role system or developer; of responses,
 `instructions` and such first items of `input`; of messages, `system`.
+
+`billing` and `dates` apply to the first MOST_TEXTS texts of a system prompt, and of each to the
+first and the last EDGE_LINES lines, as far as they are in the first and last EDGE_CHARS characters.
 """
 
 from __future__ import annotations
@@ -37,6 +40,10 @@ _WORD_OF_TIME = re.compile(r"\b(?:date|time|today|now)\b", re.IGNORECASE)
 _DIGIT = re.compile(r"\d")
 _SYSTEM = ("system", "developer")
 _KEPT = 256
+# Bounds of what is made the same: searching it takes the event loop a few milliseconds at most.
+MOST_TEXTS, EDGE_CHARS, EDGE_LINES = 4, 8192, 200
+# Long texts are written in pieces of so many characters.
+_PIECE_CHARS = 64 * 1024
 Path = tuple[str | int, ...]
 
 
@@ -52,7 +59,28 @@ def is_dated(line: str) -> bool:
 
 def without_billing(text: str) -> str:
     """A system prompt without its billing header."""
-    return _BILLING.sub("", text)
+    head, middle, tail = edges(text)
+    return _BILLING.sub("", head) + middle + _BILLING.sub("", tail)
+
+
+def edges(text: str) -> tuple[str, str, str]:
+    """A text in three: the lines at its beginning, those between, and the lines at its end."""
+    if len(text) <= EDGE_CHARS and text.count("\n") <= EDGE_LINES:
+        return text, "", ""
+    head = text[:EDGE_CHARS]
+    if len(text) > EDGE_CHARS:  # it ends within a line
+        head = head[: head.rfind("\n") + 1] or head
+    lines = head.split("\n", EDGE_LINES)
+    if len(lines) > EDGE_LINES:
+        head = head[: len(head) - len(lines[-1])]
+    behind = len(text) - len(head)
+    tail = text[-min(EDGE_CHARS, behind) :] if behind else ""
+    if len(tail) < behind:  # it begins within a line
+        tail = tail[tail.find("\n") + 1 :]
+    last = tail.rsplit("\n", EDGE_LINES)
+    if len(last) > EDGE_LINES:
+        tail = tail[len(last[0]) + 1 :]
+    return head, text[len(head) : len(text) - len(tail)], tail
 
 
 class Clock:
@@ -67,10 +95,10 @@ class Clock:
     def stopped(self, text: str, tenant: str, now: float, hours: float) -> str:
         """A system prompt with the dates and times that it had when it was first seen, but for
         those in lines that are not `is_dated`; as it is when that is so many hours ago."""
-        lines = text.split("\n")
-        if not any(map(is_dated, lines)):
+        head, middle, tail = edges(text)
+        same = _undated(head) + middle + _undated(tail)
+        if same == text:
             return text
-        same = "\n".join(_NAMED.sub("\0", line) if is_dated(line) else line for line in lines)
         first, since = self._first.pop((tenant, same), (text, now))
         if now - since >= hours * 3600:
             first, since = text, now
@@ -81,6 +109,12 @@ class Clock:
                 break
             del self._first[surplus]
         return first
+
+
+def _undated(text: str) -> str:
+    """A text without what dates and times consist of, in lines that are dated."""
+    lines = text.split("\n")
+    return "\n".join(_NAMED.sub("\0", line) if is_dated(line) else line for line in lines)
 
 
 def system_texts(body: Mapping[str, Any], dialect: str) -> Iterator[tuple[Path, str]]:
@@ -100,7 +134,12 @@ def system_texts(body: Mapping[str, Any], dialect: str) -> Iterator[tuple[Path, 
 
 def with_texts(body: bytes, texts: Mapping[Path, str]) -> bytes:
     """A body with other texts at these paths."""
-    return replaced(body, {path: json.dumps(text) for path, text in texts.items()})
+    return replaced(body, {path: _spelled(text) for path, text in texts.items()})
+
+
+def _spelled(text: str) -> str:
+    pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
+    return '"' + "".join(json.dumps(piece)[1:-1] for piece in pieces) + '"'
 
 
 def with_sorted_tools(body: bytes, tools: object) -> bytes:

@@ -121,16 +121,18 @@ def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str
 def replaced(body: bytes, values: Mapping[tuple[str | int, ...], str]) -> bytes:
     """`body` with these JSON texts instead of the values at their paths, keys and indexes from the
     top; nothing for a path that leads nowhere. RequestError when `body` is no JSON object."""
-    text = json_text(body)
+    cut = cut_long_strings(body)
+    text = json_text(cut.rest)
     places = Scanner(text).find_all(values)
     edits = [_Edit(place.value, place.end, values[path]) for path, place in places.items()]
-    return _applied(text, edits).encode()
+    return cut.restore(_applied(text, edits).encode())
 
 
 def reordered(body: bytes, key: str, order: Sequence[int]) -> bytes:
     """`body` with the elements of its top-level list `key` in this order of their indexes, each as
     it is spelled. RequestError when `body` is no JSON object."""
-    text = json_text(body)
+    cut = cut_long_strings(body)
+    text = json_text(cut.rest)
     at = Scanner(text).find((key,))
     places = Scanner(text).elements(at) if at is not None and text[at] == "[" else []
     if len(places) != len(order):
@@ -140,7 +142,7 @@ def reordered(body: bytes, key: str, order: Sequence[int]) -> bytes:
         _Edit(place.start, place.end, spelled[index])
         for place, index in zip(places, order, strict=True)
     ]
-    return _applied(text, moved).encode()
+    return cut.restore(_applied(text, moved).encode())
 
 
 def _may_hold(text: str, keys: Collection[str]) -> bool:

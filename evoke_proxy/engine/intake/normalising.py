@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from evoke_proxy.adapters.clock import uptime_s
@@ -12,6 +13,7 @@ from evoke_proxy.core.request.large_json import HUGE_BYTES
 from evoke_proxy.core.request.normalise import (
     BILLING,
     DATES,
+    MOST_TEXTS,
     TOOLS,
     Clock,
     Path,
@@ -56,7 +58,7 @@ class Normaliser:
         self, parsed: Mapping[str, Any], dialect: str, tenant: str
     ) -> Iterator[tuple[Path, str]]:
         """The texts of the system prompt that are to be others."""
-        for path, text in system_texts(parsed, dialect):
+        for path, text in islice(system_texts(parsed, dialect), MOST_TEXTS):
             said = without_billing(text) if self.config.billing else text
             if said != text:
                 self._metrics.normalised.labels(what=BILLING).inc()

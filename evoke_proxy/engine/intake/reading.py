@@ -8,10 +8,14 @@ from typing import Any
 
 import orjson
 
+from evoke_proxy.core.request.json_pieces import parse_in_pieces
 from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.large_json import CutText, MarkFound, cut_long_strings
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
+
+# A text of more bytes is parsed in pieces: a parser holds the interpreter's lock until its end.
+_PARSED_AT_ONCE_BYTES = 256 * 1024
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -27,7 +31,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _parse(cut: CutText) -> dict[str, Any]:
     try:
-        parsed = orjson.loads(cut.rest)
+        if len(cut.rest) > _PARSED_AT_ONCE_BYTES:
+            parsed = parse_in_pieces(cut.rest)
+        else:
+            parsed = orjson.loads(cut.rest)
     except orjson.JSONDecodeError:
         # Stricter than what edits bytes: whatever only that understands (a byte order mark, half an
         # escaped surrogate pair) is to be read as it would be edited.

@@ -16,9 +16,11 @@ from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
 from evoke_proxy.core.request.ahead import unkept
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
+from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.kept.whole_slots import WholeSlots
@@ -192,7 +194,7 @@ class Keeper:
             way.decision = "guest:side"
             return
         way.seat = seat
-        self._note_drift(known, seat)
+        await self._note_drift(known, seat)
         await self._places.prepare(way, seat, known, client)
         if seat.slot is not None and request.dialect != "messages":  # there it cannot be said
             place = {"id_slot": orjson.dumps(seat.slot)}
@@ -203,15 +205,15 @@ class Keeper:
         way.decision = f"guest:{reason}"
         await self._seating.queue(way, request, tenant)
 
-    def _note_drift(self, known: Conversation, seat: Seat) -> None:
+    async def _note_drift(self, known: Conversation, seat: Seat) -> None:
         """Say why a request does not go on from the one before it, if it does not."""
-        body = parse_object(seat.body)
-        asked = Asked(seat.body, seat.boundary, opening(body))
+        asked = Asked(seat.body, seat.boundary, await read_apart(seat.body, _opening, seat.body))
         before = self._conversations.asked_before(known, asked)
         known.asked = asked
         if before is None or common_prefix(before.boundary, seat.prompt) >= len(before.boundary):
             return
-        found = drift(parse_object(before.body), body) or Drift("template")
+        larger = max(before.body, seat.body, key=len)
+        found = await read_apart(larger, _drift, before.body, seat.body)
         known.drift = found.summary()
         self._metrics.drifts.labels(cause=found.cause).inc()
         _log.info("session %s departs from what it was: %s", known.id, known.drift)
@@ -224,7 +226,7 @@ class Keeper:
         body, path = way.body, _COUNTED.get(request.dialect)
         self._calls.check_size(body)
         if path is not None:
-            body = orjson.dumps(_AS_CHAT[request.dialect](parse_object(body)))
+            body = await read_apart(body, _chat_body, body, request.dialect)
         if self._facts.stability(request.has_tools).boundary:
             prompt, n_stable = await self._calls.boundary(body, client)
         else:
@@ -253,3 +255,18 @@ class Keeper:
         if seat is None or known is None:
             return
         self._ahead.run(self._look_ahead.run(known, seat, client), known.id)
+
+
+def _opening(body: bytes) -> bytes:
+    """What the user of a chat said first."""
+    return opening(parse_object(body))
+
+
+def _drift(before: bytes, now: bytes) -> Drift:
+    """Why a chat body does not go on from an earlier one."""
+    return drift(parse_object(before), parse_object(now)) or Drift("template")
+
+
+def _chat_body(body: bytes, dialect: str) -> bytes:
+    """The body of another dialect as that of a chat."""
+    return write_in_pieces(_AS_CHAT[dialect](parse_object(body)))

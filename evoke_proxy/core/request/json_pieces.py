@@ -1,0 +1,247 @@
+"""Parses and writes large JSON texts in small steps, between which other threads can run.
+
+A parser holds the interpreter's lock until it has read all of its text. Here the text is divided at
+commas into pieces. Each piece is completed to a JSON text of its own, parsed, and added to what the
+pieces before it have made.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from evoke_proxy.core.request.json_places import json_text, parsed_json
+from evoke_proxy.errors import RequestError
+
+# A text of more bytes is divided; about so long are the pieces.
+PIECE_BYTES = 64 * 1024
+# Deeper texts are refused, as they are by orjson.
+_DEPTH = 1024
+_BLANKS = b" \t\r\n"
+_QUOTE, _BACKSLASH, _COMMA = b'"'[0], b"\\"[0], b","[0]
+_OPENING, _OBJECT = b"[{", b"{"[0]
+_CLOSER = {b"["[0]: b"]"[0], b"{"[0]: b"}"[0]}
+_STRUCTURAL = np.zeros(256, np.bool_)
+_STRUCTURAL[list(b'"[]{},')] = True
+# The key of the member that a piece continues; no client can know it.
+_OPEN = f"evoke-open-{secrets.token_hex(16)}"
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A comma that divides the text, and where the objects and lists around it begin."""
+
+    at: int
+    openers: tuple[int, ...]
+
+
+def parse_in_pieces(text: bytes) -> Any:
+    """What a JSON text says; RequestError when it is none.
+
+    The same as orjson.loads, but for half surrogate pairs and a byte order mark, which it reads.
+    """
+    text = _without_blank_pieces(text.removeprefix(_BOM))
+    if len(text) <= PIECE_BYTES:
+        return _parse(text)
+    whole: Any = None
+    spine: list[Any] = []
+    before = _Cut(-1, ())
+    for cut in (*_cuts(text), _Cut(len(text), ())):
+        parsed = _parse(_completed(text, before, cut))
+        if before.at < 0:
+            whole = parsed
+        else:
+            _extend(spine, parsed)
+        spine = _open_containers(text, whole, spine, before.openers, cut.openers)
+        before = cut
+    return whole
+
+
+def write_in_pieces(value: Any) -> bytes:
+    """The JSON text of a value, as orjson.dumps writes it."""
+    return b"".join(_written(value))
+
+
+def _written(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict) and value:
+        comma = b"{"
+        for key, item in value.items():
+            yield comma + orjson.dumps(key) + b":"
+            yield from _written(item)
+            comma = b","
+        yield b"}"
+    elif isinstance(value, list) and value:
+        comma = b"["
+        for item in value:
+            yield comma
+            yield from _written(item)
+            comma = b","
+        yield b"]"
+    else:
+        yield orjson.dumps(value)
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return parsed_json(json_text(text))
+
+
+def _without_blank_pieces(text: bytes) -> bytes:
+    """The text with one space in the place of each piece of only white space between values."""
+    pieces = [text[at : at + PIECE_BYTES] for at in range(0, len(text), PIECE_BYTES)]
+    if all(piece[:1] not in _BLANKS or piece.strip(_BLANKS) for piece in pieces):
+        return text
+    inside = escaped = False
+    for index, piece in enumerate(pieces):
+        if not inside and not piece.strip(_BLANKS):
+            pieces[index] = b" "
+        _, inside, escaped = _outside(np.frombuffer(piece, np.uint8), inside, escaped)
+    return b"".join(pieces)
+
+
+def _cuts(text: bytes) -> Iterator[_Cut]:
+    """The last comma outside strings of each piece."""
+    data = np.frombuffer(text, np.uint8)
+    inside = escaped = False
+    openers: list[int] = []
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = data[start : start + PIECE_BYTES]
+        at, inside, escaped = _outside(piece, inside, escaped)
+        kinds = piece[at]
+        commas = np.flatnonzero(kinds == _COMMA)
+        last = int(commas[-1]) if len(commas) else -1
+        brackets = kinds != _COMMA
+        if last >= 0:
+            _follow(text, openers, (at[:last][brackets[:last]] + start).tolist())
+            cut = _Cut(start + int(at[last]), tuple(openers))
+            _check(text, cut)
+            if cut.at + 1 < len(text):
+                yield cut
+        _follow(text, openers, (at[last + 1 :][brackets[last + 1 :]] + start).tolist())
+
+
+def _outside(
+    piece: npt.NDArray[np.uint8], inside: bool, escaped: bool
+) -> tuple[npt.NDArray[Any], bool, bool]:
+    """Where brackets and commas outside strings are; whether the byte behind the piece is inside a
+    string, and whether it is escaped."""
+    structural = _STRUCTURAL[piece]
+    slashes = np.flatnonzero(piece == _BACKSLASH)
+    if escaped:
+        structural[0] = False
+        slashes = slashes[slashes != 0]
+    escaped = False
+    if len(slashes):
+        apart = np.diff(slashes) != 1
+        starts = slashes[np.concatenate(([True], apart))]
+        ends = slashes[np.concatenate((apart, [True]))]
+        unpaired = ends[(ends - starts) % 2 == 0] + 1
+        if len(unpaired) and int(unpaired[-1]) == len(piece):
+            escaped, unpaired = True, unpaired[:-1]
+        structural[unpaired] = False
+    at = np.flatnonzero(structural)
+    quotes = piece[at] == _QUOTE
+    within = np.logical_xor.accumulate(quotes) ^ inside
+    inside = bool(within[-1]) if len(within) else inside
+    return at[~within & ~quotes], inside, escaped
+
+
+def _follow(text: bytes, openers: list[int], brackets: list[int]) -> None:
+    """Keep `openers` the list of what is open, over the next brackets."""
+    for at in brackets:
+        if text[at] in _OPENING:
+            openers.append(at)
+            if len(openers) > _DEPTH:
+                _refuse("it is nested too deep")
+        elif not openers or _CLOSER[text[openers.pop()]] != text[at]:
+            _refuse(f"nothing is open that the bracket at {at} closes")
+
+
+def _check(text: bytes, cut: _Cut) -> None:
+    """Refuse a comma that divides nothing: the pieces beside it would not show that."""
+    end = _visible_end(text, cut.at)
+    before = text[end - 1 : end]
+    after = text[cut.at + 1 : cut.at + 1 + 2 * PIECE_BYTES].lstrip(_BLANKS)[:1]
+    if not cut.openers or before in b"[{," or after in b"]},":
+        _refuse(f"no value is at {cut.at}")
+
+
+def _visible_end(text: bytes, at: int) -> int:
+    """Where the last byte before `at` that is not white space ends."""
+    start = max(0, at - 2 * PIECE_BYTES)
+    return start + len(text[start:at].rstrip(_BLANKS))
+
+
+def _completed(text: bytes, before: _Cut, cut: _Cut) -> bytes:
+    """The text between two cuts, with what opens it before and closes it behind."""
+    opening = []
+    for depth, at in enumerate(before.openers):
+        opening.append(text[at : at + 1])
+        if text[at] == _OBJECT and depth + 1 < len(before.openers):
+            opening.append(f'"{_OPEN}":'.encode())
+    closing = bytes(_CLOSER[text[at]] for at in reversed(cut.openers))
+    return b"".join([*opening, text[before.at + 1 : cut.at], closing])
+
+
+def _extend(spine: list[Any], parsed: Any) -> None:
+    """Add what a piece says to the objects and lists that were open where it begins."""
+    for depth, container in enumerate(spine):
+        child = None
+        if isinstance(container, list):
+            if depth + 1 < len(spine):
+                child = parsed[0]
+                del parsed[0]
+            container.extend(parsed)
+        else:
+            child = parsed.pop(_OPEN, None)
+            container.update(parsed)
+        parsed = child
+
+
+def _open_containers(
+    text: bytes,
+    whole: Any,
+    spine: list[Any],
+    before: tuple[int, ...],
+    openers: tuple[int, ...],
+) -> list[Any]:
+    """The objects and lists that begin at `openers`, given those that begin at `before`."""
+    found: list[Any] = []
+    for depth, at in enumerate(openers):
+        if depth == 0:
+            found.append(whole)
+        elif before[depth : depth + 1] == (at,):
+            found.append(spine[depth])
+        elif isinstance(found[-1], list):
+            found.append(found[-1][-1])
+        else:
+            found.append(found[-1][_key_before(text, at)])
+    return found
+
+
+def _key_before(text: bytes, at: int) -> str:
+    """The key of the member whose value begins there."""
+    colon = _visible_end(text, at) - 1
+    end = _visible_end(text, colon)
+    start = end - 1
+    while True:
+        start = text.rfind(b'"', 0, start)
+        slashes = start
+        while slashes and text[slashes - 1] == _BACKSLASH:
+            slashes -= 1
+        if (start - slashes) % 2 == 0:
+            key: str = _parse(text[start:end])
+            return key
+
+
+def _refuse(why: str) -> NoReturn:
+    raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
