@@ -27,6 +27,7 @@ from yarl import URL
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.prompt.rendering_limit import RenderingLimit
+from evoke_proxy.core.request.json_pieces import parse_in_pieces
 from evoke_proxy.core.request.request_head import check_head, malformed_header
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
@@ -48,6 +49,8 @@ _KEEPALIVE_S = 2.0
 _NOTICED = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LINE_BYTES = 64 * 1024
 PIECE_BYTES = 256 * 1024
+# A longer answer is parsed in a thread, in pieces.
+_PARSED_AT_ONCE_BYTES = 256 * 1024
 # The largest answer to a call of our own: a rendering of some million tokens fits.
 ANSWER_BYTES = 256 * 1024 * 1024
 LATEST = "latest"
@@ -320,6 +323,8 @@ class Upstream:
                     headers = self.own_headers(client)
                     async with self.open(method, target, headers, data) as reply:
                         raw = await reply.read(check if reply.status < 400 else None)
+        if len(raw) > _PARSED_AT_ONCE_BYTES:
+            return await asyncio.to_thread(_checked, target, reply.status, raw)
         return _checked(target, reply.status, raw)
 
     async def info(self, client: Mapping[str, str] | None = None) -> ServerInfo:
@@ -396,8 +401,8 @@ def _decoded(response: aiohttp.ClientResponse) -> CIMultiDict[str]:
 
 def _checked(target: str, status: int, raw: bytes) -> dict[str, Any]:
     try:
-        answer = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        answer = parse_in_pieces(raw) if len(raw) > _PARSED_AT_ONCE_BYTES else orjson.loads(raw)
+    except (orjson.JSONDecodeError, RequestError) as error:
         if status >= 400:
             raise UpstreamRejected(status, raw) from error
         raise UpstreamProtocolError(f"llama-server answered {target} with no JSON") from error

@@ -13,6 +13,7 @@ import orjson
 from evoke_proxy.adapters.upstream import Body, Reply, Upstream
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.intake.large import read_apart
 
 # As any other call, but that the router does what it was started to do.
 _LOADING = "/tokenize?"
@@ -64,7 +65,8 @@ class OneModel(Upstream):
         if isinstance(body, dict):
             body = body | {"model": self._model}
         elif isinstance(body, bytes):
-            body = edit_top_level(body, {"model": orjson.dumps(self._model)}, ())
+            named = {"model": orjson.dumps(self._model)}
+            body = await read_apart(body, edit_top_level, body, named, ())
         answer = await super().call(method, target, body, client, name, patient, check)
         if target == "/v1/models":  # a router tells of all of them
             answer["data"] = [it for it in answer.get("data") or () if it.get("id") == self._model]

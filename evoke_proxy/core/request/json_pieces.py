@@ -103,7 +103,7 @@ def _without_blank_pieces(text: bytes) -> bytes:
     inside = escaped = False
     for index, piece in enumerate(pieces):
         if not inside and not piece.strip(_BLANKS):
-            pieces[index] = b" "
+            pieces[index] = b"" if index and pieces[index - 1] in (b"", b" ") else b" "
         _, inside, escaped = _outside(np.frombuffer(piece, np.uint8), inside, escaped)
     return b"".join(pieces)
 

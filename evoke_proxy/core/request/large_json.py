@@ -81,6 +81,8 @@ def cut_long_strings(text: bytes) -> CutText:
     if len(text) <= LARGE_BYTES:
         return CutText(text, text)
     places = _long_strings(text)
+    if not places:
+        return CutText(text, text)
     parts: list[bytes] = []
     at = 0
     for number, (start, end) in enumerate(places):

@@ -25,6 +25,8 @@ from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRej
 # the event loop for long. No prompt that fits is expected to be as long.
 _MOST_BYTES_A_TOKEN, _ALWAYS_ASKED_BYTES = 64, 1024 * 1024
 Client = Mapping[str, str] | None
+# So many tokens become an array in one step, which holds the interpreter's lock.
+_LISTED_AT_ONCE = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ class StockCalls:
         0 where the history is no prefix of the prompt, in text or in tokens, or all of it: a memory
         that cannot go back decodes a prompt anew when nothing is new.
         """
-        text = await self.text(body, client)
-        history = await self.text(await read_apart(body, boundary, body), client)
+        past = await read_apart(body, boundary, body)
+        text, history = await self.text(body, client), await self.text(past, client)
         tokens = await self.tokens(text, True, client)
         if not text.startswith(history) or text == history:
             return tokens, 0
@@ -103,7 +105,10 @@ class StockCalls:
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
         found = await self._upstream.call("POST", "/tokenize", asked, client, "render", check=check)
         try:
-            return np.asarray(found["tokens"], dtype=np.int32)
+            listed = found["tokens"]
+            if isinstance(listed, list) and len(listed) > _LISTED_AT_ONCE:
+                return await asyncio.to_thread(_token_array, listed)
+            return np.asarray(listed, dtype=np.int32)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError("/tokenize answered without tokens") from error
 
@@ -197,3 +202,10 @@ def _n_ctx(props: Mapping[str, Any]) -> int | None:
     settings = props.get("default_generation_settings")
     n_ctx = settings.get("n_ctx") if isinstance(settings, Mapping) else None
     return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
+
+
+def _token_array(listed: list[Any]) -> Tokens:
+    """A long list of tokens as an array, made in steps."""
+    starts = range(0, len(listed), _LISTED_AT_ONCE)
+    pieces = [np.asarray(listed[at : at + _LISTED_AT_ONCE], dtype=np.int32) for at in starts]
+    return np.concatenate(pieces)

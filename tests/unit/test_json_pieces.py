@@ -1,0 +1,152 @@
+"""Large JSON texts are parsed and written in steps that are all short, as a parser reads them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import pytest
+
+from evoke_proxy.core.request import json_pieces
+from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.errors import RequestError
+
+MIB = 1 << 20
+MOST_S = 0.02
+SCALARS = (1, 2.5, -3, None, True, "a", 'q"\\', "[,]{}:", "\\", "é€😀", "", "word " * 9)
+KEYS = ("a", "b", '"', "\\", 'c"\\"', "[,]{", "é")
+BREAKS = (b"", b",", b"]", b"}", b"[", b"{", b'"', b"\\", b":", b" " * 90, b"1", b"\\ud83d")
+
+
+def _value(how: random.Random, depth: int) -> Any:
+    kind = how.randrange(8)
+    if depth <= 0 or kind < 3:
+        return how.choice(SCALARS)
+    if kind < 6:
+        return [_value(how, depth - 1) for _ in range(how.randrange(6))]
+    names = (how.choice((*KEYS, f"key {how.random()}")) for _ in range(how.randrange(6)))
+    return {name: _value(how, depth - 1) for name in names}
+
+
+def _text(how: random.Random) -> bytes:
+    """A JSON text, with keys that are there twice, and broken in every other case."""
+    indent, plain = how.choice((None, None, 1)), how.random() < 0.5
+    text = json.dumps(_value(how, 6), indent=indent, ensure_ascii=plain).encode()
+    if how.random() < 0.3:
+        text = text.replace(b'"b":', b'"a":')
+    if how.random() < 0.5:
+        for _ in range(how.randint(1, 2)):
+            at = how.randrange(len(text) + 1)
+            text = text[:at] + how.choice(BREAKS) + text[at + how.randrange(2) :]
+    return text
+
+
+def _outcome(parse: Callable[[bytes], Any], text: bytes) -> str:
+    try:
+        return repr(parse(text))
+    except (ValueError, RequestError):
+        return "refused"
+
+
+def _parse_whole(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text.decode())
+
+
+@pytest.mark.parametrize("piece_bytes", [3, 7, 13, 40, 64])
+def test_pieces_say_what_the_whole_text_says(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_pieces, "PIECE_BYTES", piece_bytes)
+    refused = 0
+    for seed in range(1500):
+        text = _text(random.Random(f"{piece_bytes} {seed}"))
+        expected = _outcome(_parse_whole, text)
+        assert _outcome(json_pieces.parse_in_pieces, text) == expected, text
+        refused += expected == "refused"
+    assert 100 < refused < 1000
+
+
+def test_values_are_written_as_by_a_serialiser() -> None:
+    for seed in range(300):
+        value = _value(random.Random(seed), 6)
+        assert json_pieces.write_in_pieces(value) == orjson.dumps(value)
+
+
+def _list_of(item: bytes, n: int) -> bytes:
+    return b'{"id_slot":1,"a":[%s]}' % b",".join([item] * n)
+
+
+@pytest.fixture
+def no_full_collections() -> Iterator[None]:
+    """As in the proxy (web/garbage.py), where full collections run while nothing else does."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+BODIES: dict[str, Callable[[], bytes]] = {
+    "strings of 100 bytes": lambda: _list_of(b'"%s"' % (b"a" * 100), 500_000),
+    "strings of 1,000 bytes": lambda: _list_of(b'"%s"' % (b"a" * 1000), 60_000),
+    "strings of escapes": lambda: _list_of(b'"%s"' % (b"\\u4e2d" * 16), 500_000),
+    "small lists": lambda: _list_of(b'["%s","","","",""]' % (b"a" * 600), 99_000),
+    "small objects": lambda: _list_of(b'{"%s":"%s"}' % (b"k" * 300, b"a" * 300), 49_000),
+    "white space": lambda: b'{"a":[1,%s2]}' % (b" " * (60 * MIB)),
+    "broken at its end": lambda: _list_of(b'"%s"' % (b"a" * 100), 500_000)[:-1] + b"]",
+}
+
+
+@pytest.mark.usefixtures("no_full_collections")
+@pytest.mark.parametrize("name", BODIES)
+def test_other_threads_run_while_many_short_strings_are_parsed(name: str) -> None:
+    body = BODIES[name]()
+    longest = min(_longest_step(lambda: parse_object(body)) for _ in range(3))
+    assert longest < MOST_S, longest
+
+
+@pytest.mark.usefixtures("no_full_collections")
+def test_other_threads_run_while_a_body_of_many_strings_is_edited() -> None:
+    body = BODIES["strings of 100 bytes"]()
+    longest = min(
+        _longest_step(lambda: edit_top_level(body, {"id_slot": b"2"}, ())) for _ in range(2)
+    )
+    # All of the text is decoded, joined and encoded, in one step each.
+    assert longest < 3 * MOST_S, longest
+
+
+def _longest_step(work: Callable[[], object]) -> float:
+    """Processor time that the working thread takes between two turns of this one, at most."""
+    worker: list[int] = []
+    ended: list[bool] = []
+    last = threading.Event()
+
+    def run() -> None:
+        worker.append(time.pthread_getcpuclockid(threading.get_ident()))
+        try:
+            result = work()
+        except RequestError as error:
+            result = error
+        ended.append(True)
+        last.wait()
+        del result
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    longest = before = 0.0
+    while not ended:
+        if worker:
+            now = time.clock_gettime(worker[0])
+            longest, before = max(longest, now - before), now
+        time.sleep(0.0005)
+    last.set()
+    thread.join()
+    return longest
