@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import random
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config.keeping import NormaliseConfig
 from evoke_proxy.core.request.normalise import (
+    EDGE_CHARS,
+    EDGE_LINES,
     Clock,
+    edges,
     is_dated,
     system_texts,
     with_sorted_tools,
     with_texts,
     without_billing,
 )
+from evoke_proxy.engine.intake.normalising import Normaliser
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.86.d24; cc_entrypoint=cli; cch=a5145;"
 
@@ -133,3 +140,57 @@ def test_a_flood_of_one_tenant_leaves_the_dates_of_another() -> None:
         clock.stopped(dated.format(name=f"number {number}", date="2026-01-02"), "loud", 1.0, 24.0)
     later = dated.format(name="a helper", date="2026-03-04")
     assert clock.stopped(later, "quiet", 2.0, 24.0) == first
+
+
+@pytest.mark.parametrize("break_every", [3, 60, 5000, 10**9])
+def test_a_text_is_divided_into_its_first_lines_its_last_and_the_rest(break_every: int) -> None:
+    for n_chars in (0, 1, 100, EDGE_CHARS, EDGE_CHARS + 1, 2 * EDGE_CHARS, 9 * EDGE_CHARS):
+        text = "".join("\n" if at % break_every == 1 else "a" for at in range(n_chars))
+        head, middle, tail = edges(text)
+        assert head + middle + tail == text
+        assert max(len(head), len(tail)) <= EDGE_CHARS
+        assert max(head.count("\n"), tail.count("\n")) <= EDGE_LINES
+        assert not middle or (head and tail)
+
+
+def test_dates_at_both_ends_of_a_long_system_prompt_are_stopped_and_no_others() -> None:
+    clock = Clock()
+    filler = "You help with 3 tools.\n" * 2000
+
+    def prompt(begins: str, middle: str, ends: str) -> str:
+        return f"Today is {begins}.\n{filler}Date: {middle}\n{filler}Date: {ends}\nGo on."
+
+    first = prompt("Monday, 9:30", "2026-11-23", "2026-11-23")
+    assert clock.stopped(first, "t", 0.0, 2.0) == first
+    later = prompt("Tuesday, 10:31", "2026-11-23", "2026-11-24")
+    assert clock.stopped(later, "t", 1.0, 2.0) == first
+    another = prompt("Tuesday, 10:31", "2026-11-24", "2026-11-24")
+    assert clock.stopped(another, "t", 1.0, 2.0) == another
+
+
+PROMPTS = {
+    "a date in each line": "2026-11-21\n" * 20_000,
+    "times in each line": "9:30 9:31\n" * 20_000,
+    "dates in one line": "2026-11-21 " * 20_000,
+    "numbers in one line": "today " + "1 " * 100_000,
+    "empty lines": "\n" * 120_000,
+    "billing headers": f"{HEADER}\n" * 2500,
+}
+
+
+@pytest.mark.parametrize("n_texts", [1, 400])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_no_system_prompt_takes_the_event_loop_for_long(name: str, n_texts: int) -> None:
+    """These bodies are so small that the event loop itself reads them."""
+    text = PROMPTS[name]
+    parts = [text[at::n_texts] if n_texts > 1 else text for at in range(n_texts)]
+    body = json.dumps({"messages": [{"role": "system", "content": part} for part in parts]})
+    assert len(body) < 256 * 1024 + 40 * n_texts
+    took = []
+    for _ in range(4):
+        config = NormaliseConfig(billing=True, dates_h=1.0)
+        normaliser = Normaliser(config, Metrics())
+        began = time.thread_time()
+        normaliser.apply(body.encode(), "chat", "t")
+        took.append(time.thread_time() - began)
+    assert min(took) < 0.02, took

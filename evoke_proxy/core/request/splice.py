@@ -217,4 +217,5 @@ def _applied(text: str, edits: list[_Edit]) -> str:
         if edit.start >= at:  # else it lies inside a member that goes as a whole
             parts += [text[at : edit.start], edit.text]
             at = edit.end
-    return "".join([*parts, text[at:]])
+    parts.append(text[at:])
+    return "".join(parts)
