@@ -203,6 +203,23 @@ def _many_messages(stage: Stage) -> None:
         stage.chat(body)
 
 
+def _many_strings(stage: Stage) -> None:
+    """A chat with as many short strings as `limits.json_elements` and `limits.body_bytes` allow."""
+    message = b'{"role":"user","content":"What is this?"}'
+    strings = b",".join([b'"%s"' % (b"a" * 100)] * stage.size(499_000))
+    while stage.again():
+        stage.chat(b'{"messages":[%s],"metadata":[%s]}' % (message, strings))
+
+
+def _many_dates(stage: Stage) -> None:
+    """System prompts of 60,000 dates, in lines and in one, where dates are normalised."""
+    while stage.again():
+        for separator in ("\n", " "):
+            dates = separator.join(["2026-11-21"] * stage.size(60_000))
+            system = {"role": "system", "content": f"{dates}\nNumber {stage.times}."}
+            stage.chat({"messages": [system, {"role": "user", "content": "What is this?"}]})
+
+
 def _white_space(stage: Stage) -> None:
     """A question that is mostly white space, of several kinds."""
     kinds = (" ", "\n", "\t \n", "\u00a0", " .", "now ", "a, ")
@@ -294,6 +311,8 @@ ARMS: Mapping[str, Callable[[Stage], None]] = {
     "edited 64 MiB": _large_edited,
     "relayed 64 MiB": _large_relayed,
     "a million messages": _many_messages,
+    "500,000 strings": _many_strings,
+    "60,000 dates": _many_dates,
     "white space": _white_space,
     "answer of 64 MiB": _large_answer,
     "vectors stored": _vectors,
@@ -357,6 +376,7 @@ def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, 
         "snapshots.directory": str(folder),
         "snapshots.min_free_mib": 0,
         "embedder.directory": "none",
+        "normalise.dates_h": 1.0,
     }
     where = ["--where"] if args.where else []
     with ExitStack() as stack:

@@ -12,6 +12,7 @@ from bench import stall
 
 ARMS = (
     *("prompt of 1 MiB", "prompt beyond the context", "32K tokens, 400 messages"),
+    *("500,000 strings", "60,000 dates"),
     *("answer of 64 MiB", "20 admin pages"),
 )
 # Twice the bar of the bench: the processor may be slow.

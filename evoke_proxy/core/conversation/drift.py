@@ -69,7 +69,7 @@ def opening(body: Mapping[str, Any]) -> bytes:
     said = (item for item in messages if _role(item) == "user")
     first = next(said, None)
     young = first is None or next(said, None) is None
-    return b"" if young else json.dumps(first, sort_keys=True).encode()
+    return b"" if young else _json_text(first, sort_keys=True).encode()
 
 
 def _cause(old: Sequence[Any], new: Sequence[Any], at: int, start: int, end: int) -> str:
@@ -100,7 +100,7 @@ def _tools_changed(old: Any, new: Any) -> str:
 
 
 def _sorted(items: Sequence[Any]) -> list[str]:
-    return sorted(json.dumps(item, sort_keys=True) for item in items)
+    return sorted(_json_text(item, sort_keys=True) for item in items)
 
 
 def _messages(body: Mapping[str, Any]) -> Sequence[Any]:
@@ -119,11 +119,11 @@ def _thoughtless(message: Any) -> dict[str, Any]:
 def _text(message: Any) -> str:
     """Everything of a message as one text, its content first."""
     if not isinstance(message, Mapping):
-        return json.dumps(message)
+        return _json_text(message)
     content = message.get("content")
-    said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    said = content if isinstance(content, str) else _json_text(content, ensure_ascii=False)
     more = {key: message[key] for key in message if key not in ("role", "content")}
-    return said + (json.dumps(more, sort_keys=True) if more else "")
+    return said + (_json_text(more, sort_keys=True) if more else "")
 
 
 def _differing(old: str, new: str) -> tuple[int, int]:
@@ -139,3 +139,9 @@ def _line(text: str, start: int, end: int) -> str:
     first = text.rfind("\n", 0, start) + 1
     last = text.find("\n", max(end, start))
     return text[first : last if last >= 0 else len(text)]
+
+
+def _json_text(value: Any, sort_keys: bool = False, ensure_ascii: bool = True) -> str:
+    """What json.dumps writes, value by value: other threads run between two of them."""
+    encoder = json.JSONEncoder(sort_keys=sort_keys, ensure_ascii=ensure_ascii)
+    return "".join(encoder.iterencode(value))
