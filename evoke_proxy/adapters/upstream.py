@@ -401,7 +401,11 @@ def _decoded(response: aiohttp.ClientResponse) -> CIMultiDict[str]:
 
 def _checked(target: str, status: int, raw: bytes) -> dict[str, Any]:
     try:
-        answer = parse_in_pieces(raw) if len(raw) > _PARSED_AT_ONCE_BYTES else orjson.loads(raw)
+        answer = (
+            parse_in_pieces(raw, orjson.loads)
+            if len(raw) > _PARSED_AT_ONCE_BYTES
+            else orjson.loads(raw)
+        )
     except (orjson.JSONDecodeError, RequestError) as error:
         if status >= 400:
             raise UpstreamRejected(status, raw) from error

@@ -2,19 +2,17 @@
 
 A parser holds the interpreter's lock until it has read all of its text. Here the text is divided at
 commas into pieces. Each piece is completed to a JSON text of its own, parsed, and added to what the
-pieces before it have made.
+pieces before it have made. The parser and the serialiser of small texts are those of the caller.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from evoke_proxy.core.request.json_places import json_text, parsed_json
 from evoke_proxy.errors import RequestError
@@ -29,8 +27,8 @@ _OPENING, _OBJECT = b"[{", b"{"[0]
 _CLOSER = {b"["[0]: b"]"[0], b"{"[0]: b"}"[0]}
 _STRUCTURAL = np.zeros(256, np.bool_)
 _STRUCTURAL[list(b'"[]{},')] = True
-# The key of the member that a piece continues; no client can know it.
-_OPEN = f"evoke-open-{secrets.token_hex(16)}"
+# The key of the member that a piece continues: another in every process, so no client knows it.
+_OPEN = f"evoke-open-{hash('evoke-open') & (2**64 - 1):016x}"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -42,19 +40,20 @@ class _Cut:
     openers: tuple[int, ...]
 
 
-def parse_in_pieces(text: bytes) -> Any:
+def parse_in_pieces(text: bytes, parse: Callable[[bytes], Any]) -> Any:
     """What a JSON text says; RequestError when it is none.
 
-    The same as orjson.loads, but for half surrogate pairs and a byte order mark, which it reads.
+    The same as `parse`, which is orjson.loads or alike and raises ValueError; but a byte order mark
+    and half surrogate pairs are read, too.
     """
     text = _without_blank_pieces(text.removeprefix(_BOM))
     if len(text) <= PIECE_BYTES:
-        return _parse(text)
+        return _parse(text, parse)
     whole: Any = None
     spine: list[Any] = []
     before = _Cut(-1, ())
     for cut in (*_cuts(text), _Cut(len(text), ())):
-        parsed = _parse(_completed(text, before, cut))
+        parsed = _parse(_completed(text, before, cut), parse)
         if before.at < 0:
             whole = parsed
         else:
@@ -64,34 +63,34 @@ def parse_in_pieces(text: bytes) -> Any:
     return whole
 
 
-def write_in_pieces(value: Any) -> bytes:
-    """The JSON text of a value, as orjson.dumps writes it."""
-    return b"".join(_written(value))
+def write_in_pieces(value: Any, write: Callable[[Any], bytes]) -> bytes:
+    """The JSON text of a value, as `write`, which is orjson.dumps or alike, writes it."""
+    return b"".join(_written(value, write))
 
 
-def _written(value: Any) -> Iterator[bytes]:
+def _written(value: Any, write: Callable[[Any], bytes]) -> Iterator[bytes]:
     if isinstance(value, dict) and value:
         comma = b"{"
         for key, item in value.items():
-            yield comma + orjson.dumps(key) + b":"
-            yield from _written(item)
+            yield comma + write(key) + b":"
+            yield from _written(item, write)
             comma = b","
         yield b"}"
     elif isinstance(value, list) and value:
         comma = b"["
         for item in value:
             yield comma
-            yield from _written(item)
+            yield from _written(item, write)
             comma = b","
         yield b"]"
     else:
-        yield orjson.dumps(value)
+        yield write(value)
 
 
-def _parse(text: bytes) -> Any:
+def _parse(text: bytes, parse: Callable[[bytes], Any]) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        return parse(text)
+    except ValueError:
         return parsed_json(json_text(text))
 
 
@@ -239,7 +238,7 @@ def _key_before(text: bytes, at: int) -> str:
         while slashes and text[slashes - 1] == _BACKSLASH:
             slashes -= 1
         if (start - slashes) % 2 == 0:
-            key: str = _parse(text[start:end])
+            key: str = parsed_json(json_text(text[start:end]))
             return key
 
 

@@ -32,7 +32,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def _parse(cut: CutText) -> dict[str, Any]:
     try:
         if len(cut.rest) > _PARSED_AT_ONCE_BYTES:
-            parsed = parse_in_pieces(cut.rest)
+            parsed = parse_in_pieces(cut.rest, orjson.loads)
         else:
             parsed = orjson.loads(cut.rest)
     except orjson.JSONDecodeError:

@@ -269,4 +269,4 @@ def _drift(before: bytes, now: bytes) -> Drift:
 
 def _chat_body(body: bytes, dialect: str) -> bytes:
     """The body of another dialect as that of a chat."""
-    return write_in_pieces(_AS_CHAT[dialect](parse_object(body)))
+    return write_in_pieces(_AS_CHAT[dialect](parse_object(body)), orjson.dumps)
