@@ -27,6 +27,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
     ),
     "empty lists": lambda: b'{"a":[' + b"[]," * (_MIB // 3) + b"1]}",
     "numbers": lambda: b'{"prompt":[' + b"1," * 400_000 + b"1]}",
+    "100,000 numbers": lambda: b'{"prompt":[' + b"1," * 100_000 + b"1]}",
     "keys": lambda: b'{"a":[' + b'{"a":1},' * 49_000 + b"1]}",
     "a marked message among as many as there may be": lambda: (
         b'{"messages":[' + _PIN + b',{"role":"user","content":"x"}' * 4000 + b"]}"

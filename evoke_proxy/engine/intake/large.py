@@ -9,14 +9,19 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A body of more bytes, or more brackets, takes longer than a few milliseconds to read.
+# A body of more bytes, brackets or commas takes longer than a few milliseconds to read.
 LARGE_BYTES = 256 * 1024
 LARGE_BRACKETS = 2048
+LARGE_COMMAS = 16384
 
 
 def is_large(body: bytes) -> bool:
     """Whether reading a body may take longer than the event loop can wait."""
-    return len(body) > LARGE_BYTES or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
+    return (
+        len(body) > LARGE_BYTES
+        or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
+        or body.count(b",") > LARGE_COMMAS
+    )
 
 
 async def read_apart(body: bytes, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
