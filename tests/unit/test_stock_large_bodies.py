@@ -30,6 +30,7 @@ class _Calls(StockCalls):
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
+        self.n_ctx = None
 
     async def text(self, body: bytes, client: Any) -> str:
         self.bodies.append(body)
