@@ -28,9 +28,9 @@ KINDS = ("decoded", "recovered", "resident_before", "omitted")
 FEW = 40
 
 
-def missing(behaviour: str) -> pytest.MarkDecorator:
-    """Mark a test of a behaviour that is wanted and not there."""
-    return pytest.mark.xfail(strict=True, reason=f"not there yet: {behaviour}")
+def missing(behaviour: str, by_chance: bool = False) -> pytest.MarkDecorator:
+    """Mark a test of a behaviour that is wanted and not there; `by_chance` it may pass at times."""
+    return pytest.mark.xfail(strict=not by_chance, reason=f"not there yet: {behaviour}")
 
 
 def planted(port: int, turns: int, **fields: Any) -> stack.Chat:
@@ -96,7 +96,10 @@ def test_plan_prints_the_table_and_starts_nothing() -> None:
 # The budget
 
 
-@missing("without a budget in the settings, a logical context beyond the cells is used by evicting")
+@missing(
+    "without a budget in the settings, a logical context beyond the cells is used by evicting",
+    by_chance=True,
+)
 def test_a_logical_context_without_a_budget_recalls_what_no_longer_fits() -> None:
     options = ("-c", "768", "--ctx-logical", "6144", "-np", "1", "--evoke-ram", "64")
     with (
