@@ -741,3 +741,11 @@ def test_a_flood_of_one_tenant_leaves_the_sessions_of_another() -> None:
         conversations.forget_surplus()
     assert [item for item in conversations if item.tenant == "quiet"] == mine
     assert len(conversations) == 8
+
+
+def test_a_stop_lets_what_is_being_copied_end() -> None:
+    queue = SlotQueue(LimitsConfig())
+    lease = queue.background(0)
+    assert lease is not None
+    queue.close()
+    assert queue.is_closed and not lease.preempted

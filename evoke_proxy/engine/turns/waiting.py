@@ -291,9 +291,11 @@ class SlotQueue:
         self._wake(self._pool.restart(n_slots, now))
 
     def close(self) -> None:
-        """The engine ends: nothing waits for llama-server any more."""
+        """The engine ends: nothing waits for llama-server to become idle any more.
+
+        What is being copied is copied to its end: the next proxy goes on from it.
+        """
         self.is_closed = True
-        self.preempt()
 
     async def acquire(
         self,
