@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
+_FOR_BUILDS = ("EVOKE_CACHE", "EVOKE_PATCHED_SERVER", "EVOKE_STOCK_SERVER")
 _REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """All processes that are started from here on have a mark, and somebody watches over us."""
+    for name in [name for name in os.environ if name.startswith("EVOKE_")]:
+        if name not in _FOR_BUILDS:  # settings of the machine are not those that a test expects
+            del os.environ[name]
     os.environ["TESTED_BY"] = f"{os.getpid()}-{secrets.token_hex(8)}"
     command = [sys.executable, str(Path(__file__).with_name("reaper.py"))]
     # In a session of its own: what ends us all does not end it.

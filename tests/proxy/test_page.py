@@ -17,7 +17,7 @@ from running import RunningProxy, ask, proxy
 from evoke_proxy.demo.processes import free_port
 
 pytestmark = pytest.mark.skipif(
-    browser() is None and "EVOKE_BROWSER" not in os.environ,
+    browser() is None and "BROWSER_TESTS" not in os.environ,
     reason="there is no Chromium here; on Debian: apt-get install chromium",
 )
 TOKEN = "a-word-that-only-the-operator-knows"
