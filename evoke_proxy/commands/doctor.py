@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from evoke_proxy.adapters.llama.stock_api import Copied, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import load
@@ -22,8 +23,7 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.ahead import Stability
 from evoke_proxy.core.servers.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.servers.server_info import saves_itself
-from evoke_proxy.engine.stock.facts import probed
-from evoke_proxy.engine.stock.stock_calls import Copied, StockCalls
+from evoke_proxy.engine.strategies.snapshots.server_probe import probed
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
 
 EXAMPLES = """examples:
@@ -81,7 +81,7 @@ class _Examination:
     cache: Cache | None = None
 
     async def findings(self) -> Findings:
-        calls = StockCalls(self.upstream)
+        calls = StockApi(self.upstream)
         props = await self.upstream.call("GET", "/props")
         slot = await self._free_slot(calls)
         texts = [_words(self.n_tokens) for _ in range(2)]
@@ -116,7 +116,7 @@ class _Examination:
             flash_attention=not self.cache.transposed if self.cache is not None else None,
         )
 
-    async def _free_slot(self, calls: StockCalls) -> int:
+    async def _free_slot(self, calls: StockApi) -> int:
         looks = await calls.looks(None)
         if looks is None:
             raise ConfigError("doctor: the server does not show its slots; start it with --slots")
@@ -126,7 +126,7 @@ class _Examination:
         return min(idle, key=lambda look: (look.n_tokens, -look.id)).id
 
     async def _copies(
-        self, calls: StockCalls, slot: int, one: Tokens, other: Tokens
+        self, calls: StockApi, slot: int, one: Tokens, other: Tokens
     ) -> tuple[Reuse, Speeds, str, str]:
         """What is reused in the slot and after a restore; why it cannot be saved, or not seen."""
         n, shared = len(one), len(one) * 4 // 5
@@ -161,7 +161,7 @@ class _Examination:
         reuse = Reuse(n, shared, extends, changed, *restored_reuse)
         return reuse, Speeds(n, first.seconds, *times), "", no_files
 
-    async def _save(self, calls: StockCalls, slot: int) -> tuple[Copied | None, str]:
+    async def _save(self, calls: StockApi, slot: int) -> tuple[Copied | None, str]:
         try:
             return await calls.save(slot, _NAME, None), ""
         except UpstreamRejected as error:
@@ -179,15 +179,13 @@ class _Examination:
             return 0.0, str(error)
         return time.monotonic() - began, ""
 
-    async def _ram(self, calls: StockCalls, slot: int, one: Tokens, other: Tokens) -> bool:
+    async def _ram(self, calls: StockApi, slot: int, one: Tokens, other: Tokens) -> bool:
         """Whether a prompt that another took the slot of is there again."""
         for prompt in (one, other):
             await calls.prefill(prompt, slot, None)
         return 2 * (await calls.prefill(one, slot, None)).cached >= len(one)
 
-    async def _clears(
-        self, calls: StockCalls, slot: int, one: Tokens, other: Tokens
-    ) -> bool | None:
+    async def _clears(self, calls: StockApi, slot: int, one: Tokens, other: Tokens) -> bool | None:
         """Whether a slot is emptied when another begins; None when there is no other to begin."""
         looks = await calls.looks(None) or ()
         others = [look.id for look in looks if look.id != slot and not look.n_tokens]

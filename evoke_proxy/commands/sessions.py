@@ -17,8 +17,8 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import load
 from evoke_proxy.core.conversation.recorded import read
 from evoke_proxy.core.kept.snapshots import Snapshot, branch_summary, by_branch, described
-from evoke_proxy.engine.kept.archive import archive
-from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.storage.export import archive
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError
 
 EXAMPLES = """examples:
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = Path(config.snapshots.directory)
     if not config.snapshots.directory or not (directory / "index.sqlite").exists():
         raise ConfigError("snapshots.directory: no snapshots there; name it with --directory")
-    vault = Vault(config.snapshots)
+    vault = SnapshotRepository(config.snapshots)
     vault.open(claim=False)
     try:
         return _act(vault, arguments)
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         vault.close()
 
 
-def _act(vault: Vault, arguments: argparse.Namespace) -> int:
+def _act(vault: SnapshotRepository, arguments: argparse.Namespace) -> int:
     if arguments.action == "list":
         _print_sessions(_rows(vault), arguments.json)
         return 0
@@ -80,7 +80,7 @@ def _act(vault: Vault, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
+def _named(vault: SnapshotRepository, given: str | None) -> tuple[str, list[Snapshot]]:
     sessions: dict[str, list[Snapshot]] = {record.session: [] for record in vault.records()}
     sessions |= by_branch(vault.snapshots)
     fitting = [id for id in sessions if given and id.startswith(given)]
@@ -92,7 +92,7 @@ def _named(vault: Vault, given: str | None) -> tuple[str, list[Snapshot]]:
     return fitting[0], sessions[fitting[0]]
 
 
-def _rows(vault: Vault) -> list[dict[str, Any]]:
+def _rows(vault: SnapshotRepository) -> list[dict[str, Any]]:
     """What has snapshots, and what was written down of budgeted sessions."""
     branches = by_branch(vault.snapshots)
     found = {id: branch_summary(id, items) for id, items in branches.items()}
@@ -155,7 +155,7 @@ def _ago(when: float) -> str:
     return f"{seconds / 86400:.0f} d ago"
 
 
-def _export(vault: Vault, items: Sequence[Snapshot], path: Path) -> None:
+def _export(vault: SnapshotRepository, items: Sequence[Snapshot], path: Path) -> None:
     """A file for its owner alone."""
     handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     os.fchmod(handle, 0o600)  # a file that was there has the mode it had

@@ -19,8 +19,6 @@ from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.intake.reader import Reader
 from evoke_proxy.engine.intake.reading import tenant_of
-from evoke_proxy.engine.kept.records import Records
-from evoke_proxy.engine.kept.writeback import Writeback
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator import history
@@ -29,7 +27,9 @@ from evoke_proxy.engine.operator.operating import Operator
 from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
+from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns.concluding import Concluding
 from evoke_proxy.engine.turns.degrading import Degrading
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
@@ -81,12 +81,12 @@ class Engine:
         )
         self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(common.embedding, config.policy, self.conversations)
-        self.keeper = Keeper(
+        self.keeper = SnapshotStrategy(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
             common.vault,
         )
         whole = self.keeper.whole if self.keeper.on and model is None else None
-        self._records = Records(self.upstream, whole, self.conversations, common)
+        self._records = SessionPersistence(self.upstream, whole, self.conversations, common)
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, self._records, self.watch),
@@ -96,7 +96,7 @@ class Engine:
         self._concluding = Concluding(
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
             *(self.keeper, self._chores, lambda: common.draining),
-            Writeback(self.upstream, self.metrics, self._slots, self._chores, self._records),
+            WriteBack(self.upstream, self.metrics, self._slots, self._chores, self._records),
             *(self._records, self.feed),
         )
         reach = Reach(

@@ -8,8 +8,8 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.engine.body_memory import BodyMemory
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.kept.vault import Vault
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 
 class Shared:
@@ -25,7 +25,7 @@ class Shared:
         self.metrics = Metrics()
         self.feed = Feed()
         self.embedding = Embedding(config.embedder, self.metrics)
-        self.vault = Vault(config.snapshots, self.metrics)
+        self.vault = SnapshotRepository(config.snapshots, self.metrics)
         self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)
         self._keeps = bool(config.snapshots.directory)
 

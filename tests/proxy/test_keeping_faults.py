@@ -19,9 +19,9 @@ from keeping import QUICK, Chat, House, decoded, long_chat
 from running import PATIENCE_S, RunningProxy, ask, process_on, until
 from wire import wire
 
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.engine.kept.vault import Vault
-from evoke_proxy.engine.stock.stock_calls import StockCalls
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 DAMAGES = 200
 SMALL = {"min_tokens": 64, "look_ahead": False, "max_count": 8}
@@ -44,7 +44,7 @@ def running(house: House) -> Iterator[tuple[int, RunningProxy]]:
             chat.ask(proxied.port)
             proxied.settled()
             _erase(port)
-        command = Vault(SnapshotsConfig(directory=str(house.folder)))
+        command = SnapshotRepository(SnapshotsConfig(directory=str(house.folder)))
         command.open(claim=False)
         for snapshot in list(command.snapshots):
             command.delete(snapshot, "test")
@@ -119,14 +119,14 @@ def test_a_slot_that_was_emptied_before_its_save_makes_no_snapshot(
     house: House, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, proxied = running
-    save, before = StockCalls.save, house.files()
+    save, before = StockApi.save, house.files()
 
-    async def emptied(calls: StockCalls, slot: int, name: str, client: Any) -> Any:
+    async def emptied(calls: StockApi, slot: int, name: str, client: Any) -> Any:
         await calls._upstream.call("POST", f"/slots/{slot}?action=erase", {}, client)
         return await save(calls, slot, name, client)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StockCalls, "save", emptied)
+        patch.setattr(StockApi, "save", emptied)
         _chat(2).ask(proxied.port)
     proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="emptied") == 1
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) ->
             time.sleep(wait_s)
             connection.close()
         proxied.settled()
-        look = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        look = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         look.open(claim=False)
         assert house.files() and not any(item.suspect for item in look.snapshots)
         look.close()
@@ -302,7 +302,7 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
 
 def _trusted(house: House) -> None:
     """The index knows all files that are there, and they are as it says."""
-    look = Vault(SnapshotsConfig(directory=str(house.folder)))
+    look = SnapshotRepository(SnapshotsConfig(directory=str(house.folder)))
     look.open(claim=False)
     known = {f"{item.id}.evoke-kv": item for item in look.snapshots}
     assert known.keys() == {path.name for path in house.files()} != set()

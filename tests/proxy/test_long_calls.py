@@ -21,7 +21,7 @@ from talking import endless
 from test_probing import _Steady, told
 from wire import wire
 
-from evoke_proxy.engine.stock.stock_calls import Prefilled, StockCalls
+from evoke_proxy.adapters.llama.stock_api import Prefilled, StockApi
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.models import bundled_model
 
@@ -105,7 +105,7 @@ def _began_with_comments(answer: Answer) -> None:
 def test_a_prefill_up_to_a_boundary_shows_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StockCalls, "prefill", _slow(StockCalls.prefill, 0.4))
+    monkeypatch.setattr(StockApi, "prefill", _slow(StockApi.prefill, 0.4))
     house, chat = House(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     with house.server() as port:
@@ -183,9 +183,9 @@ def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama-server has chosen it before the other request was given it."""
-    prefill = StockCalls.prefill
+    prefill = StockApi.prefill
 
-    async def elsewhere(calls: StockCalls, *given: Any) -> Prefilled:
+    async def elsewhere(calls: StockApi, *given: Any) -> Prefilled:
         return replace(await prefill(calls, *given), slot=taken[0])
 
     taken: list[int] = []
@@ -198,7 +198,7 @@ def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
             slot = running.engine._slots.pool.slot_of(other.id)
             assert slot is not None
             taken.append(slot)
-            monkeypatch.setattr(StockCalls, "prefill", elsewhere)
+            monkeypatch.setattr(StockApi, "prefill", elsewhere)
             chat.ask(running.port, "So what is it?")
             until(lambda: repr(running.engine._slots.pool).count("*") == 1, "one slot is back")
             assert running.metric("evoke_degraded_total", stage="prefill") == 0

@@ -16,7 +16,7 @@ from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.keys import Caller, key_of, line_of
 from evoke_proxy.demo.script import SYSTEM, paragraph
-from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 BUDGET = 256
 PEOPLE = {"alice": "20011", "bob": "48579"}
@@ -98,7 +98,9 @@ def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
         for seed in range(3):
             _interleaved(running, seed)
             running.settled()
-        look = Vault(SnapshotsConfig(directory=str(folder), key_file=settings["key_file"]))
+        look = SnapshotRepository(
+            SnapshotsConfig(directory=str(folder), key_file=settings["key_file"])
+        )
         look.open(claim=False)
         assert {item.tenant for item in look.snapshots} == set(PEOPLE)
         look.close()

@@ -14,12 +14,12 @@ import virtual_time
 from test_recorded import seated
 
 from evoke_proxy.adapters.clock import SteadyClock
+from evoke_proxy.adapters.llama.stock_api import Prefilled
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.stock.stock_calls import Prefilled
 from evoke_proxy.engine.turns import waiting
 
 TIMINGS = {"evoke": {"marker": "stale"}}

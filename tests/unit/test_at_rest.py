@@ -13,7 +13,7 @@ from test_vault import TOKENS, kept, vault
 from evoke_proxy.adapters.cipher import Cipher
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.kept.at_rest import Plain
-from evoke_proxy.engine.kept.chosen_form import at_rest
+from evoke_proxy.engine.storage.encryption import at_rest
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 KEY, OTHER = bytes(range(32)), bytes(32)

@@ -12,14 +12,14 @@ import pytest
 from test_state_file import cache, file
 from test_vault import vault
 
+from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
-from evoke_proxy.core.kept.held import Memory, SlotLook
+from evoke_proxy.core.kept.held import Memory, SlotStatus
 from evoke_proxy.core.kept.snapshots import USER
-from evoke_proxy.engine.kept.vault import Label, Vault
-from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import UpstreamTimeout
 
@@ -27,7 +27,7 @@ LABEL = Label("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))
 
 
-class Calls(StockCalls):
+class Calls(StockApi):
     """A server whose slots always have the same in them."""
 
     busy = slow = False
@@ -49,8 +49,8 @@ class Calls(StockCalls):
             raise UpstreamTimeout("no answer in time", "")
         return False
 
-    async def looks(self, client: Client) -> Sequence[SlotLook]:
-        return [SlotLook(0, 1, 2, self.busy)]
+    async def looks(self, client: Client) -> Sequence[SlotStatus]:
+        return [SlotStatus(0, 1, 2, self.busy)]
 
     async def save(self, slot: int, name: str, client: Client) -> Copied:
         self.saves += 1
@@ -72,16 +72,16 @@ class Calls(StockCalls):
 def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
     tmp_path: Path, caches: list[bytes], dense: bool, windows: bool
 ) -> None:
-    async def kept(it: Vault) -> Memory:
+    async def kept(it: SnapshotRepository) -> Memory:
         calls = Calls(tmp_path, file(*caches))
-        facts = Facts(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig()))
+        facts = ServerProbe(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig()))
         facts.memory = Memory(dense=False, windows=True)  # as before anything is known
         async with asyncio.TaskGroup() as tasks:
 
             def spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
                 return tasks.create_task(work)
 
-            states = States(calls, it, facts, Metrics(), spawn)
+            states = SnapshotTransfers(calls, it, facts, Metrics(), spawn)
             assert await states.save(0, np.zeros(2, np.int32), LABEL, {})
         return facts.memory
 
@@ -94,12 +94,12 @@ def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) ->
     """Its snapshots are those of a server that was idle at once."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def learnt(facts: Facts, *busy: bool) -> tuple[str, Memory]:
+    async def learnt(facts: ServerProbe, *busy: bool) -> tuple[str, Memory]:
         for calls.busy in busy:
             await facts.learn({})
         return facts.fingerprint, facts.memory
 
-    async def asked_in_vain(facts: Facts) -> tuple[str, Memory]:
+    async def asked_in_vain(facts: ServerProbe) -> tuple[str, Memory]:
         await learnt(facts, True)
         calls.slow = True
         with pytest.raises(UpstreamTimeout):
@@ -109,11 +109,13 @@ def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) ->
 
     with vault(tmp_path) as it:
         assert asyncio.run(
-            asked_in_vain(Facts(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())))
+            asked_in_vain(ServerProbe(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())))
         )[1].dense
         now, busy, later = (
             asyncio.run(
-                learnt(Facts(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())), *states)
+                learnt(
+                    ServerProbe(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())), *states
+                )
             )
             for states in ((False,), (True, True), (True, False))
         )
@@ -125,10 +127,10 @@ def test_slots_are_tried_out_only_while_no_other_request_has_one(tmp_path: Path)
     """The request that asks has its own; what cannot be tried out now is tried out later."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def learnt(it: Vault) -> None:
+    async def learnt(it: SnapshotRepository) -> None:
         slots = SlotQueue(LimitsConfig())
         slots.restart(2)
-        facts = Facts(SnapshotsConfig(), calls, it, slots)
+        facts = ServerProbe(SnapshotsConfig(), calls, it, slots)
         saves = calls.saves
         with await slots.acquire("mine", "") as own:
             with await slots.acquire("other", ""):
@@ -146,9 +148,9 @@ def test_a_request_waits_until_a_slot_is_tried_out(tmp_path: Path) -> None:
     """A readiness check that no request knows of tries a slot out, too."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def raced(it: Vault) -> None:
+    async def raced(it: SnapshotRepository) -> None:
         slots = SlotQueue(LimitsConfig())
-        facts = Facts(SnapshotsConfig(), calls, it, slots)
+        facts = ServerProbe(SnapshotsConfig(), calls, it, slots)
         calls.saving, calls.go_on = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(facts.learn(None))

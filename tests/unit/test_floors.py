@@ -85,11 +85,13 @@ def trespasses(module: str, source: str) -> set[str]:
 
 
 def sibling_imports(module: str, names: set[str]) -> set[str]:
-    """Adapters never import each other."""
+    """Adapters never import each other, but for those of one sub-package."""
     if room_of(module) != "adapters":
         return set()
     prefix = f"{HOUSE}.adapters."
-    return {n for n in names if n.startswith(prefix) and not f"{n}.".startswith(f"{module}.")}
+    parts = module.split(".")
+    own = ".".join(parts[:3]) if len(parts) > 3 else module
+    return {n for n in names if n.startswith(prefix) and not f"{n}.".startswith(f"{own}.")}
 
 
 def impurities(module: str, source: str) -> set[str]:

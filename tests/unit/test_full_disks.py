@@ -26,15 +26,15 @@ from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.demo.processes import free_port, proxy_command
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.kept.kept_vectors import KeptVectors
-from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
 from evoke_proxy.errors import SnapshotUnusable
 
 FAILURES = (errno.ENOSPC, errno.EROFS)
 
 
 @contextmanager
-def unwritable(it: Vault) -> Iterator[None]:
+def unwritable(it: SnapshotRepository) -> Iterator[None]:
     """The index takes nothing: SQLite says so as of a disk that is full or read-only."""
     it._index._db.execute("PRAGMA query_only = 1")
     yield
@@ -48,7 +48,7 @@ def test_a_snapshot_that_finds_no_room_leaves_what_was_there(
     def full(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    async def run(it: Vault) -> None:
+    async def run(it: SnapshotRepository) -> None:
         first = await kept(it)
         files = sorted(path.name for path in tmp_path.glob("*.evoke-kv"))
         with monkeypatch.context() as patch:
@@ -73,7 +73,7 @@ def test_vectors_that_find_no_room_are_left_out_and_the_record_stays(tmp_path: P
 
     embedding = Embedding(EmbedderConfig(), metrics)
     embedding._encoder = Encoder()  # type: ignore[assignment]
-    vectors = KeptVectors(embedding)
+    vectors = VectorRecords(embedding)
     known = Conversation(Session("s", "t", PolicyConfig()), TOKENS)
 
     def embedded(number: int) -> None:
@@ -81,7 +81,7 @@ def test_vectors_that_find_no_room_are_left_out_and_the_record_stays(tmp_path: P
         embedding._cache.put(key, np.ones(8, np.float32))
         known.embedded = {f"s/{number}": (key,)}
 
-    async def run(it: Vault) -> None:
+    async def run(it: SnapshotRepository) -> None:
         await it.write_record(Record("s", "t", it.clock.now(), b"record"))
         embedded(0)
         await vectors.write(known, it)
@@ -96,7 +96,7 @@ def test_vectors_that_find_no_room_are_left_out_and_the_record_stays(tmp_path: P
         embedded(2)
         await vectors.write(known, it)
         parts = [item for item in await it.read_records() if item.is_part]
-        read = KeptVectors(embedding).read("s", parts)
+        read = VectorRecords(embedding).read("s", parts)
         assert read.keys() == {"s/0", "s/2"}
 
     with vault(tmp_path, metrics) as it:

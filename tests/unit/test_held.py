@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from evoke_proxy.core.kept.held import Held, Memory, SlotLook, restarted
+from evoke_proxy.core.kept.held import Held, Memory, SlotStatus, restarted
 from evoke_proxy.core.prompt.rendered import Tokens
 
 
@@ -15,7 +15,7 @@ def tokens(*ids: int) -> Tokens:
     return np.array(ids, dtype=np.int32)
 
 
-LOOK = SlotLook(1, task=7, n_tokens=3, busy=False)
+LOOK = SlotStatus(1, task=7, n_tokens=3, busy=False)
 LEFT = Held(1, tokens(1, 2, 3), exact=True, at=10.0, look=LOOK)
 LONGER = tokens(1, 2, 3, 4, 5)
 
@@ -31,7 +31,7 @@ LONGER = tokens(1, 2, 3, 4, 5)
         (replace(LOOK, id=0), False),
     ],
 )
-def test_a_slot_holds_what_was_left_while_it_looks_the_same(now: SlotLook, still: bool) -> None:
+def test_a_slot_holds_what_was_left_while_it_looks_the_same(now: SlotStatus, still: bool) -> None:
     assert LEFT.still([now]) is still
 
 
@@ -44,16 +44,16 @@ def test_what_was_broken_off_may_have_gone_on_and_nobody_looking_means_nothing()
 
 
 def test_another_server_counts_its_tasks_anew() -> None:
-    assert restarted([LEFT], [SlotLook(0, None, 0, False), SlotLook(1, None, 0, False)])
-    assert restarted([LEFT], [SlotLook(0, 3, 9, False)])
-    assert not restarted([LEFT], [SlotLook(0, 12, 9, False), SlotLook(1, 7, 3, False)])
-    assert not restarted([], [SlotLook(0, None, 0, False)])
+    assert restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
+    assert restarted([LEFT], [SlotStatus(0, 3, 9, False)])
+    assert not restarted([LEFT], [SlotStatus(0, 12, 9, False), SlotStatus(1, 7, 3, False)])
+    assert not restarted([], [SlotStatus(0, None, 0, False)])
 
 
 def test_a_look_is_read_from_what_the_server_shows() -> None:
     shown = {"id": 2, "is_processing": True, "id_task": 4, "n_prompt_tokens": 9}
-    assert SlotLook.parse(shown) == SlotLook(2, 4, 9, True)
-    assert SlotLook.parse({"id": 0, "is_processing": False}) == SlotLook(0, None, 0, False)
+    assert SlotStatus.parse(shown) == SlotStatus(2, 4, 9, True)
+    assert SlotStatus.parse({"id": 0, "is_processing": False}) == SlotStatus(0, None, 0, False)
 
 
 def test_live_tokens_are_reused_and_what_needs_going_back_as_long_as_that_works() -> None:

@@ -19,8 +19,8 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.kept.at_rest import Plain
 from evoke_proxy.core.kept.snapshots import USER
-from evoke_proxy.engine.kept.vault import Label, Vault
 from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
 
 TOKENS = np.arange(1, 400, dtype=np.int32)
@@ -28,8 +28,8 @@ BLOCKED_S = 2.0
 
 
 @contextmanager
-def vault(folder: Path, metrics: Metrics | None = None) -> Iterator[Vault]:
-    opened = Vault(SnapshotsConfig(directory=str(folder), min_free_mib=0), metrics)
+def vault(folder: Path, metrics: Metrics | None = None) -> Iterator[SnapshotRepository]:
+    opened = SnapshotRepository(SnapshotsConfig(directory=str(folder), min_free_mib=0), metrics)
     opened.open()
     try:
         yield opened
@@ -41,7 +41,7 @@ def record(id: str, tenant: str = "t") -> Record:
     return Record(id, tenant, time.time(), id.encode() * 100)
 
 
-async def kept(it: Vault) -> Any:
+async def kept(it: SnapshotRepository) -> Any:
     part = it.part()
     listed = len(TOKENS).to_bytes(4, "little") + TOKENS.astype("<i4").tobytes()
     n_bytes = (it.files.directory / part).write_bytes(b"qsgg" + bytes(16) + listed + bytes(500))
@@ -51,7 +51,7 @@ async def kept(it: Vault) -> Any:
 def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
     """Another process holds the index for seconds: requests go on."""
 
-    async def changed(it: Vault) -> float:
+    async def changed(it: SnapshotRepository) -> float:
         snapshot = await kept(it)
         other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
@@ -113,7 +113,7 @@ def test_a_disk_that_takes_no_changes_is_counted_and_logged_once(
 ) -> None:
     metrics = Metrics()
 
-    async def refused(it: Vault) -> None:
+    async def refused(it: SnapshotRepository) -> None:
         it._index._db.execute("PRAGMA query_only = 1")
         with pytest.raises(SnapshotUnusable):
             await it.write_record(record("new"))

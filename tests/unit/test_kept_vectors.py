@@ -11,7 +11,7 @@ import pytest
 
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.engine.kept.kept_vectors import KeptVectors
+from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
 
 
 class Disk:
@@ -31,14 +31,14 @@ class Disk:
 def test_parts_are_added_until_there_are_too_many_and_begun_anew_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("evoke_proxy.engine.kept.kept_vectors._MOST_BLOCKS", 3)
+    monkeypatch.setattr("evoke_proxy.engine.strategies.budgeted.vector_records._MOST_BLOCKS", 3)
     embedding: Any = SimpleNamespace(mark=b"m", vector=lambda _: np.ones(2, np.float32))
-    kept, disk = KeptVectors(embedding), Disk()
+    kept, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
         known: Any = SimpleNamespace(id="s", tenant="t", embedded={it: (b"k",) for it in labels})
         asyncio.run(kept.write(known, disk))  # type: ignore[arg-type]
         assert not known.embedded
         assert all(record.session == "s" and record.is_part for record in disk.records)
-        there.append(sorted(KeptVectors(embedding).read("s", disk.records)))
+        there.append(sorted(VectorRecords(embedding).read("s", disk.records)))
     assert there == [["a", "b"], ["a", "b"], ["a", "b", "c"], ["d", "e"]]

@@ -26,7 +26,7 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.stock.states import States
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.waiting import Preempted, SlotQueue, finished, until_over
 from evoke_proxy.errors import (
@@ -213,7 +213,7 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
 ) -> None:
     async def work() -> None:
         ended = asyncio.Event()
-        states = States(None, None, None, None, _spawn)  # type: ignore[arg-type]
+        states = SnapshotTransfers(None, None, None, None, _spawn)  # type: ignore[arg-type]
 
         async def save() -> bool:
             await ended.wait()
@@ -243,7 +243,7 @@ def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
             task.cancel()
             return task
 
-        states = States(None, None, None, None, spawn)  # type: ignore[arg-type]
+        states = SnapshotTransfers(None, None, None, None, spawn)  # type: ignore[arg-type]
 
         async def save() -> bool:
             raise AssertionError("it never begins")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from evoke_proxy.adapters.model_file import ModelFiles
+from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.adapters.secret_files import KeyFile
 from evoke_proxy.config import SnapshotsConfig, load, strict
-from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError
 
 LIMIT_S = 30.0
@@ -56,7 +56,7 @@ def in_time(work: Callable[[], object]) -> BaseException | None:
 
 def opened(folder: Path) -> list[str]:
     """Open the snapshots there; what is left in it."""
-    vault = Vault(SnapshotsConfig(directory=str(folder), min_free_mib=0))
+    vault = SnapshotRepository(SnapshotsConfig(directory=str(folder), min_free_mib=0))
     vault.open()
     assert not vault.snapshots
     vault.close()

@@ -12,11 +12,11 @@ import numpy as np
 import orjson
 import pytest
 
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.engine.conversations import Asked
-from evoke_proxy.engine.stock.keeper import Keeper
-from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.stock_calls import StockCalls
+from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
+from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # What the loop may be busy with one body, in processor time of its thread.
@@ -25,7 +25,7 @@ TOKENS = np.arange(200, dtype=np.int32)
 ONE = {"role": "user", "content": "word, and " * 800}
 
 
-class _Calls(StockCalls):
+class _Calls(StockApi):
     """Answers at once, with the same tokens for every text."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class _Calls(StockCalls):
         return len(TOKENS)
 
 
-def _keeper(calls: _Calls, before: Asked | None) -> Keeper:
-    keeper = Keeper.__new__(Keeper)
+def _keeper(calls: _Calls, before: Asked | None) -> SnapshotStrategy:
+    keeper = SnapshotStrategy.__new__(SnapshotStrategy)
     keeper._calls = calls
     keeper._facts = SimpleNamespace(stability=lambda tools: SimpleNamespace(boundary=True))
     keeper._conversations = SimpleNamespace(asked_before=lambda known, asked: before)
@@ -88,7 +88,7 @@ def test_the_loop_does_not_compare_large_chats() -> None:
         keeper = _keeper(_Calls(), Asked(earlier, TOKENS[1:], b""))
         known: Any = SimpleNamespace(asked=None, drift=None, id="1")
         began = time.thread_time()
-        await keeper._note_drift(known, Seat(request, "", body, TOKENS, TOKENS))
+        await keeper._note_drift(known, SnapshotTurn(request, "", body, TOKENS, TOKENS))
         took = time.thread_time() - began
         assert known.drift["cause"] == "edited_history" and known.drift["message"] == 0
         assert known.asked.opening == b'{"content": "Hello.", "role": "user"}'

@@ -24,23 +24,25 @@ from damage import DAMAGES, damage, in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.model_file import ModelFiles
 from evoke_proxy.adapters.store import Record, Store
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.kept.snapshots import STEP, USER, Snapshot
-from evoke_proxy.engine.kept.sweeper import Sweeper
-from evoke_proxy.engine.kept.vault import Label, Vault
-from evoke_proxy.engine.stock.states import _into
+from evoke_proxy.engine.storage.file_removal import FileRemover
+from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.transfers import _into
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 TOKENS = np.arange(1, 400, dtype=np.int32)
 
 
 @contextmanager
-def vault(folder: Path, metrics: Metrics | None = None, **config: object) -> Iterator[Vault]:
+def vault(
+    folder: Path, metrics: Metrics | None = None, **config: object
+) -> Iterator[SnapshotRepository]:
     settings = SnapshotsConfig(directory=str(folder), min_free_mib=0, **config)  # type: ignore[arg-type]
-    opened = Vault(settings, metrics)
+    opened = SnapshotRepository(settings, metrics)
     opened.open()
     try:
         yield opened
@@ -56,7 +58,7 @@ def written(folder: Path, part: str, tokens: np.ndarray = TOKENS, more: bytes = 
 
 
 def kept(
-    vault: Vault, tokens: np.ndarray = TOKENS, branch: str = "b", kind: str = USER
+    vault: SnapshotRepository, tokens: np.ndarray = TOKENS, branch: str = "b", kind: str = USER
 ) -> Snapshot:
     part = vault.part()
     n_bytes = written(vault.files.directory, part, tokens)
@@ -186,7 +188,7 @@ def test_bounds_hold_after_every_save(tmp_path: Path) -> None:
 def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
     with vault(tmp_path) as serving:
         new = kept(serving)
-        command = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         command.open(claim=False)
         (seen,) = command.snapshots
         command.pin(seen, True)
@@ -202,7 +204,7 @@ def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
 def test_what_is_pinned_or_deleted_during_a_restore_stays_so(tmp_path: Path) -> None:
     with vault(tmp_path) as serving:
         pinned, deleted = kept(serving, branch="p"), kept(serving, branch="d")
-        command = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         command.open(claim=False)
         for snapshot in (pinned, deleted):
             asyncio.run(serving.begin_restore(snapshot))
@@ -220,7 +222,7 @@ def test_what_is_pinned_or_deleted_during_a_restore_stays_so(tmp_path: Path) -> 
 
 def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
     with vault(tmp_path):
-        second = Vault(SnapshotsConfig(directory=str(tmp_path)))
+        second = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         with pytest.raises(ConfigError, match="another evoke-proxy"):
             second.open()
     with vault(tmp_path):
@@ -288,7 +290,7 @@ def test_what_is_known_by_changes_is_what_is_there(steps: list[tuple[int, int, b
                 assert {item.id: item for item in proxy.snapshots} == wanted
 
 
-def wait_for(opened: Vault, ids: set[str]) -> None:
+def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
     """Wait until these are the snapshots that a vault knows."""
     deadline = time.monotonic() + 20
     while (seen := {found.id for found in opened.snapshots}) != ids:
@@ -417,7 +419,7 @@ def test_of_saves_that_timed_out_the_latest_are_deleted_again(tmp_path: Path) ->
 
 
 def test_whoever_stops_waiting_for_files_to_go_leaves_the_others_waiting() -> None:
-    sweeper, free = Sweeper(), threading.Event()
+    sweeper, free = FileRemover(), threading.Event()
     gone: list[str] = []
 
     def held(_: str) -> None:
@@ -521,7 +523,7 @@ def test_only_what_cannot_be_decrypted_is_set_aside_and_not_what_finds_no_room(
     def lend(_: str) -> str:
         raise SnapshotUnusable(reason, "it is not lent")
 
-    async def tried(it: Vault, snapshot: Snapshot) -> None:
+    async def tried(it: SnapshotRepository, snapshot: Snapshot) -> None:
         await it.begin_restore(snapshot)
         async with it.lent(snapshot):
             pass

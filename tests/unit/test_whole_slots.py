@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from test_snapshots import snapshot
 
-from evoke_proxy.engine.kept.whole_slots import WholeSlots
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 
 PROMPT = np.arange(9, dtype=np.int32)
 LONG, SHORT = list(range(8)), list(range(6))
@@ -39,7 +39,7 @@ def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     parts: Any = SimpleNamespace(
         states=states, facts=facts, calls=calls, conversations=conversations
     )
-    asyncio.run(WholeSlots(parts).save(0, known, {}))
+    asyncio.run(SlotSnapshots(parts).save(0, known, {}))
     return len(saved)
 
 
@@ -69,7 +69,7 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
     states = SimpleNamespace(vault=SimpleNamespace(snapshots=items), restore=restore)
     parts: Any = SimpleNamespace(states=states, calls=SimpleNamespace(fingerprint=fingerprint))
     known: Any = SimpleNamespace(tenant="t", id="b")
-    slots = WholeSlots(parts)
+    slots = SlotSnapshots(parts)
     asyncio.run(slots.bring_back(0, known, PROMPT, n_past, {}))
     return filled, len(asked)
 

@@ -11,7 +11,7 @@ from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLook:
+class SlotStatus:
     """A slot as `GET /slots` shows it: its last task, None in a server that has just started, and
     how many tokens are in it now."""
 
@@ -21,7 +21,7 @@ class SlotLook:
     busy: bool
 
     @classmethod
-    def parse(cls, item: Mapping[str, Any]) -> SlotLook:
+    def parse(cls, item: Mapping[str, Any]) -> SlotStatus:
         """Raises KeyError, TypeError or ValueError when it is of another shape."""
         task = item.get("id_task")
         return cls(
@@ -46,7 +46,7 @@ class Held:
     tokens: Tokens
     exact: bool
     at: float
-    look: SlotLook | None = None
+    look: SlotStatus | None = None
     cut: bool = False
     ahead_from: int | None = None
     floor: int = 0
@@ -55,7 +55,7 @@ class Held:
         """Whether this prompt may go on from it, wherever it parts."""
         return common_prefix(self.tokens, tokens) >= self.floor
 
-    def still(self, looks: Sequence[SlotLook] | None) -> bool:
+    def still(self, looks: Sequence[SlotStatus] | None) -> bool:
         """Whether the slot still looks as it was left; without a look that is taken to be so."""
         if looks is None:
             return True
@@ -103,7 +103,7 @@ class Memory:
             promised = len(held.tokens) - held.ahead_from
             self.ahead.note(promised, common_prefix(held.tokens, tokens) - held.ahead_from)
 
-    def looked(self, held: Held | None, looks: Sequence[SlotLook] | None) -> None:
+    def looked(self, held: Held | None, looks: Sequence[SlotStatus] | None) -> None:
         """A slot that things were left in, as it is now: where idle ones are emptied, it is into
         RAM."""
         now = next((look for look in looks or () if held and look.id == held.slot), None)
@@ -127,7 +127,7 @@ class Memory:
         return shared if goes_on or self.rollback.trusted else 0
 
 
-def restarted(held: Iterable[Held], looks: Sequence[SlotLook]) -> bool:
+def restarted(held: Iterable[Held], looks: Sequence[SlotStatus]) -> bool:
     """Whether things were left in another server than this one: tasks are counted from 0 again."""
     tasks = [look.task for look in looks if look.task is not None]
     latest = max(tasks, default=-1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client import Gauge
 
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.kept.fingerprint import same_model
@@ -18,7 +19,6 @@ from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.stock.stock_calls import StockCalls
 from evoke_proxy.errors import (
     RequestError,
     UpstreamError,
@@ -265,7 +265,7 @@ class Servers:
 
     async def _identify(self, at: int) -> None:
         """Not within a check: of what it asks, one answer waits until a batch is decoded."""
-        calls = StockCalls(self._each[at].upstream)
+        calls = StockApi(self._each[at].upstream)
         self._fingerprints[at] = await calls.fingerprint(None)
 
     def _opened(self, at: int, why: str) -> None:

@@ -20,10 +20,10 @@ from evoke_proxy.core.prompt.block_map import Whereabouts, block_map, spans, tot
 from evoke_proxy.core.prompt.blocks import Span, clipped, count
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.kept.archive import archive
 from evoke_proxy.engine.operator.copies import Copies
 from evoke_proxy.engine.operator.erasing import Eraser
 from evoke_proxy.engine.operator.reach import Reach
+from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 

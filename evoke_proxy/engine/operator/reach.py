@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.kept.records import Records
 from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator.feed import Feed
-from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.engine.watch import ServerWatch
 
@@ -25,8 +25,8 @@ class Reach:
     watch: ServerWatch
     slots: SlotQueue
     conversations: Conversations
-    keeper: Keeper
-    records: Records
+    keeper: SnapshotStrategy
+    records: SessionPersistence
     embedding: Embedding
     feed: Feed
     routed: OneModel | None

@@ -12,11 +12,11 @@ from evoke_proxy.core.kept.costs import is_odd
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.intake.reading import tenant_of
-from evoke_proxy.engine.kept.records import Records
-from evoke_proxy.engine.kept.writeback import Writeback
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.feed import Feed
-from evoke_proxy.engine.stock.keeper import Keeper
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
+from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns.booking import book
 from evoke_proxy.engine.turns.degrading import INVALID
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -38,11 +38,11 @@ class Concluding:
         seating: Seating,
         conversations: Conversations,
         vectors: BlockVectors,
-        keeper: Keeper,
+        keeper: SnapshotStrategy,
         chores: Chores,
         hurried: Callable[[], bool],
-        writeback: Writeback,
-        records: Records,
+        writeback: WriteBack,
+        records: SessionPersistence,
         feed: Feed,
     ) -> None:
         self._metrics = metrics

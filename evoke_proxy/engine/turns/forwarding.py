@@ -23,7 +23,7 @@ from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.engine.conversations import Arrival, Conversation
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.intake.large import is_large, read_apart
-from evoke_proxy.engine.stock.seat import Seat
+from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.engine.turns.waiting import Patience, SlotLease
 
@@ -82,7 +82,7 @@ class Forwarding:
     own_s: float | None = None
     after_s: float = 0.0
     helped: bool = False
-    seat: Seat | None = None
+    seat: SnapshotTurn | None = None
     server: str = ""
     answered: bool = False
     has_failed: bool = False

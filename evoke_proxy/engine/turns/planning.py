@@ -24,7 +24,7 @@ from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
 from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
-from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.turns.attending import Attending
 from evoke_proxy.engine.turns.block_calls import copies_in, run_plan, slot_in
 from evoke_proxy.engine.turns.computing import Computing, is_long
@@ -51,7 +51,7 @@ class Planner:
         seating: Seating,
         conversations: Conversations,
         vectors: BlockVectors,
-        records: Records,
+        records: SessionPersistence,
         watch: ServerWatch,
     ) -> None:
         self._upstream = upstream

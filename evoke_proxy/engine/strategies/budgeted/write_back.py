@@ -19,7 +19,7 @@ from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.kept.records import Records
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.turns.block_calls import is_processing
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.waiting import BackgroundLease, SlotQueue, until_over
@@ -35,7 +35,7 @@ _BATCH_TOKENS = 256
 _SPARE = 0.25
 
 
-class Writeback:
+class WriteBack:
     """Conversations whose blocks are to be copied, and one task that does it when it can."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Writeback:
         metrics: Metrics,
         slots: SlotQueue,
         chores: Chores,
-        records: Records,
+        records: SessionPersistence,
     ) -> None:
         self._upstream = upstream
         self._metrics = metrics

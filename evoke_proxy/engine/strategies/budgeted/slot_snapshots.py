@@ -9,15 +9,15 @@ from evoke_proxy.core.kept.snapshots import STEP, Match, best
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.reply.books import Books
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.kept.vault import Label
-from evoke_proxy.engine.stock.parts import Parts
-from evoke_proxy.engine.stock.under_way import in_steps
+from evoke_proxy.engine.storage.snapshot_repository import Label
+from evoke_proxy.engine.strategies.snapshots.parts import Parts
+from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import in_steps
 from evoke_proxy.engine.turns.waiting import BackgroundLease
 
 Client = Mapping[str, str]
 
 
-class WholeSlots:
+class SlotSnapshots:
     """Saves them, restores them, and decodes ahead in them."""
 
     def __init__(self, parts: Parts) -> None:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.kept.snapshots import Match, Snapshot, best
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.engine.kept.vault import Label, Vault
-from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.turns.waiting import finished
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 
@@ -21,11 +21,16 @@ _log = logging.getLogger(__name__)
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
-class States:
+class SnapshotTransfers:
     """Moves states between slots and the vault; `spawn` runs what need not be waited for."""
 
     def __init__(
-        self, calls: StockCalls, vault: Vault, facts: Facts, metrics: Metrics, spawn: Spawn
+        self,
+        calls: StockApi,
+        vault: SnapshotRepository,
+        facts: ServerProbe,
+        metrics: Metrics,
+        spawn: Spawn,
     ) -> None:
         self._calls = calls
         self.vault = vault

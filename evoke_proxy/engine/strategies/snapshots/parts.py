@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.engine.conversations import Conversations
-from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.stock.stock_calls import StockCalls
+from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.turns.waiting import SlotQueue
 
 
@@ -19,9 +19,9 @@ class Parts:
     is known, its books."""
 
     config: SnapshotsConfig
-    calls: StockCalls
-    facts: Facts
-    states: States
+    calls: StockApi
+    facts: ServerProbe
+    states: SnapshotTransfers
     slots: SlotQueue
     conversations: Conversations
     metrics: Metrics

@@ -25,9 +25,9 @@ from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
-from evoke_proxy.engine.kept.kept_vectors import KeptVectors
-from evoke_proxy.engine.kept.whole_slots import WholeSlots
 from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
 from evoke_proxy.engine.turns.block_calls import batches_of_names, copies_in, copies_of
 from evoke_proxy.engine.turns.next_turn import beginning
 from evoke_proxy.engine.turns.waiting import BackgroundLease
@@ -35,18 +35,18 @@ from evoke_proxy.engine.turns.waiting import BackgroundLease
 _log = logging.getLogger(__name__)
 
 
-class Records:
+class SessionPersistence:
     """Does nothing without a directory for snapshots: there is no `whole` then."""
 
     def __init__(
         self,
         upstream: Upstream,
-        whole: WholeSlots | None,
+        whole: SlotSnapshots | None,
         conversations: Conversations,
         common: Shared,
     ) -> None:
         self._upstream = upstream
-        self._vectors = KeptVectors(common.embedding)
+        self._vectors = VectorRecords(common.embedding)
         self._homes = common.homes
         self._conversations = conversations
         self._vault = whole.vault if whole is not None else None

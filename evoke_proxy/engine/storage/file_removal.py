@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 _AGAIN = 16
 
 
-class Sweeper:
+class FileRemover:
     """A thread of its own, until `close`."""
 
     def __init__(self) -> None:

@@ -7,14 +7,15 @@ from collections.abc import Callable, Collection, Sequence
 
 import orjson
 
+from evoke_proxy.adapters.llama.stock_api import Client, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.drift import Drift, drift, opening
-from evoke_proxy.core.kept.held import SlotLook
+from evoke_proxy.core.kept.held import SlotStatus
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import unkept
+from evoke_proxy.core.request.ahead import boundary, unkept
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -22,16 +23,15 @@ from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
-from evoke_proxy.engine.kept.vault import Vault
-from evoke_proxy.engine.kept.whole_slots import WholeSlots
-from evoke_proxy.engine.stock.facts import Facts
-from evoke_proxy.engine.stock.look_ahead import LookAhead
-from evoke_proxy.engine.stock.parts import Parts
-from evoke_proxy.engine.stock.places import Places
-from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.states import States
-from evoke_proxy.engine.stock.stock_calls import Client, StockCalls
-from evoke_proxy.engine.stock.under_way import UnderWay
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
+from evoke_proxy.engine.strategies.snapshots.parts import Parts
+from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import PreemptibleTasks
+from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.turns.waiting import SlotQueue
@@ -45,7 +45,7 @@ _AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
 _COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
-class Keeper:
+class SnapshotStrategy:
     """Does nothing without a directory for snapshots; use as an async context manager. `whole` is
     the part of it that patched servers have."""
 
@@ -57,7 +57,7 @@ class Keeper:
         slots: SlotQueue,
         seating: Seating,
         conversations: Conversations,
-        vault: Vault,
+        vault: SnapshotRepository,
     ) -> None:
         """The `vault` is open while the keeper is entered, if there is a directory."""
         self.on = bool(config.snapshots.directory)
@@ -66,20 +66,22 @@ class Keeper:
         self._slots = slots
         self._seating = seating
         self._conversations = conversations
-        self._calls = StockCalls(upstream)
+        self._calls = StockApi(upstream)
         self.vault = vault
-        self._facts = Facts(config.snapshots, self._calls, self.vault, slots)
+        self._facts = ServerProbe(config.snapshots, self._calls, self.vault, slots)
         self._chores = Chores()
-        self._states = States(self._calls, self.vault, self._facts, metrics, self._chores.run)
+        self._states = SnapshotTransfers(
+            self._calls, self.vault, self._facts, metrics, self._chores.run
+        )
         known = (self._calls, self._facts, self._states)
         parts = Parts(config.snapshots, *known, slots, conversations, metrics)
         self._parts = parts
-        self._places = Places(parts)
-        self._look_ahead = LookAhead(parts, self._places, self._chores.run)
-        self._ahead = UnderWay(self._chores)
-        self.whole = WholeSlots(parts)
+        self._places = SlotPlacement(parts)
+        self._look_ahead = Lookahead(parts, self._places, self._chores.run)
+        self._ahead = PreemptibleTasks(self._chores)
+        self.whole = SlotSnapshots(parts)
 
-    async def __aenter__(self) -> Keeper:
+    async def __aenter__(self) -> SnapshotStrategy:
         await self._chores.__aenter__()
         return self
 
@@ -137,7 +139,7 @@ class Keeper:
         written is."""
         await self._ahead.none_of(sessions)
 
-    async def looks(self) -> Sequence[SlotLook] | None:
+    async def looks(self) -> Sequence[SlotStatus] | None:
         """The slots of an unpatched server now; None where it shows none."""
         return await self._calls.looks({})
 
@@ -205,7 +207,7 @@ class Keeper:
         way.decision = f"guest:{reason}"
         await self._seating.queue(way, request, tenant)
 
-    async def _note_drift(self, known: Conversation, seat: Seat) -> None:
+    async def _note_drift(self, known: Conversation, seat: SnapshotTurn) -> None:
         """Say why a request does not go on from the one before it, if it does not."""
         asked = Asked(seat.body, seat.boundary, await read_apart(seat.body, _opening, seat.body))
         before = self._conversations.asked_before(known, asked)
@@ -220,7 +222,7 @@ class Keeper:
 
     async def _render(
         self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
-    ) -> Seat | None:
+    ) -> SnapshotTurn | None:
         """None when llama-server counts other tokens than we do, so that we know nothing of it."""
         way.stage = "render"
         body, path = way.body, _COUNTED.get(request.dialect)
@@ -228,12 +230,13 @@ class Keeper:
         if path is not None:
             body = await read_apart(body, _chat_body, body, request.dialect)
         if self._facts.stability(request.has_tools).boundary:
-            prompt, n_stable = await self._calls.boundary(body, client)
+            past = await read_apart(body, boundary, body)
+            prompt, n_stable = await self._calls.boundary(body, past, client)
         else:
             prompt, n_stable = await self._calls.render(body, client), 0
         if path is not None and await self._calls.count(path, way.body, client) != len(prompt):
             return None
-        return Seat(request, tenant, body, prompt, prompt[:n_stable])
+        return SnapshotTurn(request, tenant, body, prompt, prompt[:n_stable])
 
     async def settle(self, way: Forwarding, client: Client, enough: Callable[[], bool]) -> None:
         """The answer is over, or its client gone: wait for the slot, remember what is in it.

@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.kept.costs import Costs
 from evoke_proxy.core.kept.fingerprint import laid_out
-from evoke_proxy.core.kept.held import Memory, SlotLook
+from evoke_proxy.core.kept.held import Memory, SlotStatus
 from evoke_proxy.core.kept.state_file import Cache, has_windows
 from evoke_proxy.core.request.ahead import Stability, probes, stability
-from evoke_proxy.engine.kept.vault import Vault
-from evoke_proxy.engine.stock.stock_calls import Client, Copied, StockCalls
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.turns.waiting import SlotLease, SlotQueue
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 _UNKNOWN = Stability(boundary=False, ahead=False)
 
 
-class Facts:
+class ServerProbe:
     """`fingerprint` is empty until `learn`; `reduced` says why nothing is saved or restored.
 
     `clears` says that an idle slot is emptied whenever another one begins, or may be.
     """
 
     def __init__(
-        self, config: SnapshotsConfig, calls: StockCalls, vault: Vault, slots: SlotQueue
+        self, config: SnapshotsConfig, calls: StockApi, vault: SnapshotRepository, slots: SlotQueue
     ) -> None:
         self._calls = calls
         self._slots = slots
@@ -136,7 +136,7 @@ class Facts:
         words = await self._calls.tokens("one two", True, client)
         await self._calls.prefill(words, slot, client)
 
-    async def _filled(self, idle: Sequence[SlotLook], client: Client) -> int:
+    async def _filled(self, idle: Sequence[SlotStatus], client: Client) -> int:
         """The idle slot with fewest tokens, but some: without, a file shows no types."""
         least = min(idle, key=lambda look: look.n_tokens)
         filled = [look for look in idle if look.n_tokens]
@@ -177,7 +177,7 @@ class Facts:
         return ""
 
 
-async def probed(calls: StockCalls, tools: bool, client: Client) -> Stability | None:
+async def probed(calls: StockApi, tools: bool, client: Client) -> Stability | None:
     """What the server's template keeps; None when it refuses such a conversation."""
     texts: Sequence[str] = []
     try:

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from evoke_proxy.adapters.model_file import ModelFiles
+from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.kept.fingerprint import fingerprint
-from evoke_proxy.core.kept.held import SlotLook
+from evoke_proxy.core.kept.held import SlotStatus
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.prompt.rendering_limit import TokenListLimit
-from evoke_proxy.core.request.ahead import boundary
 from evoke_proxy.core.servers.server_info import saves_itself
-from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 
 # A chat of more bytes for each token of the context is not asked about: its text alone would take
@@ -50,7 +48,7 @@ class Copied:
     seconds: float
 
 
-class StockCalls:
+class StockApi:
     """Raises UpstreamError as `Upstream` does, UpstreamProtocolError on another shape.
 
     `n_ctx` is the context of a slot, as the server has said when its fingerprint was made; the
@@ -73,13 +71,13 @@ class StockCalls:
         """The tokens of a chat request, as llama-server would decode them."""
         return await self.tokens(await self.text(body, client), True, client)
 
-    async def boundary(self, body: bytes, client: Client) -> tuple[Tokens, int]:
-        """The tokens of a chat request, and how many of them are mere history.
+    async def boundary(self, body: bytes, past: bytes, client: Client) -> tuple[Tokens, int]:
+        """Return the tokens of a chat request and how many of them are its history.
 
-        0 where the history is no prefix of the prompt, in text or in tokens, or all of it: a memory
-        that cannot go back decodes a prompt anew when nothing is new.
+        `past` is the request without what is new in its last turn. The number is 0 where the
+        history is not a prefix of the prompt, in text or in tokens, or is all of it: a recurrent
+        state cannot go back and decodes such a prompt again.
         """
-        past = await read_apart(body, boundary, body)
         text, history = await self.text(body, client), await self.text(past, client)
         tokens = await self.tokens(text, True, client)
         if not text.startswith(history) or text == history:
@@ -112,7 +110,7 @@ class StockCalls:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError("/tokenize answered without tokens") from error
 
-    async def looks(self, client: Client) -> Sequence[SlotLook] | None:
+    async def looks(self, client: Client) -> Sequence[SlotStatus] | None:
         """Every slot as it is now; None when the server does not show them."""
         headers = self._upstream.own_headers(client)
         async with self._upstream.open("GET", "/slots", headers) as reply:
@@ -122,7 +120,7 @@ class StockCalls:
         if reply.status != 200:
             raise UpstreamRejected(reply.status, raw)
         try:
-            return [SlotLook.parse(item) for item in orjson.loads(raw)]
+            return [SlotStatus.parse(item) for item in orjson.loads(raw)]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UpstreamProtocolError("/slots is not as it was") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.kept.held import Held, SlotLook
+from evoke_proxy.core.kept.held import Held, SlotStatus
 from evoke_proxy.core.kept.snapshots import Match
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -13,7 +13,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 
 
 @dataclass(slots=True)
-class Seat:
+class SnapshotTurn:
     """`prompt` are all its tokens, `boundary` those of them that the next turn will begin with too.
 
     `slot` is the one that it runs in, None when llama-server chooses. `match` was restored and has
@@ -32,7 +32,7 @@ class Seat:
     match: Match | None = None
     in_ram: Held | None = None
     hoped: int = 0
-    before: Sequence[SlotLook] | None = None
+    before: Sequence[SlotStatus] | None = None
     prefilled: int = 0
     floor: int = 0
     answer: AnswerReader = field(default_factory=AnswerReader)

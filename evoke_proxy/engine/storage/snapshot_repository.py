@@ -19,9 +19,9 @@ from evoke_proxy.adapters.store import Owner, Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.kept.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.engine.kept.chosen_form import at_rest
-from evoke_proxy.engine.kept.known import Known
-from evoke_proxy.engine.kept.sweeper import Sweeper
+from evoke_proxy.engine.storage.encryption import at_rest
+from evoke_proxy.engine.storage.file_removal import FileRemover
+from evoke_proxy.engine.storage.index_cache import SnapshotIndexCache
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Label:
     prefill_s: float
 
 
-class Vault:
+class SnapshotRepository:
     """Use `open` before all else, `close` at the end; `claim` it to be the one that changes it.
 
     Changes of the index are made one after the other by a thread. What is removed or marked is so
@@ -53,8 +53,8 @@ class Vault:
         self._form, self._shared = at_rest(config.key_file), config.shared
         self.files = SnapshotFiles(Path(config.directory), self._form)
         self._store: Store | None = None
-        self._read: Known | None = None
-        self._sweeper = Sweeper()
+        self._read: SnapshotIndexCache | None = None
+        self._sweeper = FileRemover()
         self.clock = SteadyClock()
         self._thread = ThreadPoolExecutor(1, "index")
         self._latest: Future[Any] | None = None
@@ -72,7 +72,7 @@ class Vault:
             self.clock.advance_to(self._store.median_used())
             if alone:
                 self._store.limit_used(self.clock.now())
-            self._read = Known(self._store)
+            self._read = SnapshotIndexCache(self._store)
             if alone:
                 self._reconcile()
             if self._shared:
@@ -114,7 +114,7 @@ class Vault:
         return self._store
 
     @property
-    def _known(self) -> Known:
+    def _known(self) -> SnapshotIndexCache:
         assert self._read is not None, "it is not open"
         return self._read
 

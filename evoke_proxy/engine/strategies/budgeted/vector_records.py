@@ -17,7 +17,7 @@ from evoke_proxy.core.vectors.encoding import Vectors
 from evoke_proxy.core.vectors.packed_vectors import packed, unpacked
 from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.kept.vault import Vault
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _MOST_BLOCKS = 2048
 
 
-class KeptVectors:
+class VectorRecords:
     """Does nothing without an embedder. What is not written down is embedded again."""
 
     def __init__(self, embedding: Embedding) -> None:
@@ -43,7 +43,7 @@ class KeptVectors:
         self._there[session] = len(found)
         return found
 
-    async def write(self, known: Conversation, vault: Vault) -> None:
+    async def write(self, known: Conversation, vault: SnapshotRepository) -> None:
         """One more part, when there is anything new."""
         fresh, known.embedded = known.embedded, {}
         new = [(label, vectors) for label, keys in fresh.items() if len(vectors := self._of(keys))]

@@ -17,7 +17,7 @@ def in_steps(begun: int, end: int) -> list[int]:
     return [*range(begun + _AT_ONCE, end, _AT_ONCE), end]
 
 
-class UnderWay:
+class PreemptibleTasks:
     """Each is one of the `chores`."""
 
     def __init__(self, chores: Chores) -> None:

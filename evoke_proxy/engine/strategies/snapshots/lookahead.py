@@ -7,15 +7,15 @@ import logging
 import time
 from dataclasses import replace
 
+from evoke_proxy.adapters.llama.stock_api import Client
 from evoke_proxy.core.kept.held import Held
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.stock.parts import Parts
-from evoke_proxy.engine.stock.places import Places
-from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.stock_calls import Client
-from evoke_proxy.engine.stock.under_way import in_steps
+from evoke_proxy.engine.strategies.snapshots.parts import Parts
+from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import in_steps
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
+from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.next_turn import beginning
 from evoke_proxy.engine.turns.waiting import BackgroundLease, Spawn
 from evoke_proxy.errors import EvokeError, UpstreamRejected
@@ -23,16 +23,16 @@ from evoke_proxy.errors import EvokeError, UpstreamRejected
 _log = logging.getLogger(__name__)
 
 
-class LookAhead:
+class Lookahead:
     """One at a time, under a background lease, which ends when a request comes in."""
 
-    def __init__(self, parts: Parts, places: Places, spawn: Spawn) -> None:
+    def __init__(self, parts: Parts, places: SlotPlacement, spawn: Spawn) -> None:
         self._parts = parts
         self._places = places
         self._spawn = spawn
         self._one = asyncio.Lock()
 
-    async def run(self, known: Conversation, seat: Seat, client: Client) -> None:
+    async def run(self, known: Conversation, seat: SnapshotTurn, client: Client) -> None:
         """Take the conversation as far as its next turn is known."""
         result = "failed"
         try:
@@ -49,7 +49,7 @@ class LookAhead:
             if result:
                 self._parts.metrics.look_aheads.labels(result=result).inc()
 
-    async def _run(self, known: Conversation, seat: Seat, client: Client) -> str:
+    async def _run(self, known: Conversation, seat: SnapshotTurn, client: Client) -> str:
         """What became of it; empty when there was nothing to do."""
         short = len(seat.prompt) < self._parts.config.min_tokens
         if short or not self._parts.facts.stability(seat.request.has_tools).ahead:
@@ -78,7 +78,7 @@ class LookAhead:
         return result
 
     def _lease(
-        self, known: Conversation, held: Held, seat: Seat, client: Client
+        self, known: Conversation, held: Held, seat: SnapshotTurn, client: Client
     ) -> BackgroundLease | None:
         """The slot of what is held, all of them where llama-server chooses; None when a request
         runs or comes."""
@@ -110,7 +110,9 @@ class LookAhead:
         ahead = Held(held.slot, tokens, True, now, ahead_from=shared, floor=floor)
         self._places.noted(known, ahead, looks)
 
-    async def _save(self, known: Conversation, seat: Seat, tokens: Tokens, client: Client) -> None:
+    async def _save(
+        self, known: Conversation, seat: SnapshotTurn, tokens: Tokens, client: Client
+    ) -> None:
         if self._parts.states.worth_saving(seat.tenant, tokens):
             return
         held = known.held

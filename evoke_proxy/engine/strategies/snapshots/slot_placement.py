@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from evoke_proxy.adapters.llama.stock_api import Client, Prefilled
 from evoke_proxy.core.counts import seconds_of
 from evoke_proxy.core.kept.costs import cost_of
-from evoke_proxy.core.kept.held import Held, SlotLook, restarted
+from evoke_proxy.core.kept.held import Held, SlotStatus, restarted
 from evoke_proxy.core.kept.snapshots import STEP, Match
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.request.ahead import kind_of
 from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.kept.vault import Label
-from evoke_proxy.engine.stock.parts import Parts
-from evoke_proxy.engine.stock.seat import Seat
-from evoke_proxy.engine.stock.stock_calls import Client, Prefilled
+from evoke_proxy.engine.storage.snapshot_repository import Label
+from evoke_proxy.engine.strategies.snapshots.parts import Parts
+from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.turns.waiting import SlotLease, until_over
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
@@ -27,14 +27,14 @@ from evoke_proxy.errors import UpstreamError, UpstreamRejected
 _log = logging.getLogger(__name__)
 
 
-class Places:
+class SlotPlacement:
     """Where conversations are; what each has left is its `held`."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def prepare(
-        self, way: Forwarding, seat: Seat, known: Conversation, client: Client
+        self, way: Forwarding, seat: SnapshotTurn, known: Conversation, client: Client
     ) -> None:
         """Put as much of the prompt into a slot as is cheaper to restore than to decode, and save
         its boundary when that is worth it; `seat.slot` is where the request is to go then."""
@@ -65,14 +65,16 @@ class Places:
         seat.slot = self._pinned(seat, way.lease.slot)
         await self._save(way, seat, state, reuse, client)
 
-    def _live(self, held: Held | None, slot: int, looks: Sequence[SlotLook] | None) -> Held | None:
+    def _live(
+        self, held: Held | None, slot: int, looks: Sequence[SlotStatus] | None
+    ) -> Held | None:
         """What a conversation has left, if it is still there and can be reached from its lease."""
         if held is None or not held.still(looks):
             return None
         anywhere = self._parts.facts.clears or len(self._parts.slots.pool) == 1
         return held if held.slot == slot or anywhere else None
 
-    def _pinned(self, seat: Seat, slot: int) -> int | None:
+    def _pinned(self, seat: SnapshotTurn, slot: int) -> int | None:
         """The slot to name; None where llama-server finds a better one itself.
 
         One slot needs no name. Where idle ones are emptied the one we know of may be empty when the
@@ -85,7 +87,7 @@ class Places:
         empty = now is not None and not now.n_tokens
         return None if seat.in_ram is not None and empty else slot
 
-    async def _look(self, lease: SlotLease, client: Client) -> Sequence[SlotLook] | None:
+    async def _look(self, lease: SlotLease, client: Client) -> Sequence[SlotStatus] | None:
         looks = await self._parts.calls.looks(client)
         left = [known.held for known in self._parts.conversations if known.held is not None]
         if looks is not None and restarted(left, looks):
@@ -101,7 +103,7 @@ class Places:
         self._parts.facts.memory.ram_since = time.monotonic()
 
     async def _restore(
-        self, way: Forwarding, seat: Seat, reuse: int, client: Client
+        self, way: Forwarding, seat: SnapshotTurn, reuse: int, client: Client
     ) -> Held | None:
         """What the slot holds after a restore; None when there was none, or it failed."""
         assert way.lease is not None
@@ -127,7 +129,7 @@ class Places:
         floor = match.shared if self._parts.facts.memory.windows else 0
         return Held(slot, match.snapshot.tokens, exact=True, at=time.monotonic(), floor=floor)
 
-    def _free(self, slot: int, looks: Sequence[SlotLook] | None) -> int | None:
+    def _free(self, slot: int, looks: Sequence[SlotStatus] | None) -> int | None:
         """A slot to restore into: the one that was granted, if llama-server has nobody in it, else
         an empty one."""
         idle = [look for look in looks or () if not look.busy]
@@ -146,7 +148,7 @@ class Places:
         return gain >= least and costs.worth_restoring(gain, match.snapshot.n_bytes)
 
     async def _save(
-        self, way: Forwarding, seat: Seat, state: Held | None, reuse: int, client: Client
+        self, way: Forwarding, seat: SnapshotTurn, state: Held | None, reuse: int, client: Client
     ) -> None:
         """Decode up to the boundary and no further, save that; not when it is there already."""
         if len(seat.boundary) < self._parts.config.min_tokens or _at(state, seat.boundary):
@@ -193,7 +195,7 @@ class Places:
             label = self._labelled(known.tenant, known.branch or known.id, STEP, held.tokens)
             await states.save(held.slot, held.tokens, label, {})
 
-    def label(self, seat: Seat, kind: str, tokens: Tokens) -> Label:
+    def label(self, seat: SnapshotTurn, kind: str, tokens: Tokens) -> Label:
         """What a snapshot of these tokens is of."""
         return self._labelled(seat.tenant, seat.branch, kind, tokens)
 
@@ -201,7 +203,7 @@ class Places:
         seconds = self._parts.facts.costs.prefill.seconds(len(tokens))
         return Label(tenant, self._parts.facts.fingerprint, branch, kind, seconds)
 
-    def _learn(self, seat: Seat, state: Held | None, done: Prefilled, reuse: int) -> None:
+    def _learn(self, seat: SnapshotTurn, state: Held | None, done: Prefilled, reuse: int) -> None:
         """What a prefill shows of promises."""
         memory = self._parts.facts.memory
         self._parts.facts.costs.prefilled(done.decoded, done.seconds)
@@ -213,13 +215,13 @@ class Places:
             memory.rollback.note(min(reuse, len(seat.boundary)), done.cached)
         self.ram_said(seat, done.cached)
 
-    def ram_said(self, seat: Seat, cached: int) -> None:
+    def ram_said(self, seat: SnapshotTurn, cached: int) -> None:
         """So much was in the cache: if RAM was to have it, did it?"""
         if seat.in_ram is not None:
             self._parts.facts.memory.from_ram(seat.in_ram, seat.hoped, cached)
         seat.in_ram = None
 
-    async def settled(self, way: Forwarding, seat: Seat, client: Client) -> None:
+    async def settled(self, way: Forwarding, seat: SnapshotTurn, client: Client) -> None:
         """The answer is over: remember what it has left in its slot."""
         timings = way.observer.timings or {}
         cached, decoded, made = cost_of(timings, way.observer.usage or {})
@@ -248,7 +250,9 @@ class Places:
         else:
             self._parts.states.unproved(match)
 
-    def _found(self, seat: Seat, looks: Sequence[SlotLook], n_tokens: int) -> SlotLook | None:
+    def _found(
+        self, seat: SnapshotTurn, looks: Sequence[SlotStatus], n_tokens: int
+    ) -> SlotStatus | None:
         """The slot that an answer was in, after which so many tokens are in it, give or take."""
         if seat.slot is not None:
             return next((look for look in looks if look.id == seat.slot), None)
@@ -259,7 +263,9 @@ class Places:
         mine = [look for look in new if abs(look.n_tokens - n_tokens) <= 2]
         return mine[0] if len(mine) == 1 else None
 
-    async def until_idle(self, seat: Seat, client: Client, enough: Callable[[], bool]) -> None:
+    async def until_idle(
+        self, seat: SnapshotTurn, client: Client, enough: Callable[[], bool]
+    ) -> None:
         """Wait until llama-server has noticed that its client is gone.
 
         Where nobody knows which slot it is in: until every request has ended that began since.
@@ -278,7 +284,7 @@ class Places:
         await until_over(busy, enough)
 
     @staticmethod
-    def noted(known: Conversation, held: Held, looks: Sequence[SlotLook] | None) -> None:
+    def noted(known: Conversation, held: Held, looks: Sequence[SlotStatus] | None) -> None:
         """More was decoded for a conversation while it is idle."""
         look = next((look for look in looks or () if look.id == held.slot), None)
         known.held = replace(held, look=look)

@@ -13,7 +13,7 @@ from evoke_proxy.core.kept.snapshots import Changes, Snapshot, as_changed
 _REMEMBERED = 4096
 
 
-class Known:
+class SnapshotIndexCache:
     """All of them by id, the latest used first as of the last look at the index. Others may change
     it, too: what they did is read in a thread by `refresh`, and what is left of it when somebody
     looks.

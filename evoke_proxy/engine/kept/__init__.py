@@ -1,1 +1,0 @@
-"""What outlives a turn: copies, records, snapshots, on disk and within bounds."""

@@ -1,1 +1,0 @@
-"""What an unpatched llama-server is helped with: its slots survive restarts, sleeps and guests."""

@@ -1,0 +1,1 @@
+"""Keeps slot snapshots and session records on disk, within configured limits."""

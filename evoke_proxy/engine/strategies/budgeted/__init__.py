@@ -1,0 +1,1 @@
+"""Strategy for patched llama-servers: a token budget per session."""

@@ -1,0 +1,1 @@
+"""Strategy for stock llama-servers: saves slots to disk and restores them."""
