@@ -90,7 +90,7 @@ class SilentServer:
         patient: bool = False,
         check: Callable[[bytes], None] | None = None,
     ) -> dict[str, Any]:
-        """As `Upstream.call`: to encode the question and to read the answer is the proxy's, the
+        """As `LlamaClient.call`: to encode the question and to read the answer is the proxy's, the
         latter in `parsing_s`; what is not, in `own_s`."""
         parts = (body,) if isinstance(body, bytes) else body
         data = b"".join(parts) if isinstance(parts, tuple) else orjson.dumps(parts)

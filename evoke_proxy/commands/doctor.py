@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import load
 from evoke_proxy.core.kept.state_file import Cache, has_windows
 from evoke_proxy.core.prompt.rendered import Tokens
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     async def ask() -> Findings:
-        async with Upstream(config.upstream) as upstream:
+        async with LlamaClient(config.upstream) as upstream:
             directory = config.snapshots.directory
             return await _Examination(upstream, directory, arguments.tokens).findings()
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class _Examination:
-    upstream: Upstream
+    upstream: LlamaClient
     directory: str
     n_tokens: int
     cache: Cache | None = None

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
+from evoke_proxy.adapters.llama.client import Body, LlamaClient, Reply
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Body, Reply, Upstream
 from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.bounds import check_room
 from evoke_proxy.engine.operator.feed import Feed
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Way(Protocol):
-    """To llama-server, for requests that nothing is done for; see Upstream."""
+    """To llama-server, for requests that nothing is done for; see LlamaClient."""
 
     def open(
         self,
@@ -55,7 +55,7 @@ class Front(Protocol):
     @property
     def upstream(self) -> Way: ...
     @property
-    def uplinks(self) -> Mapping[str, Upstream]: ...
+    def uplinks(self) -> Mapping[str, LlamaClient]: ...
     @property
     def servers(self) -> Pooled | None: ...
     @property

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 class _Engine(Protocol):
     @property
-    def upstream(self) -> Upstream: ...
+    def upstream(self) -> LlamaClient: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
 
@@ -34,7 +34,7 @@ class Models(Generic[E]):
     model is entered leaves nothing half done, and the next request finds the engine entered.
     """
 
-    def __init__(self, router: Upstream, make: Callable[[str], E]) -> None:
+    def __init__(self, router: LlamaClient, make: Callable[[str], E]) -> None:
         self._router = router
         self._make = make
         self._known: dict[str, E] = {}

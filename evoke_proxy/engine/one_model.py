@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import orjson
 
-from evoke_proxy.adapters.upstream import Body, Reply, Upstream
+from evoke_proxy.adapters.llama.client import Body, LlamaClient, Reply
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.intake.large import read_apart
@@ -19,13 +19,13 @@ from evoke_proxy.engine.intake.large import read_apart
 _LOADING = "/tokenize?"
 
 
-class OneModel(Upstream):
+class OneModel(LlamaClient):
     """Our calls about a model say which they mean.
 
     Its router is entered and left on its own. What clients send names a model itself.
     """
 
-    def __init__(self, router: Upstream, model: str) -> None:
+    def __init__(self, router: LlamaClient, model: str) -> None:
         super().__init__(router.config)
         self._router = router
         self._model = model

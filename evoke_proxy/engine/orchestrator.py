@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from evoke_proxy.adapters.upstream import AWAITED, Upstream
+from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -66,7 +66,7 @@ class Engine:
         self.config, self._alone, self._entered = config, shared is None, AsyncExitStack()
         common = self.shared = shared or Shared(config)
         self.metrics, self.feed = common.metrics, common.feed
-        self.upstream: Upstream = model or Upstream(config.upstream)
+        self.upstream: LlamaClient = model or LlamaClient(config.upstream)
         self.uplinks, self.servers = {"": self.upstream}, None
         self._models: Models[Engine] = Models(
             self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.errors import (
@@ -37,7 +37,7 @@ class ServerWatch:
     """
 
     def __init__(
-        self, upstream: Upstream, config: Config, on_start: Callable[[ServerInfo], None]
+        self, upstream: LlamaClient, config: Config, on_start: Callable[[ServerInfo], None]
     ) -> None:
         self.server = UNKNOWN_SERVER
         self._upstream = upstream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine import Front
 from evoke_proxy.engine.intake.body_budget import COPIES
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -34,7 +34,7 @@ async def _answer_chat(
     ways: list[Forwarding] = []
     stream = BegunStream(request, engine.upstream)
 
-    async def send(way: Forwarding, upstream: Upstream) -> web.StreamResponse:
+    async def send(way: Forwarding, upstream: LlamaClient) -> web.StreamResponse:
         ways.append(way)
         target = relay.raw_target(request)
         async with upstream.open("POST", target, headers, way.forwarded) as reply:

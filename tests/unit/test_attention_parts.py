@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
 from evoke_proxy.engine.turns.attending import Attending
 from evoke_proxy.errors import PlanRefused
@@ -48,8 +48,8 @@ def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
     return server, asyncio.run(attending.ask(0, body, key, {}))
 
 
-def _as_upstream(server: Any) -> Upstream:
-    upstream: Upstream = server
+def _as_upstream(server: Any) -> LlamaClient:
+    upstream: LlamaClient = server
     return upstream
 
 

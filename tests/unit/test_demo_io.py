@@ -43,7 +43,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-class Upstream(Quiet):
+class FakeServer(Quiet):
     status, answer = 200, STREAM
     seen: list[dict[str, Any]] = []
 
@@ -56,13 +56,13 @@ class Upstream(Quiet):
 
 
 @pytest.fixture
-def upstream() -> Iterator[tuple[int, type[Upstream]]]:
-    handler = type("Fresh", (Upstream,), {"seen": []})
+def upstream() -> Iterator[tuple[int, type[FakeServer]]]:
+    handler = type("Fresh", (FakeServer,), {"seen": []})
     with listening(handler) as port:
         yield port, handler
 
 
-def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[Upstream]]) -> None:
+def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     reply = chat(port, {"messages": []}, {"X-Evoke-Session": "a"})
     assert reply.text == "Your PIN is 1." and reply.timings == {"prompt_n": 7}
@@ -71,14 +71,16 @@ def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[Upstream]])
     assert handler.seen == [{"messages": [], "stream": True}]
 
 
-def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[Upstream]]) -> None:
+def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     handler.status, handler.answer = 503, b'{"error":"no free cells"}'
     with pytest.raises(DemoError, match="503.*no free cells"):
         chat(port, {}, {})
 
 
-def test_an_error_inside_the_stream_is_not_an_answer(upstream: tuple[int, type[Upstream]]) -> None:
+def test_an_error_inside_the_stream_is_not_an_answer(
+    upstream: tuple[int, type[FakeServer]],
+) -> None:
     port, handler = upstream
     handler.answer = b'data: {"error":{"message":"out of memory"}}\n\n'
     with pytest.raises(DemoError, match="broke off.*out of memory"):

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_recorded import seated
 
 from evoke_proxy.__main__ import main
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
 from evoke_proxy.core.conversation.identity import Hint
 from evoke_proxy.core.prompt.blocks import Span
@@ -241,7 +241,7 @@ def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
         (here,) = fleet.servers[0].conversations
         known, way = Bound(1, "there"), Forwarding(b"", 0.0, conversation=here)
 
-        async def send(way: Forwarding, _: Upstream) -> str:
+        async def send(way: Forwarding, _: LlamaClient) -> str:
             return way.server
 
         noting = fleet._noting(send, known, 0, [], began=-3.0)

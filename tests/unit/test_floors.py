@@ -137,7 +137,7 @@ def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
-        ("core.policies.evoke", "from evoke_proxy.adapters.upstream import U", {"adapters"}),
+        ("core.policies.evoke", "from evoke_proxy.adapters.llama.client import U", {"adapters"}),
         ("core.conversation.plan", "def late():\n    import evoke_proxy.engine", {"engine"}),
         ("core.policies.evoke", "from ...web import app", {"web"}),
         ("core.__init__", "from .. import engine", {"engine"}),

@@ -7,8 +7,8 @@ import asyncio
 import virtual_time
 from prometheus_client.parser import text_string_to_metric_families
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -55,7 +55,7 @@ def test_what_is_no_exposition_is_left_out() -> None:
 
 
 def test_an_error_of_several_lines_is_one_comment() -> None:
-    class Gateway(Upstream):
+    class Gateway(LlamaClient):
         async def info(self, client: object = None) -> ServerInfo:
             raise UpstreamRejected(502, b"<html>\r\n<h1>Bad gateway</h1>\r\n</html>")
 
@@ -67,7 +67,7 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
 def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
     metrics, delays = Metrics(), [0.0, 99.0, 0.1]
 
-    class Slow(Upstream):
+    class Slow(LlamaClient):
         async def info(self, client: object = None) -> ServerInfo:
             await asyncio.sleep(delays.pop(0))
             return ServerInfo("unpatched", "", sleeping=True)

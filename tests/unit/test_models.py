@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import pytest
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.orchestrator import Engine
@@ -16,7 +16,7 @@ from evoke_proxy.engine.orchestrator import Engine
 BODY = b'{"model":"one"}'
 
 
-class Router(Upstream):
+class Router(LlamaClient):
     """Knows two models, and loads them at once."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Entered:
 
     may: asyncio.Event
     failures: list[BaseException]
-    upstream: Upstream = field(default_factory=Router)
+    upstream: LlamaClient = field(default_factory=Router)
     tasks: list[asyncio.Task[Any] | None] = field(default_factory=list)
     scope: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 

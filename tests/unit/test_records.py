@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evoke_proxy.adapters.upstream import LATEST, Upstream
+from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.engine.conversations import Conversation, Conversations
@@ -14,7 +14,7 @@ def test_a_copy_that_was_made_anew_is_not_on_disk_because_the_one_before_was() -
     """llama-server tells what has changed, and of what is gone nothing."""
     config = Config()
     conversations = Conversations(config.policy, 1)
-    records = Records(Upstream(config.upstream), None, conversations, Shared(config))
+    records = Records(LlamaClient(config.upstream), None, conversations, Shared(config))
     session = Session("s", "", config.policy)
     known = Conversation(session, session.tokens)
     assert records.since(known) == LATEST, "nothing is written down"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import virtual_time
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.watch import ServerWatch
@@ -35,7 +35,7 @@ class Watched:
     asked: int = 0
 
     def __post_init__(self) -> None:
-        upstream: Any = Upstream(UpstreamConfig())
+        upstream: Any = LlamaClient(UpstreamConfig())
         upstream.info = self._info
         self.watch = ServerWatch(upstream, Config(), self.starts.append)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.identity import hint_of
 from evoke_proxy.core.request.chat import parse_chat
@@ -198,7 +198,7 @@ class Fleet:
         """As `send` to the server `at`; what is known then of where the request is, is kept. It has
         been waited for since it `began`, wherever else it was meanwhile."""
 
-        async def noting(way: Forwarding, upstream: Upstream) -> T:
+        async def noting(way: Forwarding, upstream: LlamaClient) -> T:
             ways.append(way)
             way.began = began
             session = way.conversation

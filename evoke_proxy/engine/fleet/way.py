@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.upstream import Body, Reply, Upstream
+from evoke_proxy.adapters.llama.client import Body, LlamaClient, Reply
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.errors import RequestError, UpstreamError, UpstreamUnavailable
 
@@ -19,15 +19,15 @@ SERVER_HEADER = "X-Evoke-Server"
 _OF_ONE = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
 _LOOKS = frozenset(("GET", "HEAD", "OPTIONS"))
 _LOADING = 503
-# A request of which the answer is open inside, as `Upstream.open` gives it.
+# A request of which the answer is open inside, as `LlamaClient.open` gives it.
 Asked: TypeAlias = AbstractAsyncContextManager[Reply]
 
 
-class Ready(Upstream):
-    """As an entered Upstream; one that answers 503, since its model is still loading, has not been
+class Ready(LlamaClient):
+    """As an entered LlamaClient; one that answers 503, since its model is still loading, has not been
     reached: another server may take the request."""
 
-    def __init__(self, server: Upstream) -> None:
+    def __init__(self, server: LlamaClient) -> None:
         super().__init__(server.config)
         self._server = server
 
@@ -47,7 +47,7 @@ class Ready(Upstream):
 
 
 class AnyServer:
-    """As an Upstream; `choose` gives the place of a server, `next` that of one that was not tried,
+    """As an LlamaClient; `choose` gives the place of a server, `next` that of one that was not tried,
     after the failure of another. Both raise NoServer."""
 
     def __init__(
@@ -74,7 +74,7 @@ class AnyServer:
         sent = CIMultiDict(headers)
         named = sent.popall(SERVER_HEADER, [])
 
-        def ask(server: Upstream) -> Asked:
+        def ask(server: LlamaClient) -> Asked:
             return server.open(method, target, sent, body)
 
         if named:
@@ -92,7 +92,7 @@ class AnyServer:
             yield await self._first(stack, ask, again)
 
     async def _first(
-        self, stack: AsyncExitStack, ask: Callable[[Upstream], Asked], again: bool
+        self, stack: AsyncExitStack, ask: Callable[[LlamaClient], Asked], again: bool
     ) -> Reply:
         """The answer of the first that takes the connection; it is closed with the stack. `again`:
         another may be asked after one that has answered that it still loads."""

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.conversation.recorded import Seated, read, reordered, written
 from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
@@ -40,7 +40,7 @@ class Records:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: LlamaClient,
         whole: WholeSlots | None,
         conversations: Conversations,
         common: Shared,

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.conversation.plan import Plan, Save
 from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.prompt.rendered import SlotView
@@ -40,7 +40,7 @@ class Writeback:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: LlamaClient,
         metrics: Metrics,
         slots: SlotQueue,
         chores: Chores,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.turns.block_calls import copies_in
 
 # What changed is asked for; what is gone is not told, so all of it is asked for so often.
@@ -26,7 +26,7 @@ class _Known:
 class Copies:
     """Asks for all copies of a tenant once, and then for those that have changed."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: LlamaClient) -> None:
         self._upstream = upstream
         self._known: OrderedDict[str, _Known] = OrderedDict()
 

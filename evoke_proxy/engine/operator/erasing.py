@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.upstream import LATEST
+from evoke_proxy.adapters.llama.client import LATEST
 from evoke_proxy.core.conversation.plan import Evict, Plan
 from evoke_proxy.core.kept.snapshots import Snapshot
 from evoke_proxy.core.prompt.rendered import SlotView

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 
@@ -23,7 +23,7 @@ class Exposition:
     headers: Mapping[str, str]
 
 
-async def exposition(servers: Mapping[str, Upstream], metrics: Metrics) -> Exposition:
+async def exposition(servers: Mapping[str, LlamaClient], metrics: Metrics) -> Exposition:
     """Their own metrics, of several each with the label `server`; nothing of one that has none, is
     down, or would be woken by being asked.
 
@@ -41,7 +41,7 @@ async def exposition(servers: Mapping[str, Upstream], metrics: Metrics) -> Expos
 class _Scrape:
     """One scrape of one llama-server; `answered` says whether it did, `headers` with what."""
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: LlamaClient) -> None:
         self._upstream = upstream
         self.answered = False
         self.headers: Mapping[str, str] = {}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from evoke_proxy import __version__
-from evoke_proxy.adapters.upstream import LATEST
+from evoke_proxy.adapters.llama.client import LATEST
 from evoke_proxy.core.conversation.bounds import check_room
 from evoke_proxy.core.conversation.plan import Drop, Evict, Plan
 from evoke_proxy.core.kept.snapshots import Snapshot, branch_summary, by_branch, described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.kept.records import Records
@@ -21,7 +21,7 @@ class Reach:
     them, in snapshots, records and vectors; and who is told. `routed`: the model itself, behind a
     router."""
 
-    upstream: Upstream
+    upstream: LlamaClient
     watch: ServerWatch
     slots: SlotQueue
     conversations: Conversations

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import orjson
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.drift import Drift, drift, opening
 from evoke_proxy.core.kept.held import SlotLook
@@ -52,7 +52,7 @@ class Keeper:
     def __init__(
         self,
         config: Config,
-        upstream: Upstream,
+        upstream: LlamaClient,
         metrics: Metrics,
         slots: SlotQueue,
         seating: Seating,

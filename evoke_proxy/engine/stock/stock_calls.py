@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.model_file import ModelFiles
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.core.kept.fingerprint import fingerprint
 from evoke_proxy.core.kept.held import SlotLook
 from evoke_proxy.core.prompt.rendered import Tokens
@@ -51,13 +51,13 @@ class Copied:
 
 
 class StockCalls:
-    """Raises UpstreamError as `Upstream` does, UpstreamProtocolError on another shape.
+    """Raises UpstreamError as `LlamaClient` does, UpstreamProtocolError on another shape.
 
     `n_ctx` is the context of a slot, as the server has said when its fingerprint was made; the
     calls that count tokens raise PromptTooLong when there are more.
     """
 
-    def __init__(self, upstream: Upstream) -> None:
+    def __init__(self, upstream: LlamaClient) -> None:
         self._upstream = upstream
         self.n_ctx: int | None = None
         self._files = ModelFiles()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evoke_proxy.adapters.upstream import Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.attention.attention import NO_CAPTURE, Capture, captured_for, layers_of
 from evoke_proxy.core.conversation.turn import Turn
@@ -23,7 +23,7 @@ TOO_MUCH_WORK = "too_much_work"
 class Attending:
     """Has llama-server capture what a turn's policy wants to know, and reads it."""
 
-    def __init__(self, upstream: Upstream, server: Callable[[], ServerInfo]) -> None:
+    def __init__(self, upstream: LlamaClient, server: Callable[[], ServerInfo]) -> None:
         self._upstream = upstream
         self._server = server
 

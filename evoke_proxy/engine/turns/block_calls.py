@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.upstream import LATEST, Upstream
+from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
@@ -16,7 +16,7 @@ MOST_NAMES = 16_384
 
 
 async def run_plan(
-    upstream: Upstream,
+    upstream: LlamaClient,
     plan: Plan,
     view: SlotView,
     owner: Mapping[str, str],
@@ -50,7 +50,7 @@ async def run_plan(
 
 
 async def drop_copies(
-    upstream: Upstream, labels: Collection[str], tenant: str, client: Mapping[str, str]
+    upstream: LlamaClient, labels: Collection[str], tenant: str, client: Mapping[str, str]
 ) -> None:
     """Have llama-server forget these copies of a tenant, which are of no slot.
 
@@ -67,7 +67,7 @@ def batches_of_names(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 async def is_processing(
-    upstream: Upstream, slot: int, tenant: str, client: Mapping[str, str]
+    upstream: LlamaClient, slot: int, tenant: str, client: Mapping[str, str]
 ) -> bool:
     """Whether llama-server is at a request in a slot."""
     answer = await upstream.slot(slot, tenant, client, LATEST)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from evoke_proxy.adapters.upstream import Parts, Upstream
+from evoke_proxy.adapters.llama.client import LlamaClient, Parts
 from evoke_proxy.core.attention.probe import Probed
 from evoke_proxy.core.conversation.identity import Hint
 from evoke_proxy.core.conversation.plan import Plan
@@ -197,7 +197,7 @@ def _with_members(body: bytes, members: Mapping[str, bytes], keys: Collection[st
 
 # Forwards one to a llama-server, and says what it makes of the answer; raises UpstreamError only
 # while nothing of that has been passed on.
-Send: TypeAlias = Callable[[Forwarding, Upstream], Awaitable[T]]
+Send: TypeAlias = Callable[[Forwarding, LlamaClient], Awaitable[T]]
 
 _BOOKED = ("decoded", "recovered", "resident_before", "omitted")
 

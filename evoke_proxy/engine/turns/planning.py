@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import orjson
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import Upstream
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.bounds import effective
 from evoke_proxy.core.conversation.plan import Plan, Stream
@@ -46,7 +46,7 @@ class Planner:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: LlamaClient,
         metrics: Metrics,
         seating: Seating,
         conversations: Conversations,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.attention.key_bounds import Queries
 from evoke_proxy.core.attention.probe import (
     MOST_BLOCKS,
@@ -47,7 +47,7 @@ class Probing:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: LlamaClient,
         metrics: Metrics,
         attending: Attending,
         server: Callable[[], ServerInfo],

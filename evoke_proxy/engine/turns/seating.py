@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
+from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.upstream import LATEST, Upstream
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.slots import taken_by
@@ -27,7 +27,7 @@ class Seating:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: LlamaClient,
         metrics: Metrics,
         slots: SlotQueue,
         conversations: Conversations,

@@ -208,7 +208,7 @@ def _noticing(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-class Upstream:
+class LlamaClient:
     """One llama-server; use as an async context manager."""
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -218,7 +218,7 @@ class Upstream:
         self.wakes_for_metrics = False
         self._client: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Upstream:
+    async def __aenter__(self) -> LlamaClient:
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=_KEEPALIVE_S, socket_factory=_noticing
         )

@@ -1,0 +1,1 @@
+"""Client of llama-server: HTTP connections and typed calls."""
