@@ -165,7 +165,7 @@ def one(server: Llama, chance: random.Random) -> tuple[str, int]:
 
 
 def rendered(server: Llama, chance: random.Random) -> int:
-    """One request to render, wrong in some way; its status. LlamaClient answers a template that a
+    """One request to render, wrong in some way; its status. The server answers a template that a
     message does not suit with 500."""
     dialect = chance.choice(["chat", "responses", "messages", "completions", None, 7])
     request = {"dialect": dialect, "body": chance.choice([*RENDERED, *ODD])}

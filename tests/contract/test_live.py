@@ -40,7 +40,7 @@ def test_calls_run_between_two_decodes(generating: Llama) -> None:
 
 
 def test_many_calls_at_once_are_all_answered(generating: Llama) -> None:
-    """LlamaClient's own slot actions, deferred in numbers, hang for ever; these do not."""
+    """The stock slot actions, deferred in numbers, hang for ever; these do not."""
 
     def save(i: int) -> int:
         path = "/slots/0?action=block-save"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evoke_proxy.adapters.llama.client import Reply
 from keeping import House
 from running import (
     Answer,
@@ -27,6 +26,7 @@ from running import (
 )
 from talking import ENDLESS, FILLER, Talk, endless
 
+from evoke_proxy.adapters.llama.client import Reply
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.keys import Caller, key_of, line_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evoke_proxy.adapters.llama.client import LlamaClient
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
 from evoke_proxy.engine.turns.attending import Attending
 from evoke_proxy.errors import PlanRefused

@@ -43,7 +43,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-class LlamaClient(Quiet):
+class FakeServer(Quiet):
     status, answer = 200, STREAM
     seen: list[dict[str, Any]] = []
 
@@ -56,13 +56,13 @@ class LlamaClient(Quiet):
 
 
 @pytest.fixture
-def upstream() -> Iterator[tuple[int, type[LlamaClient]]]:
-    handler = type("Fresh", (LlamaClient,), {"seen": []})
+def upstream() -> Iterator[tuple[int, type[FakeServer]]]:
+    handler = type("Fresh", (FakeServer,), {"seen": []})
     with listening(handler) as port:
         yield port, handler
 
 
-def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[LlamaClient]]) -> None:
+def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     reply = chat(port, {"messages": []}, {"X-Evoke-Session": "a"})
     assert reply.text == "Your PIN is 1." and reply.timings == {"prompt_n": 7}
@@ -71,7 +71,7 @@ def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[LlamaClient
     assert handler.seen == [{"messages": [], "stream": True}]
 
 
-def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[LlamaClient]]) -> None:
+def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     handler.status, handler.answer = 503, b'{"error":"no free cells"}'
     with pytest.raises(DemoError, match="503.*no free cells"):
@@ -79,7 +79,7 @@ def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[LlamaClie
 
 
 def test_an_error_inside_the_stream_is_not_an_answer(
-    upstream: tuple[int, type[LlamaClient]],
+    upstream: tuple[int, type[FakeServer]],
 ) -> None:
     port, handler = upstream
     handler.answer = b'data: {"error":{"message":"out of memory"}}\n\n'

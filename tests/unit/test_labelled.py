@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import virtual_time
-from evoke_proxy.adapters.llama.client import LlamaClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.servers.labelled import labelled

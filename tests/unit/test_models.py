@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import pytest
-from evoke_proxy.adapters.llama.client import LlamaClient
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.orchestrator import Engine

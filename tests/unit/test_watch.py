@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import virtual_time
-from evoke_proxy.adapters.llama.client import LlamaClient
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.watch import ServerWatch

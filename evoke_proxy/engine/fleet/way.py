@@ -24,8 +24,7 @@ Asked: TypeAlias = AbstractAsyncContextManager[Reply]
 
 
 class Ready(LlamaClient):
-    """As an entered LlamaClient; one that answers 503, since its model is still loading, has not been
-    reached: another server may take the request."""
+    """A client that raises UpstreamUnavailable when its server answers 503 while it loads."""
 
     def __init__(self, server: LlamaClient) -> None:
         super().__init__(server.config)
@@ -47,8 +46,11 @@ class Ready(LlamaClient):
 
 
 class AnyServer:
-    """As an LlamaClient; `choose` gives the place of a server, `next` that of one that was not tried,
-    after the failure of another. Both raise NoServer."""
+    """Opens requests at the least loaded server.
+
+    `choose` gives the place of a server, `next` that of one that was not tried, after the failure
+    of another. Both raise NoServer.
+    """
 
     def __init__(
         self,
