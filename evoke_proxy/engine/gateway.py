@@ -1,0 +1,190 @@
+"""The values that a chat request becomes on its way, and the protocol of what answers it.
+
+A request is an `IncomingRequest` (bytes and headers), then a `ParsedRequest`, then a `PreparedTurn`
+of the strategy that serves it (engine/server/turn.py), then an `Outcome`. The values are frozen.
+`Exchange` is what web relays while it is open; `RequestTrace` measures one request to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from evoke_proxy.adapters.upstream import Parts, Reply
+from evoke_proxy.core.conversation.identity import Hint
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.splice import inserted
+from evoke_proxy.engine.intake.bodies import Kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingRequest:
+    """One request to a generating or counting endpoint, as the client sent it."""
+
+    # Name of the request's schema, one of those that `parse_chat` reads.
+    dialect: str
+    # Raw path and query, sent on as they are.
+    target: str
+    body: bytes
+    # The client's headers: tenant, credentials, session name.
+    headers: Mapping[str, str]
+    # The headers that are sent on to llama-server.
+    forwarded_headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """A request whose body was read; the same value for every server it is tried at."""
+
+    incoming: IncomingRequest
+    # Hash of the client's key, "" without one: conversations are never shared between tenants.
+    tenant: str
+    # The body to forward: normalised, without the proxy's own fields.
+    body: bytes
+    # None when the body cannot be read; `unreadable` says why, as a label of `evoke_bypass_total`.
+    chat: ChatRequest | None
+    unreadable: str = ""
+    # What the client calls the conversation.
+    hint: Hint | None = None
+    # The slot that the request names.
+    id_slot: int | None = None
+    # The request brings several prompts.
+    is_batch: bool = False
+    # The body as the next request of the conversation is compared with it; None for short bodies.
+    cached_body: Kept | None = None
+    # The rendering of the earlier body that this one continues.
+    previous: Rendered | None = None
+
+    @property
+    def dialect(self) -> str:
+        """Name of the request's schema."""
+        return self.incoming.dialect
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The client's headers, for calls that are made with its credentials."""
+        return self.incoming.headers
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants an event stream."""
+        return self.chat is not None and self.chat.stream
+
+    @property
+    def is_verbose(self) -> bool:
+        """Whether the client asked to be told what the proxy did."""
+        named = "X-Evoke-Session" in self.headers
+        return self.chat is not None and (self.chat.tags.given or named)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedBody:
+    """The body that llama-server gets: `body` with `members` put at the front of its object."""
+
+    body: bytes
+    members: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def content(self) -> bytes | Parts:
+        """The bytes to send."""
+        return inserted(self.body, self.members) if self.members else self.body
+
+
+class RequestTrace:
+    """Measures one request, names the stage it has reached, and publishes what it waits for."""
+
+    def __init__(self, arrived_at: float) -> None:
+        # Event loop times, in seconds.
+        self.arrived_at = arrived_at
+        # When the current attempt began; later than `arrived_at` after a failover.
+        self.attempted_at = arrived_at
+        # The stage under way: the label of `evoke_degraded_total` when it fails.
+        self.stage = "render"
+        # Seconds by what was waited for.
+        self.waits: dict[str, float] = {}
+        # Seconds of the proxy's own work before forwarding; None until the request is forwarded.
+        self.own_s: float | None = None
+        # Seconds of the proxy's own work after the reply.
+        self.after_s = 0.0
+        # Facts for the log line of the request; empty until the request is prepared.
+        self.facts: Mapping[str, Any] = {}
+        # Whether a failure of llama-server was counted for this request already.
+        self.has_counted_failure = False
+        # When the wait under way began; None while there is none that a client should know of.
+        self.waiting_since: float | None = None
+        # Set whenever `waiting_since` changes.
+        self.wait_changed = asyncio.Event()
+
+    def begin_attempt(self) -> None:
+        """Measure from now on: the request is sent to another server after a failure."""
+        self.attempted_at = asyncio.get_running_loop().time()
+        self.stage, self.own_s, self.facts = "render", None, {}
+        self.waits.clear()
+        self.has_counted_failure = False
+
+    def add_wait(self, name: str, seconds: float) -> None:
+        """Add seconds to those that were waited for something."""
+        self.waits[name] = self.waits.get(name, 0.0) + seconds
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block that may take long: a streaming client is to see that its request is alive."""
+        self._publish(asyncio.get_running_loop().time())
+        try:
+            yield
+        finally:
+            self._publish(None)
+
+    def _publish(self, since: float | None) -> None:
+        self.waiting_since = since
+        self.wait_changed.set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the reply to a request said, read when it ended or broke off."""
+
+    # The reply said that it is complete.
+    is_finished: bool
+    # The token accounting of a patched server; None when the reply carries none.
+    accounting: Books | None = None
+    timings: Mapping[str, Any] | None = None
+    usage: Mapping[str, Any] | None = None
+    # The error object of the reply.
+    error: Mapping[str, Any] | None = None
+    # Seconds from the arrival of the request to the first byte of the reply.
+    first_byte_s: float | None = None
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request that llama-server has begun to answer; open until its context manager is left."""
+
+    reply: Reply
+    trace: RequestTrace
+    # Called with each chunk of the reply before the client gets it.
+    observe: Callable[[bytes], None]
+    # Headers to add to the reply.
+    headers: dict[str, str] = field(default_factory=dict)
+    # Goes into the reply's `usage.evoke`; None when the client did not ask for it.
+    usage_extra: Mapping[str, Any] | None = None
+
+
+class Gateway(Protocol):
+    """Answers chat requests: one server, a pool of servers, or a router over models."""
+
+    def exchange(
+        self, request: ParsedRequest, trace: RequestTrace
+    ) -> AbstractAsyncContextManager[Exchange]:
+        """Open a request at llama-server; leaving the context ends it and releases its slot.
+
+        Entering raises RequestError for wrong fields of the proxy, SlotsBusy when no slot becomes
+        free, NoServer when no server takes requests, UpstreamError when llama-server cannot be
+        reached. Any other failure costs the plan of the request and not its answer.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""One llama-server: what it is, its slots, the conversations at it, and the turns it serves."""
