@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from evoke_proxy.adapters.upstream import Parts, Reply
+from evoke_proxy.adapters.llama.client import Parts, Reply
 from evoke_proxy.core.conversation.identity import Hint
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.reply.books import Books
