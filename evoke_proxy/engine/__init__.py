@@ -5,7 +5,7 @@ from __future__ import annotations
 from evoke_proxy.config import Config
 from evoke_proxy.engine.fleet.fleet import Fleet
 from evoke_proxy.engine.front import Front
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 
 __all__ = ["Engine", "Front", "front"]
 

@@ -13,9 +13,9 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.conversation.bounds import check_room
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.operator.operators import Operators
+from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.turns.forwarding import Send
-from evoke_proxy.engine.turns.waiting import Patience
 from evoke_proxy.errors import UpstreamError
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.errors import EvokeError, RequestError
 
@@ -40,7 +40,7 @@ class Models(Generic[E]):
         self._known: dict[str, E] = {}
         self._names: dict[str, str] = {}
         self._entering: dict[str, asyncio.Future[E]] = {}
-        self._owners = Chores()
+        self._owners = BackgroundTasks()
         self._closing = asyncio.Event()
         self._one = asyncio.Lock()
 

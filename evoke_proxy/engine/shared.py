@@ -6,9 +6,9 @@ from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.engine.body_memory import BodyMemory
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.server.body_memory import BodyMemory
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 

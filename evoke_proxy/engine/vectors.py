@@ -16,8 +16,8 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieve import pieces
 from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.engine.conversations import Conversation, Conversations
 from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.

@@ -17,7 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.reloading import reloaded
 from evoke_proxy.engine import Front, front
-from evoke_proxy.engine.turns.computing import SWITCH_S
+from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
 from evoke_proxy.web.app import create_app

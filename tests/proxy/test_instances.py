@@ -32,7 +32,7 @@ from talking import FILLER, Talk, endless
 from wire import Wire, wire
 
 from evoke_proxy.demo.processes import free_port
-from evoke_proxy.engine.turns.waiting import SlotLease
+from evoke_proxy.engine.server.slot_queue import SlotLease
 
 BUDGET = 448
 OPTIONS = ("-np", "2", "-no-kvu", "--evoke-ram", "64")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evoke_proxy.config import LimitsConfig
-from evoke_proxy.engine.turns.waiting import SlotQueue
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.errors import SlotsBusy
 
 LIMITS = LimitsConfig(queue=2, queue_timeout_s=5.0)

@@ -18,9 +18,9 @@ from evoke_proxy.adapters.llama.stock_api import Prefilled
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.turns import waiting
+from evoke_proxy.engine.server import slot_queue
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.server import Engine
 
 TIMINGS = {"evoke": {"marker": "stale"}}
 

@@ -12,7 +12,7 @@ import pytest
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
-from evoke_proxy.engine.turns.attending import Attending
+from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.errors import PlanRefused
 
 ALLOWED = 100
@@ -43,7 +43,7 @@ class Server:
 
 def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
     server = Server()
-    attending = Attending(_as_upstream(server), lambda: UNKNOWN_SERVER)
+    attending = AttentionReader(_as_upstream(server), lambda: UNKNOWN_SERVER)
     body = {"ranges": [[0, 4]] * 3, key: spans, "tenant": "t"}
     return server, asyncio.run(attending.ask(0, body, key, {}))
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import orjson
 import pytest
 
-from evoke_proxy.engine.body_memory import BodyMemory
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.operator import feed
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.server.body_memory import BodyMemory
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ import pytest
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.session import Session
-from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.turns.computing import SWITCH_S, Computing, is_long
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.session_worker import SWITCH_S, SessionWorker, is_long
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def _count(n: int) -> int:
 
 
 def test_a_long_computation_takes_next_to_no_time_of_the_loop() -> None:
-    known, computing = conversation(), Computing()
+    known, computing = conversation(), SessionWorker()
 
     async def run(long: bool) -> float:
         began = time.thread_time()
@@ -46,7 +46,7 @@ def test_a_long_computation_takes_next_to_no_time_of_the_loop() -> None:
 
 
 def test_one_that_is_cancelled_ends_before_its_conversation_is_free() -> None:
-    known, computing = conversation(), Computing()
+    known, computing = conversation(), SessionWorker()
     entered, leave, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -72,6 +72,6 @@ def test_one_that_is_cancelled_ends_before_its_conversation_is_free() -> None:
 
 def test_what_is_short_is_not_put_into_a_thread() -> None:
     known, mine = conversation(), threading.get_ident()
-    assert asyncio.run(Computing().run(known, False, threading.get_ident)) == mine
+    assert asyncio.run(SessionWorker().run(known, False, threading.get_ident)) == mine
     assert not is_long(32768, 32000, 8)
     assert is_long(32768, 0, 0) and is_long(32768, 32000, 1000) and is_long(131072, 131000, 0)

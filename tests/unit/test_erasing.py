@@ -14,7 +14,7 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 from evoke_proxy.engine.storage.snapshot_repository import Label
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import SnapshotUnusable

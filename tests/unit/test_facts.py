@@ -17,10 +17,10 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
 from evoke_proxy.core.kept.held import Memory, SlotStatus
 from evoke_proxy.core.kept.snapshots import USER
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import UpstreamTimeout
 
 LABEL = Label("t", "f", "b", USER, 1.0)

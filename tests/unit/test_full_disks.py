@@ -24,8 +24,8 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import EmbedderConfig, PolicyConfig
 from evoke_proxy.core.conversation.session import Session
 from evoke_proxy.demo.processes import free_port, proxy_command
-from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
 from evoke_proxy.errors import SnapshotUnusable

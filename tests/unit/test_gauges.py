@@ -6,7 +6,7 @@ from test_recorded import seated
 
 from evoke_proxy.config import Config
 from evoke_proxy.engine.one_model import OneModel
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 
 
 def test_gauges_sum_over_all_models() -> None:

@@ -19,7 +19,7 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.kept.at_rest import Plain
 from evoke_proxy.core.kept.snapshots import USER
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
 

@@ -23,7 +23,7 @@ from evoke_proxy.core.kept.snapshots import USER, best
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.servers.slots import Grant, SlotPool
-from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
+from evoke_proxy.engine.server.conversations import Arrival, Asked, Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import Label
 
 INTERLEAVINGS, STEPS = 10_000, 6

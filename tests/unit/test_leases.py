@@ -23,12 +23,12 @@ from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.operator import history
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
+from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import Preempted, SlotQueue, finished, until_over
 from evoke_proxy.errors import (
     PlanRefused,
     RequestError,

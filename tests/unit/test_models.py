@@ -11,7 +11,7 @@ import pytest
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 
 BODY = b'{"model":"one"}'
 

@@ -9,7 +9,7 @@ from test_recorded import seated
 
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 
 
 def test_a_server_with_fewer_slots_than_a_session_was_in_is_taken() -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from evoke_proxy.config import Config
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
 
 
 def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.engine.conversations import Asked
+from evoke_proxy.engine.server.conversations import Asked
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.forwarding import Forwarding

@@ -17,7 +17,7 @@ from evoke_proxy.core.prompt.block_table import BlockTable
 from evoke_proxy.core.prompt.blocks import Block, Role, Span
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.engine.conversations import Conversation, Conversations
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.vectors import BlockVectors
 

@@ -12,7 +12,7 @@ import virtual_time
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
-from evoke_proxy.engine.watch import ServerWatch
+from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import (
     EvokeError,
     UpstreamProtocolError,
@@ -37,7 +37,7 @@ class Watched:
     def __post_init__(self) -> None:
         upstream: Any = LlamaClient(UpstreamConfig())
         upstream.info = self._info
-        self.watch = ServerWatch(upstream, Config(), self.starts.append)
+        self.watch = ServerMonitor(upstream, Config(), self.starts.append)
 
     async def _info(self, client: object) -> ServerInfo:
         self.asked += 1

@@ -22,10 +22,10 @@ from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object, tenant_of
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operators import Operators
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
-from evoke_proxy.engine.turns.waiting import Patience
 from evoke_proxy.errors import NoServer, RequestError, UpstreamError, UpstreamUnavailable
 
 T = TypeVar("T")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.orchestrator import Engine
-from evoke_proxy.engine.turns.block_calls import drop_copies
+from evoke_proxy.adapters.llama.block_calls import drop_copies
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.server import Engine
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)

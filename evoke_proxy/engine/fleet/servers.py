@@ -16,9 +16,9 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.kept.fingerprint import same_model
 from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
-from evoke_proxy.engine.chores import Chores
 from evoke_proxy.engine.operator.feed import Feed
-from evoke_proxy.engine.orchestrator import Engine
+from evoke_proxy.engine.server.background import BackgroundTasks
+from evoke_proxy.engine.server.server import Engine
 from evoke_proxy.errors import (
     RequestError,
     UpstreamError,
@@ -63,7 +63,7 @@ class Servers:
         self._waiting: list[list[_Waiting]] = [[] for _ in engines]
         self._doubted = asyncio.Event()
         self._unsure: set[int] = set()  # those that may be another than they were
-        self._chores = Chores()
+        self._chores = BackgroundTasks()
         self._watching: asyncio.Task[None] | None = None
         self._show()
 

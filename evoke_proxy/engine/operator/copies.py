@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from evoke_proxy.adapters.llama.block_calls import copies_in
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.engine.turns.block_calls import copies_in
 
 # What changed is asked for; what is gone is not told, so all of it is asked for so often.
 _ALL_S = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.engine.conversations import Conversations
-from evoke_proxy.engine.turns.waiting import SlotQueue
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 
 # Of each model that there is now.
 Served = Callable[[], Sequence[tuple[SlotQueue, Conversations]]]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from evoke_proxy import __version__
+from evoke_proxy.adapters.llama.block_calls import drop_copies, run_plan
 from evoke_proxy.adapters.llama.client import LATEST
 from evoke_proxy.core.conversation.bounds import check_room
 from evoke_proxy.core.conversation.plan import Drop, Evict, Plan
@@ -19,12 +20,11 @@ from evoke_proxy.core.prompt import pins
 from evoke_proxy.core.prompt.block_map import Whereabouts, block_map, spans, totals
 from evoke_proxy.core.prompt.blocks import Span, clipped, count
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.engine.conversations import Conversation
 from evoke_proxy.engine.operator.copies import Copies
 from evoke_proxy.engine.operator.erasing import Eraser
 from evoke_proxy.engine.operator.reach import Reach
+from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.export import archive
-from evoke_proxy.engine.turns.block_calls import drop_copies, run_plan
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 
 _log = logging.getLogger(__name__)

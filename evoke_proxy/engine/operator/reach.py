@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
-from evoke_proxy.engine.turns.waiting import SlotQueue
-from evoke_proxy.engine.watch import ServerWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Reach:
     router."""
 
     upstream: LlamaClient
-    watch: ServerWatch
+    watch: ServerMonitor
     slots: SlotQueue
     conversations: Conversations
     keeper: SnapshotStrategy

@@ -12,9 +12,9 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.conversation.plan import Plan
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.conversations import Arrival, Conversation
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest, RequestTrace
-from evoke_proxy.engine.turns.waiting import SlotLease, SlotQueue
+from evoke_proxy.engine.server.conversations import Arrival, Conversation
+from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import logging
 
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
 from evoke_proxy.core.reply.books import Books
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 _log = logging.getLogger(__name__)

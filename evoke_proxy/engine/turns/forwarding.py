@@ -20,12 +20,12 @@ from evoke_proxy.core.reply.outcome import outcome
 from evoke_proxy.core.reply.sse import Observer
 from evoke_proxy.core.request.splice import edit_top_level, inserted
 from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.engine.conversations import Arrival, Conversation
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.intake.large import is_large, read_apart
+from evoke_proxy.engine.server.conversations import Arrival, Conversation
+from evoke_proxy.engine.server.slot_queue import Patience, SlotLease
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.keepalive import keep_alive
-from evoke_proxy.engine.turns.waiting import Patience, SlotLease
 
 T = TypeVar("T")
 

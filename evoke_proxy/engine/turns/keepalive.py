@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from evoke_proxy.engine.turns.waiting import finished
+from evoke_proxy.engine.server.slot_queue import finished
 
 T = TypeVar("T")
 

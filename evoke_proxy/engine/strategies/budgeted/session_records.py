@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.block_calls import batches_of_names, copies_in, copies_of
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.core.conversation.recorded import Seated, read, reordered, written
@@ -24,13 +25,12 @@ from evoke_proxy.core.prompt.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
-from evoke_proxy.engine.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.server.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
-from evoke_proxy.engine.turns.block_calls import batches_of_names, copies_in, copies_of
-from evoke_proxy.engine.turns.next_turn import beginning
-from evoke_proxy.engine.turns.waiting import BackgroundLease
+from evoke_proxy.engine.strategies.next_turn import beginning
 
 _log = logging.getLogger(__name__)
 

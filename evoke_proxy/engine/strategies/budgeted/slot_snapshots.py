@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from evoke_proxy.core.kept.snapshots import STEP, Match, best
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.reply.books import Books
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.storage.snapshot_repository import Label
 from evoke_proxy.engine.strategies.snapshots.parts import Parts
 from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import in_steps
-from evoke_proxy.engine.turns.waiting import BackgroundLease
 
 Client = Mapping[str, str]
 

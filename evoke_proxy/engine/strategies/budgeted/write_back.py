@@ -12,17 +12,17 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from evoke_proxy.adapters.llama.block_calls import is_processing
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.conversation.plan import Plan, Save
 from evoke_proxy.core.policies import recovers
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.background import BackgroundTasks
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import BackgroundLease, SlotQueue, until_over
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.turns.block_calls import is_processing
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import BackgroundLease, SlotQueue, until_over
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class WriteBack:
         upstream: LlamaClient,
         metrics: Metrics,
         slots: SlotQueue,
-        chores: Chores,
+        chores: BackgroundTasks,
         records: SessionPersistence,
     ) -> None:
         self._upstream = upstream

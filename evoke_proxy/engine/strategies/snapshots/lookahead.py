@@ -11,13 +11,13 @@ from evoke_proxy.adapters.llama.stock_api import Client
 from evoke_proxy.core.kept.held import Held
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import BackgroundLease, Spawn
+from evoke_proxy.engine.strategies.next_turn import beginning
 from evoke_proxy.engine.strategies.snapshots.parts import Parts
 from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import in_steps
 from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
-from evoke_proxy.engine.turns.next_turn import beginning
-from evoke_proxy.engine.turns.waiting import BackgroundLease, Spawn
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)

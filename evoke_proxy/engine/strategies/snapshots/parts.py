@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.engine.conversations import Conversations
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.engine.turns.waiting import SlotQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Coroutine
 from typing import Any
 
-from evoke_proxy.engine.chores import Chores
+from evoke_proxy.engine.server.background import BackgroundTasks
 
 # What is decoded in one go: a request that comes in between waits for no more than the rest of it.
 _AT_ONCE = 512
@@ -20,7 +20,7 @@ def in_steps(begun: int, end: int) -> list[int]:
 class PreemptibleTasks:
     """Each is one of the `chores`."""
 
-    def __init__(self, chores: Chores) -> None:
+    def __init__(self, chores: BackgroundTasks) -> None:
         self._chores = chores
         self._sessions: dict[asyncio.Task[None], str] = {}
 

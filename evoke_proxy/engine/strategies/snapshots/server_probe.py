@@ -13,8 +13,8 @@ from evoke_proxy.core.kept.fingerprint import laid_out
 from evoke_proxy.core.kept.held import Memory, SlotStatus
 from evoke_proxy.core.kept.state_file import Cache, has_windows
 from evoke_proxy.core.request.ahead import Stability, probes, stability
+from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
-from evoke_proxy.engine.turns.waiting import SlotLease, SlotQueue
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)

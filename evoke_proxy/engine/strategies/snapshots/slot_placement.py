@@ -16,12 +16,12 @@ from evoke_proxy.core.kept.held import Held, SlotStatus, restarted
 from evoke_proxy.core.kept.snapshots import STEP, Match
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.request.ahead import kind_of
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import SlotLease, until_over
 from evoke_proxy.engine.storage.snapshot_repository import Label
 from evoke_proxy.engine.strategies.snapshots.parts import Parts
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import SlotLease, until_over
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)

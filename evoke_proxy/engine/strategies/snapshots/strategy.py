@@ -19,12 +19,14 @@ from evoke_proxy.core.request.ahead import boundary, unkept
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Arrival, Asked, Conversation, Conversations
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.server.background import BackgroundTasks
+from evoke_proxy.engine.server.conversations import Arrival, Asked, Conversation, Conversations
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
 from evoke_proxy.engine.strategies.snapshots.parts import Parts
 from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import PreemptibleTasks
@@ -33,8 +35,6 @@ from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.seating import Seating
-from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.errors import EvokeError, PromptTooLong
 
 _log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class SnapshotStrategy:
         upstream: LlamaClient,
         metrics: Metrics,
         slots: SlotQueue,
-        seating: Seating,
+        seating: SlotAssignment,
         conversations: Conversations,
         vault: SnapshotRepository,
     ) -> None:
@@ -69,7 +69,7 @@ class SnapshotStrategy:
         self._calls = StockApi(upstream)
         self.vault = vault
         self._facts = ServerProbe(config.snapshots, self._calls, self.vault, slots)
-        self._chores = Chores()
+        self._chores = BackgroundTasks()
         self._states = SnapshotTransfers(
             self._calls, self.vault, self._facts, metrics, self._chores.run
         )

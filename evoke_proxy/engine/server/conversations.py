@@ -24,8 +24,8 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.side import is_side
 from evoke_proxy.core.servers.slots import SlotPool
 from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.engine.body_memory import BodyMemory, Holder
 from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 
 # Turns of a conversation that are remembered, in numbers.
 _HISTORY = 256

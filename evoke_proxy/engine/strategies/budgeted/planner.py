@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import orjson
 
+from evoke_proxy.adapters.llama.block_calls import copies_in, run_plan, slot_in
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
@@ -23,16 +24,15 @@ from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
-from evoke_proxy.engine.conversations import Arrival, Conversation, Conversations
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.session_worker import SessionWorker, is_long
+from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
+from evoke_proxy.engine.strategies.budgeted.probe import Prober
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.turns.attending import Attending
-from evoke_proxy.engine.turns.block_calls import copies_in, run_plan, slot_in
-from evoke_proxy.engine.turns.computing import Computing, is_long
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.probing import Probing
-from evoke_proxy.engine.turns.seating import Seating
 from evoke_proxy.engine.vectors import BlockVectors
-from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)
@@ -48,11 +48,11 @@ class Planner:
         self,
         upstream: LlamaClient,
         metrics: Metrics,
-        seating: Seating,
+        seating: SlotAssignment,
         conversations: Conversations,
         vectors: BlockVectors,
         records: SessionPersistence,
-        watch: ServerWatch,
+        watch: ServerMonitor,
     ) -> None:
         self._upstream = upstream
         self._metrics = metrics
@@ -61,9 +61,9 @@ class Planner:
         self._vectors = vectors
         self._records = records
         self._watch = watch
-        self._computing = Computing()
-        self._attending = Attending(upstream, lambda: watch.server)
-        self.probing = Probing(upstream, metrics, self._attending, lambda: watch.server)
+        self._computing = SessionWorker()
+        self._attending = AttentionReader(upstream, lambda: watch.server)
+        self.probing = Prober(upstream, metrics, self._attending, lambda: watch.server)
 
     async def prepare(
         self, way: Forwarding, request: ChatRequest, client: Mapping[str, str], tenant: str

@@ -10,8 +10,8 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.bounds import effective
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.planning import Planner
 from evoke_proxy.errors import (
     EvokeError,
     PlanRefused,
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 INVALID = "invalid"
 
 
-class Degrading:
+class FallbackPlanner:
     """`policy` is the configured one."""
 
     def __init__(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.block_calls import run_plan
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.attention.key_bounds import Queries
@@ -33,23 +34,22 @@ from evoke_proxy.core.prompt.block_table import Positions
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.reply.books import Books
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.conversations import Conversation
-from evoke_proxy.engine.turns.attending import Attending
-from evoke_proxy.engine.turns.block_calls import run_plan
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 PROBE = {"op": "probe"}
 Client = Mapping[str, str]
 
 
-class Probing:
+class Prober:
     """Probes turns where that pays; knows how fast its server has been."""
 
     def __init__(
         self,
         upstream: LlamaClient,
         metrics: Metrics,
-        attending: Attending,
+        attending: AttentionReader,
         server: Callable[[], ServerInfo],
     ) -> None:
         self._upstream = upstream

@@ -12,7 +12,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.attention.attention import NO_CAPTURE, Capture, captured_for, layers_of
 from evoke_proxy.core.conversation.turn import Turn
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import PlanRefused
 
 CAPTURE = str(NO_CAPTURE["op"])
@@ -20,7 +20,7 @@ CAPTURE = str(NO_CAPTURE["op"])
 TOO_MUCH_WORK = "too_much_work"
 
 
-class Attending:
+class AttentionReader:
     """Has llama-server capture what a turn's policy wants to know, and reads it."""
 
     def __init__(self, upstream: LlamaClient, server: Callable[[], ServerInfo]) -> None:

@@ -9,37 +9,37 @@ from contextlib import contextmanager
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
 from evoke_proxy.core.conversation.turn_record import TurnRecord
 from evoke_proxy.core.kept.costs import is_odd
-from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.intake.reading import tenant_of
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.server.background import BackgroundTasks
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.strategies.budgeted.fallback import INVALID
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns.booking import book
-from evoke_proxy.engine.turns.degrading import INVALID
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.seating import Seating
-from evoke_proxy.engine.turns.waiting import SlotQueue
 from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import UpstreamProtocolError
 
 _log = logging.getLogger(__name__)
 
 
-class Concluding:
+class TurnFinalizer:
     """Ends requests, however they went; `hurried` says that nothing is to be waited for."""
 
     def __init__(
         self,
         metrics: Metrics,
         slots: SlotQueue,
-        seating: Seating,
+        seating: SlotAssignment,
         conversations: Conversations,
         vectors: BlockVectors,
         keeper: SnapshotStrategy,
-        chores: Chores,
+        chores: BackgroundTasks,
         hurried: Callable[[], bool],
         writeback: WriteBack,
         records: SessionPersistence,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from evoke_proxy.engine.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ _MOST_VECTORS = 64
 _AT_ONCE = 4
 
 
-class Computing:
+class SessionWorker:
     """Runs long computations, a few at a time."""
 
     def __init__(self) -> None:

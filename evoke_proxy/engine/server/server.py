@@ -15,8 +15,6 @@ from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.chores import Chores
-from evoke_proxy.engine.conversations import Conversations
 from evoke_proxy.engine.intake.reader import Reader
 from evoke_proxy.engine.intake.reading import tenant_of
 from evoke_proxy.engine.models import Models
@@ -26,18 +24,20 @@ from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operating import Operator
 from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.operator.reach import Reach
+from evoke_proxy.engine.server.background import BackgroundTasks
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.finalizer import TurnFinalizer
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.slot_queue import Patience, SlotQueue
 from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.strategies.budgeted.fallback import FallbackPlanner
+from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
-from evoke_proxy.engine.turns.concluding import Concluding
-from evoke_proxy.engine.turns.degrading import Degrading
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
-from evoke_proxy.engine.turns.planning import Planner
-from evoke_proxy.engine.turns.seating import Seating
-from evoke_proxy.engine.turns.waiting import Patience, SlotQueue
 from evoke_proxy.engine.vectors import BlockVectors
-from evoke_proxy.engine.watch import ServerWatch
 from evoke_proxy.errors import (
     CapacityError,
     EvokeError,
@@ -72,14 +72,14 @@ class Engine:
             self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))
         )
         self._reader = Reader(config, self.metrics)
-        self.watch = ServerWatch(self.upstream, config, self._started)
+        self.watch = ServerMonitor(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         if self._alone:
             show(self.metrics, lambda: self.served)
         self.conversations = Conversations(
             config.policy, config.limits.sessions, common.body_memory
         )
-        self._seating = Seating(self.upstream, self.metrics, self._slots, self.conversations)
+        self._seating = SlotAssignment(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(common.embedding, config.policy, self.conversations)
         self.keeper = SnapshotStrategy(
             *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
@@ -91,9 +91,9 @@ class Engine:
             *(self.upstream, self.metrics, self._seating, self.conversations),
             *(self._vectors, self._records, self.watch),
         )
-        self._degrading = Degrading(self.metrics, self._planner, lambda: self.config.policy)
-        self._chores = Chores(self._background_failed)
-        self._concluding = Concluding(
+        self._degrading = FallbackPlanner(self.metrics, self._planner, lambda: self.config.policy)
+        self._chores = BackgroundTasks(self._background_failed)
+        self._concluding = TurnFinalizer(
             *(self.metrics, self._slots, self._seating, self.conversations, self._vectors),
             *(self.keeper, self._chores, lambda: common.draining),
             WriteBack(self.upstream, self.metrics, self._slots, self._chores, self._records),

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _LOADING = 503
 
 
-class ServerWatch:
+class ServerMonitor:
     """`server` is the latest answer of `GET /props`, UNKNOWN_SERVER while there is none.
 
     `on_start` is called with each instance that answers for the first time: with the first one, and

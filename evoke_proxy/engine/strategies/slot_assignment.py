@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
+from evoke_proxy.adapters.llama.block_calls import drop_copies, is_processing, run_plan
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.slots import taken_by
-from evoke_proxy.engine.conversations import Conversation, Conversations
-from evoke_proxy.engine.turns.block_calls import drop_copies, is_processing, run_plan
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue, until_over
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.turns.waiting import SlotLease, SlotQueue, until_over
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
 
 
-class Seating:
+class SlotAssignment:
     """Leases for one request at a time; they are in its Forwarding, for the caller to release."""
 
     def __init__(

@@ -12,7 +12,7 @@ from evoke_proxy.errors import EvokeError
 _log = logging.getLogger(__name__)
 
 
-class Chores:
+class BackgroundTasks:
     """Use as an async context manager; leaving it waits for all of them.
 
     `on_failure` gets each of our own errors that ends a task, after it is logged.
@@ -28,7 +28,7 @@ class Chores:
         """Whether any of it is not done."""
         return bool(self._under_way)
 
-    async def __aenter__(self) -> Chores:
+    async def __aenter__(self) -> BackgroundTasks:
         await self._tasks.__aenter__()
         return self
 
