@@ -78,7 +78,7 @@ def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> 
 
 
 def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) -> None:
-    monkeypatch.setattr(waiting, "_GRACE_S", 0.01)
+    monkeypatch.setattr(slot_queue, "_GRACE_S", 0.01)
 
     async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
