@@ -40,7 +40,7 @@ from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.retrieve import Index
 from evoke_proxy.demo.script import paragraph
-from evoke_proxy.engine import Engine
+from evoke_proxy.engine import Server
 from evoke_proxy.web.garbage import NEW_OBJECTS
 
 SIZES = (100, 1_000, 10_000, 100_000)
@@ -59,7 +59,7 @@ _COLUMNS = (
 class Bench:
     """An engine, the server it believes in, and what the turns took."""
 
-    engine: Engine
+    engine: Server
     server: SilentServer
     random: random.Random
     reading_s: float = 0.0
@@ -127,7 +127,7 @@ async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
     each = blocks // n_sessions
     given = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
     engine, server = (
-        Engine(load(None, {}, {"upstream.url": "http://none", **given})),
+        Server(load(None, {}, {"upstream.url": "http://none", **given})),
         SilentServer(),
     )
     engine.upstream.call = server.call  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
     return row | {"rss_mib": rss, "index_mib": index, "spread": spread}
 
 
-def _index_mib(engine: Engine) -> float:
+def _index_mib(engine: Server) -> float:
     """What an index of all blocks takes: made once more, every byte of it counted."""
     tracemalloc.start()
     made = [Index() for _ in engine.conversations]

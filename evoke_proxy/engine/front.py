@@ -41,7 +41,7 @@ class Pooled(Protocol):
 
 
 class Front(Protocol):
-    """As an Engine; use as an async context manager. `uplinks` are the llama-servers, by name,
+    """As an Server; use as an async context manager. `uplinks` are the llama-servers, by name,
     `servers` is what operates them where there are several."""
 
     config: Config

@@ -17,7 +17,7 @@ from typing import cast
 
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.engine import Engine, front
+from evoke_proxy.engine import Server, front
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.intake.body_budget import BodyBudget
 from evoke_proxy.models import bundled_model
@@ -145,12 +145,12 @@ class RunningProxy:
     """A proxy and the objects behind it."""
 
     port: int
-    engine: Engine
+    engine: Server
     loop: asyncio.AbstractEventLoop
     bodies: BodyBudget
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[Server]:
         """Of every server, and of every model of one that routes."""
         servers: object = self.engine.servers
         each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
@@ -236,7 +236,7 @@ async def _serve(
         try:
             await open_to_clients(runner, engine, ["127.0.0.1:0"])
             port = runner.addresses[0][1]
-            own = cast(Engine, engine)
+            own = cast(Server, engine)
             started.set_result(
                 RunningProxy(port, own, asyncio.get_running_loop(), runner.app[BODY_BUDGET])
             )

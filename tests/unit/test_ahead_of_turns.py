@@ -20,19 +20,19 @@ from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 
 TIMINGS = {"evoke": {"marker": "stale"}}
 
 
 def with_engine(
-    monkeypatch: Any, use: Callable[[Engine, Conversation, list[str]], Coroutine[Any, Any, None]]
+    monkeypatch: Any, use: Callable[[Server, Conversation, list[str]], Coroutine[Any, Any, None]]
 ) -> list[str]:
     """What happened, with a llama-server that decodes for a while and finds the epoch old."""
     happened: list[str] = []
 
     async def run() -> None:
-        engine = Engine(Config())
+        engine = Server(Config())
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         known.epoch = 5
@@ -52,7 +52,7 @@ def with_engine(
     return happened
 
 
-async def decode(engine: Engine, known: Conversation, happened: list[str], n: int = 9) -> None:
+async def decode(engine: Server, known: Conversation, happened: list[str], n: int = 9) -> None:
     """Decode ahead in slot 0, as what copies blocks does."""
 
     async def settle() -> None:
@@ -67,7 +67,7 @@ async def decode(engine: Engine, known: Conversation, happened: list[str], n: in
 
 
 def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
@@ -80,7 +80,7 @@ def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> 
 def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) -> None:
     monkeypatch.setattr(slot_queue, "_GRACE_S", 0.01)
 
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
@@ -93,7 +93,7 @@ def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) ->
 
 
 def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
@@ -106,7 +106,7 @@ def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) ->
 
 
 def test_nothing_is_begun_while_a_request_runs_or_is_on_its_way(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         slots = engine._slots
         with await slots.acquire("other", "t", slot=1):
             assert slots.background(0, known.id) is None
@@ -118,7 +118,7 @@ def test_nothing_is_begun_while_a_request_runs_or_is_on_its_way(monkeypatch: Any
 
 
 def test_a_task_that_is_cancelled_twice_gives_no_busy_slot_back(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         task = asyncio.get_running_loop().create_task(decode(engine, known, happened))
         await asyncio.sleep(0.01)
         for _ in range(2):
@@ -134,7 +134,7 @@ def test_a_task_that_is_cancelled_twice_gives_no_busy_slot_back(monkeypatch: Any
 def test_it_goes_on_in_steps_until_somebody_wants_the_server(
     wanted: bool, monkeypatch: Any
 ) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         monkeypatch.setitem(TIMINGS["evoke"], "marker", "ok")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened, n=1100))
@@ -149,7 +149,7 @@ def test_it_goes_on_in_steps_until_somebody_wants_the_server(
 
 
 def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: Any) -> None:
-    async def use(engine: Engine, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         class Disk:
             clock = SteadyClock()
 
@@ -173,7 +173,7 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
     tmp_path: Path,
 ) -> None:
     async def written() -> Orders:
-        engine = Engine(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
+        engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
         async with engine.shared, engine.keeper:
             engine.conversations.recall(seated())
             (known,) = engine.conversations

@@ -28,7 +28,7 @@ class Held:
         self.body_bytes = 0
 
 
-class Engine:
+class Server:
     """Holds some, the longest unused first."""
 
     def __init__(self, *held: Held) -> None:
@@ -40,8 +40,8 @@ class Engine:
 
 def test_the_longest_unused_of_the_tenant_with_most_goes_first() -> None:
     memory = BodyMemory(10)
-    one = Engine(Held("a", 3 * MIB), Held("b", 2 * MIB), Held("a", 3 * MIB))
-    two = Engine(Held("a", 1 * MIB, in_use=1), Held("a", 4 * MIB))
+    one = Server(Held("a", 3 * MIB), Held("b", 2 * MIB), Held("a", 3 * MIB))
+    two = Server(Held("a", 1 * MIB, in_use=1), Held("a", 4 * MIB))
     memory.add(one.all)
     memory.add(two.all)
     memory.shed()

@@ -14,7 +14,7 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import Label
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import SnapshotUnusable
@@ -26,7 +26,7 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
-    engine = Engine(config)
+    engine = Server(config)
     vault, eraser = engine.keeper.vault, engine._operator._eraser
 
     async def sealed(tenant: str) -> None:
@@ -67,7 +67,7 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
     )
 
     async def deleted() -> None:
-        async with Engine(config) as engine:
+        async with Server(config) as engine:
             mine, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
             ahead, ended = engine.keeper._ahead, asyncio.Event()
 
@@ -94,7 +94,7 @@ def test_what_is_forgotten_for_room_is_not_written_down_any_more(tmp_path: Path)
     )
 
     async def forgotten() -> None:
-        async with Engine(config) as engine:
+        async with Server(config) as engine:
             old, new = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
             for known in (old, new):
                 record = Record(known.id, known.tenant, time.time(), b"x")

@@ -152,7 +152,7 @@ def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
          "from .core.conversation.session import S\nfrom .adapters.upstream import U", set()),
         ("web.app", "from ..core.conversation.session import S\nfrom ..adapters.upstream import U",
          {f"{HOUSE}.core.conversation.session.S"}),
-        ("web.app", "from evoke_proxy.engine import Engine", set()),
+        ("web.app", "from evoke_proxy.engine import Server", set()),
         ("web.app", "import evoke_proxy.demo.cli", {"demo"}),
         ("errors", "from .config import Config", {"config"}),
         ("server_build.cli", "from .build import ensure_server\nimport os", set()),

@@ -6,13 +6,13 @@ from test_recorded import seated
 
 from evoke_proxy.config import Config
 from evoke_proxy.engine.one_model import OneModel
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 
 
 def test_gauges_sum_over_all_models() -> None:
-    outer = Engine(Config())
+    outer = Server(Config())
     for number, name in enumerate(("small", "large"), 1):
-        inner = Engine(outer.config, outer.shared, OneModel(outer.upstream, name))
+        inner = Server(outer.config, outer.shared, OneModel(outer.upstream, name))
         outer._models._known[name] = inner
         inner.conversations.recall(seated())
         for known in inner.conversations:

@@ -19,7 +19,7 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.kept.at_rest import Plain
 from evoke_proxy.core.kept.snapshots import USER
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
 
@@ -89,7 +89,7 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         opened.append(about)
         return whole(self, closed, about)
 
-    engine = Engine(Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0)))
+    engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0)))
     it = engine.keeper.vault
 
     async def deleted() -> None:

@@ -25,7 +25,7 @@ from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -52,16 +52,16 @@ def _prompt(*tokens: int) -> Rendered:
     return Rendered(np.array(tokens or (1, 2, 3), np.int32), 1, ())
 
 
-def _with_engine(work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+def _with_engine(work: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        engine = Engine(Config())
+        engine = Server(Config())
         async with engine.keeper, engine._chores:
             await work(engine)
 
     virtual_time.run(run())
 
 
-async def _way(engine: Engine, usage: Any = None) -> tuple[Forwarding, Conversation]:
+async def _way(engine: Server, usage: Any = None) -> tuple[Forwarding, Conversation]:
     """A request of a conversation, with the only slot, whose answer is over."""
     way = Forwarding(b"", 0.0)
     known = engine.conversations.start(_prompt(), None, "")
@@ -73,14 +73,14 @@ async def _way(engine: Engine, usage: Any = None) -> tuple[Forwarding, Conversat
     return way, known
 
 
-def _is_free(engine: Engine, known: Conversation) -> bool:
+def _is_free(engine: Server, known: Conversation) -> bool:
     pool = engine._slots.pool
     return pool.idle() and not pool.is_locked(known.id) and not known.in_use
 
 
 @pytest.mark.parametrize("usage", ODD)
 def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any) -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         way, known = await _way(engine, usage)
 
         async def is_idle(*_: object) -> None:
@@ -105,7 +105,7 @@ _STEPS = ("close", "ended", "submit", "forget_surplus", "parted", "after")
 def test_whatever_reporting_raises_the_slot_is_released_before(
     failing: str, monkeypatch: Any
 ) -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         way, known = await _way(engine)
         books = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
         way.observer.timings = {"evoke": books, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
@@ -143,7 +143,7 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
 def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
     monkeypatch: Any,
 ) -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         way, known = await _way(engine)
         way.observer.done = False
         idle = asyncio.Event()
@@ -529,7 +529,7 @@ def test_a_displaced_waiter_hears_why_and_nobody_else_loses_a_place() -> None:
 def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypatch: Any) -> None:
     """Its session has one writer at a time, whatever slot its next turn gets."""
 
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         engine._slots.restart(2)
         engine.conversations.recall(seated())
         (victim,) = engine.conversations
@@ -571,7 +571,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
 
 @pytest.mark.parametrize("has_slot", [True, False])
 def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatch: Any) -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         known.epoch = 5
@@ -609,7 +609,7 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
 def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: Any) -> None:
     """Its copies would be made after they were dropped, and stay for ever."""
 
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         done: list[str] = []
@@ -637,7 +637,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
 def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
     monkeypatch: Any,
 ) -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         done: list[str] = []
@@ -678,7 +678,7 @@ def test_a_request_that_is_refused_is_not_the_prompt_of_its_conversation() -> No
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: bool) -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         way = Forwarding(b"", 0.0)
         known = engine.conversations.start(_prompt(), None, "")
         way.begin(known, Arrival(_prompt()))
@@ -692,7 +692,7 @@ def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: b
 
 
 def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refused_one() -> None:
-    async def work(engine: Engine) -> None:
+    async def work(engine: Server) -> None:
         known = engine.conversations.start(_prompt(), None, "")
         refused, other = Forwarding(b"", 0.0), Forwarding(b"", 0.0)
         for way in (refused, other):

@@ -11,7 +11,7 @@ import pytest
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 
 BODY = b'{"model":"one"}'
 
@@ -102,7 +102,7 @@ def test_a_model_that_could_not_be_entered_is_tried_again() -> None:
 
 def test_an_engine_that_is_cancelled_while_it_is_entered_is_left(monkeypatch: Any) -> None:
     async def run() -> None:
-        engine, hangs = Engine(Config()), asyncio.Event()
+        engine, hangs = Server(Config()), asyncio.Event()
 
         async def look(*_: object) -> None:
             hangs.set()

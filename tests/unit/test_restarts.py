@@ -9,11 +9,11 @@ from test_recorded import seated
 
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 
 
 def test_a_server_with_fewer_slots_than_a_session_was_in_is_taken() -> None:
-    engine = Engine(Config())
+    engine = Server(Config())
     for id, slot in (("first", 1), ("far", 7)):
         was = seated()
         engine.conversations.recall(replace(was, slot=slot, session=replace(was.session, id=id)))

@@ -6,17 +6,17 @@ import asyncio
 from typing import Any
 
 from evoke_proxy.config import Config
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 
 
 def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:
     async def turn() -> tuple[float, float]:
-        engine, inner, arrived = Engine(Config()), Engine(Config()), 0.0
+        engine, inner, arrived = Server(Config()), Server(Config()), 0.0
 
         async def routes(_: object) -> bool:
             return True
 
-        async def loaded(*_: object) -> Engine:
+        async def loaded(*_: object) -> Server:
             nonlocal arrived
             arrived = asyncio.get_running_loop().time()
             await asyncio.sleep(0.05)

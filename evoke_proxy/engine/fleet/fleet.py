@@ -22,7 +22,7 @@ from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object, tenant_of
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operators import Operators
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
@@ -51,7 +51,7 @@ class Fleet:
         urls = config.pool.servers
         self.shared = Shared(config, tuple(urls.values()))
         self.metrics, self.feed = self.shared.metrics, self.shared.feed
-        engines = {name: Engine(_at(config, url), self.shared) for name, url in urls.items()}
+        engines = {name: Server(_at(config, url), self.shared) for name, url in urls.items()}
         self.servers = Servers(engines, config.pool, self.metrics, self.feed)
         self._affinity = Affinity(len(engines), _PLACES * config.limits.sessions)
         self._entered = AsyncExitStack()
@@ -72,7 +72,7 @@ class Fleet:
 
     @property
     def mode(self) -> str:
-        """What chats get, see Engine; `mixed` when that depends on where they go."""
+        """What chats get, see Server; `mixed` when that depends on where they go."""
         able = self.servers.able or range(len(self.servers))
         modes = {self.servers[at].mode for at in able}
         return modes.pop() if len(modes) == 1 else "mixed"
@@ -85,7 +85,7 @@ class Fleet:
         send: Send[T],
         patience: Patience | None = None,
     ) -> T:
-        """As an Engine: of the server that the conversation is at, else of the one that has least
+        """As an Server: of the server that the conversation is at, else of the one that has least
         to do. When that fails before anything is answered, of another one.
 
         A server that broke the connection may have died of the request: one more is tried then, and
@@ -112,7 +112,7 @@ class Fleet:
                 at = self._next(at, tried, error)
 
     async def without_fields(self, dialect: str, body: bytes, client: Mapping[str, str]) -> bytes:
-        """See Engine; the same for all."""
+        """See Server; the same for all."""
         return await self.servers[0].without_fields(dialect, body, client)
 
     def upstream_failed(self, error: UpstreamError) -> None:
@@ -120,18 +120,18 @@ class Fleet:
         self.servers.failed(error)
 
     async def keep(self) -> None:
-        """See Engine."""
+        """See Server."""
         well = [at for at in range(len(self.servers)) if self.servers.pool.is_well(at)]
         await asyncio.gather(*[self.servers[at].keep() for at in well])
 
     def adjust(self, config: Config) -> None:
-        """See Engine."""
+        """See Server."""
         self.config = config
         for engine in self.servers.engines.values():
             engine.adjust(_at(config, engine.upstream.url))
 
     async def checks(self) -> dict[str, dict[str, Any]]:
-        """See Engine; one server that takes requests is enough."""
+        """See Server; one server that takes requests is enough."""
         able = self.servers.able
         checks = {
             "upstream": {"ok": bool(able), "detail": self.servers.described()},

@@ -7,7 +7,7 @@ import logging
 
 from evoke_proxy.adapters.llama.block_calls import drop_copies
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _FREE_S = 1.0
 _SAVED_S = 15.0
 
 
-async def move(id: str, source: Engine, target: Engine, there: bool) -> bool:
+async def move(id: str, source: Server, target: Server, there: bool) -> bool:
     """Have a conversation go on at `target`; whether it does. `there`: its server answers, and is
     to save what it holds of it.
 
@@ -51,7 +51,7 @@ async def _free(known: Conversation) -> bool:
     return False
 
 
-async def _saved(source: Engine) -> None:
+async def _saved(source: Server) -> None:
     try:
         async with asyncio.timeout(_SAVED_S):
             await source.keep()
@@ -59,7 +59,7 @@ async def _saved(source: Engine) -> None:
         _log.warning("%s does not save what it holds: %s", source.upstream.url, error or "no time")
 
 
-async def _dropped(source: Engine, known: Conversation) -> None:
+async def _dropped(source: Server, known: Conversation) -> None:
     """Its copies are of no use there."""
     try:
         await drop_copies(source.upstream, known.labels, known.tenant, {})

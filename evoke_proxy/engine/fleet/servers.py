@@ -18,7 +18,7 @@ from evoke_proxy.core.kept.fingerprint import same_model
 from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.server.background import BackgroundTasks
-from evoke_proxy.engine.server.server import Engine
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.errors import (
     RequestError,
     UpstreamError,
@@ -51,7 +51,7 @@ class Servers:
     """By their place in the configuration; use as an async context manager, inside the engines'."""
 
     def __init__(
-        self, engines: Mapping[str, Engine], config: PoolConfig, metrics: Metrics, feed: Feed
+        self, engines: Mapping[str, Server], config: PoolConfig, metrics: Metrics, feed: Feed
     ) -> None:
         self.engines = engines
         self._each = tuple(engines.values())
@@ -79,7 +79,7 @@ class Servers:
             self._watching.cancel()
         await self._chores.__aexit__()
 
-    def __getitem__(self, at: int) -> Engine:
+    def __getitem__(self, at: int) -> Server:
         return self._each[at]
 
     def __len__(self) -> int:

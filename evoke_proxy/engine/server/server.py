@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Engine:
+class Server:
     """Everything behind the web: use as an async context manager.
 
     Behind a llama-server that is a router each `model` has one of its own, inside that of the
@@ -68,8 +68,8 @@ class Engine:
         self.metrics, self.feed = common.metrics, common.feed
         self.upstream: LlamaClient = model or LlamaClient(config.upstream)
         self.uplinks, self.servers = {"": self.upstream}, None
-        self._models: Models[Engine] = Models(
-            self.upstream, lambda name: Engine(self.config, common, OneModel(self.upstream, name))
+        self._models: Models[Server] = Models(
+            self.upstream, lambda name: Server(self.config, common, OneModel(self.upstream, name))
         )
         self._reader = Reader(config, self.metrics)
         self.watch = ServerMonitor(self.upstream, config, self._started)
@@ -106,7 +106,7 @@ class Engine:
         self._operator = Operator(reach)
         self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
-    async def __aenter__(self) -> Engine:
+    async def __aenter__(self) -> Server:
         try:
             if self._alone:
                 await self._entered.enter_async_context(self.shared)
@@ -154,7 +154,7 @@ class Engine:
 
     async def _model_of(
         self, body: bytes, client: Mapping[str, str], patience: Patience | None
-    ) -> Engine | None:
+    ) -> Server | None:
         """The engine of the model that a request names, behind a router whose slots are kept."""
         if not await self._routes(client):
             return None
