@@ -11,7 +11,6 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.conversation.bounds import effective
 from evoke_proxy.core.conversation.question import asked
 from evoke_proxy.core.policies import asks
-from evoke_proxy.core.prompt.blocks import Block
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieve import pieces
@@ -22,10 +21,10 @@ from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
 _AT_ONCE = 1024
-# So many of them are cut into texts at a time: about a millisecond.
-_IN_ONE_STEP = 64
-# Vectors [k, d] by label.
-Arrived = list[tuple[str, Vectors]]
+# Blocks that are cut into texts in one callback of the event loop: about a millisecond.
+_IN_ONE_STEP = 32
+# Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
+Arrived = list[tuple[str, Sequence[Vectors] | Vectors]]
 
 
 class BlockVectors:
@@ -64,13 +63,16 @@ class BlockVectors:
         return rendered
 
     def arrived(self, known: Conversation) -> Arrived:
-        """The vectors of a session's blocks that have been made since its last turn, by label."""
-        found = list(known.remembered.items())
+        """The vectors of a session's blocks that have been made since its last turn, by label.
+
+        `stacked` makes arrays of them; that may run in a thread.
+        """
+        found: Arrived = list(known.remembered.items())
         known.remembered = {}
         for label, keys in known.awaited.items():
             made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
             if len(made) == len(keys) > 0:
-                found.append((label, np.stack(made)))
+                found.append((label, made))
                 if len(known.embedded) < _AT_ONCE:  # nobody may ever write them down
                     known.embedded[label] = keys
         return found
@@ -80,27 +82,23 @@ class BlockVectors:
         if not self._embedding.on or known.passing:
             return
         before, known.awaited = known.awaited, {}
+        awaited = known.awaited
         # The latest submitted is embedded first, so the oldest are submitted first.
         lacking = known.session.index.lacking(_AT_ONCE)[::-1]
-        self._submit_some(known, lacking, before)
 
-    def _submit_some(
-        self, known: Conversation, blocks: Sequence[Block], before: Mapping[str, tuple[bytes, ...]]
-    ) -> None:
-        """Submit a few blocks, and the others when the event loop has had its turn."""
-        for block in blocks[:_IN_ONE_STEP]:
-            texts = pieces(block.text)
-            keys = before.get(block.label) or self._keys(texts, known.tenant)
-            known.awaited[block.label] = keys
-            self._embedding.submit(zip(keys, texts, strict=True))
-        rest, awaited = blocks[_IN_ONE_STEP:], known.awaited
+        def submit_some(start: int) -> None:
+            """Submit a few blocks, and the next ones in another callback of the event loop."""
+            if known.awaited is not awaited:  # another turn has ended meanwhile
+                return
+            for block in lacking[start : start + _IN_ONE_STEP]:
+                texts = pieces(block.text)
+                keys = before.get(block.label) or self._keys(texts, known.tenant)
+                awaited[block.label] = keys
+                self._embedding.submit(zip(keys, texts, strict=True))
+            if start + _IN_ONE_STEP < len(lacking):
+                asyncio.get_running_loop().call_soon(submit_some, start + _IN_ONE_STEP)
 
-        def go_on() -> None:
-            if known.awaited is awaited:  # no other turn has ended meanwhile
-                self._submit_some(known, rest, before)
-
-        if rest:
-            asyncio.get_running_loop().call_soon(go_on)
+        submit_some(0)
 
     def _keys(self, texts: tuple[str, ...], tenant: str) -> tuple[bytes, ...]:
         return tuple(self._embedding.key(text, tenant) for text in texts)
@@ -115,3 +113,11 @@ class BlockVectors:
         parts = asked(request).parts
         found = await self._embedding.embed_queries(parts, tenant) if parts else []
         return dict(zip(parts, found, strict=True))
+
+
+def stacked(arrived: Arrived) -> list[tuple[str, Vectors]]:
+    """The vectors of each block as one array [k, d]."""
+    return [
+        (label, found if isinstance(found, np.ndarray) else np.stack(found))
+        for label, found in arrived
+    ]

@@ -11,17 +11,17 @@ import asyncio
 import gc
 from collections.abc import Callable
 
-# A turn of a long conversation makes thousands of objects, and next to none of them in cycles:
-# looking for those after every 700 would take a twentieth of its time.
-NEW_OBJECTS = 20_000
+# New objects between two collections of the first generation. A turn of a long conversation makes
+# thousands of objects and nearly no cycles: Python's default of 700 costs a twentieth of its time.
+NEW_OBJECTS = 8_000
 # Python's own threshold of full collections, as high as it goes.
 _NEVER = 2**31 - 1
 _INTERVAL_S = 5.0
-# Collections of the second generation since the last full one: with so many a full one is made
-# when no request has run for two intervals; with so many more, in any case.
-_WORTH_IT, _OVERDUE = 150, 1500
-# Collections of the first generation for one of the second, which then takes 15 ms at most.
-_FIRST_FOR_SECOND = 3
+# Collections of the second generation since the last full one. From the first number on a full
+# collection runs when no request has run for two intervals; from the second on it runs in any case.
+_WORTH_IT, _OVERDUE = 500, 5000
+# Collections of the first generation before one of the second, which then takes 5 ms at most.
+_FIRST_FOR_SECOND = 2
 
 
 class Garbage:

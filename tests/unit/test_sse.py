@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 import tracemalloc
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply import sse
+from evoke_proxy.core.reply.large import KeyIndex
 from evoke_proxy.core.reply.sse import Observer
 
 TIMINGS = {"cache_n": 40, "prompt_n": 2, "evoke": {"epoch": 7, "omitted": 3}}
@@ -240,3 +242,20 @@ def test_a_large_event_is_read_at_its_ends(monkeypatch: pytest.MonkeyPatch) -> N
     observer = Observer()
     observer.feed(data)
     assert (observer.timings, observer.usage) == (TIMINGS, USAGE)
+
+
+def test_the_keys_of_a_large_answer_are_found_in_one_pass() -> None:
+    text = b'{"usage":{"a":1},"b":"\\"timings\\":{}"' + b', "usage" : {"c":2},"error":null'
+    keys = KeyIndex(text + b',"status":"done","stop_type":7}')
+    assert keys.last_object("usage") == (text.index(b'{"c"'), {"c": 2})
+    assert keys.last_object("timings") is None and keys.last_object("error") is None
+    assert keys.last_word("status") == "done" and keys.last_word("stop_type") is None
+
+
+def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
+    observer = Observer()
+    for piece in (b'{"content":"', *[b"status reason error stop " * 10_000] * 20, b'"}'):
+        observer.feed(piece)
+    began = time.thread_time()
+    observer.close()
+    assert time.thread_time() - began < 0.006

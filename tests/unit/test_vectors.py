@@ -19,7 +19,7 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors
+from evoke_proxy.engine.vectors import BlockVectors, stacked
 
 EAST = np.array([1.0, 0.0], np.float32)
 POLICY = PolicyConfig(budget=512)
@@ -88,7 +88,7 @@ def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
     assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
     fake.done[b"me/The first one is here."] = EAST
     fake.done[known.awaited["s/1"][0]] = EAST
-    known.session.take(vectors.arrived(known))
+    known.session.take(stacked(vectors.arrived(known)))
     assert [block.label for block in known.session.index.lacking(9)] == ["s/1"]
     fake.submitted.clear()
     vectors.submit(known)
@@ -100,7 +100,7 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
     monkeypatch.setattr("evoke_proxy.engine.vectors._AT_ONCE", 2)
-    known.session.take(vectors_of(fake).arrived(known))
+    known.session.take(stacked(vectors_of(fake).arrived(known)))
     assert len(known.embedded) == 2 and not known.session.index.lacking(9)
 
 

@@ -179,6 +179,8 @@ class Session:
     def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
         """These labels have copies of these ranges of this session's slot, as its rows are now."""
         known = tuple(ranges)
+        if not known:
+            return
         self._outdated -= {label for label, _ in known}
         self.layout = self.layout.with_saved(known)
 

@@ -132,11 +132,12 @@ class Layout:
         """The same with more copies, by label: of blocks, or of ranges that are none."""
         copied, own = self.in_pool.copy(), set[str]()
         ranges = {item.label: item for item in self.ranges}
+        starts, ends = self.blocks.starts, self.blocks.ends
         for label, span in copies:
             at = self.blocks.index_of(label)
             if at is None:
                 ranges[label] = SavedRange(label, span)
-            elif self.blocks[at].span == span:
+            elif starts[at] == span.start and ends[at] == span.end:
                 copied[at] = True
                 own.add(label)
         return replace(

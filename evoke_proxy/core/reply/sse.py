@@ -14,8 +14,7 @@ from evoke_proxy.core.reply.large import (
     HEAD_BYTES,
     TAIL_BYTES,
     WHOLE_BYTES,
-    last_object,
-    last_word,
+    KeyIndex,
 )
 
 # A stream's chunk is small; only the first of a verbose server is not.
@@ -85,12 +84,13 @@ class Observer:
 
     def _take_ends(self, head: bytes, tail: bytes) -> None:
         """Note what the two ends of a large document say."""
-        found = {key: last_object(tail, key) for key in ("timings", "usage", "error")}
+        at_the_end = KeyIndex(tail)
+        found = {key: at_the_end.last_object(key) for key in ("timings", "usage", "error")}
         part: dict[str, Any] = {key: it[1] for key, it in found.items() if it is not None}
-        for data in (head, tail):
+        for keys in (KeyIndex(head), at_the_end):
             for key in ("stop_reason", "stop_type", "status"):
-                part |= {key: word} if (word := last_word(data, key)) else {}
-            if word := last_word(data, "finish_reason"):
+                part |= {key: word} if (word := keys.last_word(key)) else {}
+            if word := keys.last_word("finish_reason"):
                 part["choices"] = [{"finish_reason": word}]
         if "status" in part:
             part["object"] = "response"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evoke_proxy.core.reply.books import Books
-from evoke_proxy.core.reply.large import WHOLE_BYTES, last_object
+from evoke_proxy.core.reply.large import WHOLE_BYTES, KeyIndex
 from evoke_proxy.core.request.splice import edit_nested
 from evoke_proxy.errors import RequestError
 
@@ -44,7 +44,8 @@ def with_books(document: bytes, more: Mapping[str, Any]) -> bytes:
 
 def with_books_in_tail(tail: bytes, more: Mapping[str, Any]) -> bytes:
     """As `with_books`, of a large document of which this is the end: it is not parsed."""
-    timings, usage = last_object(tail, "timings"), last_object(tail, "usage")
+    keys = KeyIndex(tail)
+    timings, usage = keys.last_object("timings"), keys.last_object("usage")
     books = Books.parse({"evoke": timings[1].get("evoke")}) if timings is not None else None
     if books is None or usage is None:
         return tail

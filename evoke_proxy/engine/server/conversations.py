@@ -267,7 +267,8 @@ class Conversations:
         return iter(self._known.values())
 
     def _in_order(self) -> Iterable[Holder]:
-        return list(self._known.values())
+        """Those that remember a body, the longest unused first."""
+        return [k for k in self._known.values() if k.kept or k.asked or k.spoken]
 
     def drop_bodies(self) -> None:
         """Keep within the memory for bodies, which is one for all engines of a proxy."""
@@ -376,10 +377,13 @@ class Conversations:
         Over the limit, the longest unused one of the tenant that has most goes first: no tenant can
         have another's forgotten that has no more than itself.
         """
-        idle = [k for k in self._known.values() if not (k.in_use or k.pinned)]
-        surplus = [known for known in idle if known.passing]
+        passing = [k for k in self._known.values() if k.passing]
+        surplus = [k for k in passing if not (k.in_use or k.pinned)]
         for known in surplus:
             del self._known[known.id]
+        if len(self._known) <= self._limit:  # the usual case: a single pass over all of them
+            return surplus
+        idle = [k for k in self._known.values() if not (k.in_use or k.pinned)]
         numbers = Counter(known.tenant for known in self._known.values())
         loose: dict[str, deque[Conversation]] = {}
         for known in idle:

@@ -32,7 +32,7 @@ from evoke_proxy.engine.strategies.budgeted.probe import Prober
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors
+from evoke_proxy.engine.vectors import BlockVectors, stacked
 from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class Planner:
         session, vectors = way.conversation.session, self._vectors.arrived(way.conversation)
 
         def work() -> tuple[Turn, Plan]:
-            session.take(vectors)
+            session.take(stacked(vectors))
             turn = session.begin(rendered, view, request, way.vectors)
             return turn, session.plan(turn)
 
