@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from evoke_proxy.core.prompt.grown import Grown
+from evoke_proxy.core.model.grown import Grown
 
 Tokens = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.bool_]

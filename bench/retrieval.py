@@ -26,12 +26,12 @@ from bench.ceiling import wilson
 from bench.export_minilm import ensure
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.conversation.question import Question
-from evoke_proxy.core.prompt.block_table import BlockTable
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
-from evoke_proxy.core.retrieve import Index, pieces
-from evoke_proxy.core.retrieve.terms import FUNCTION_WORDS
-from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.retrieval import Index, pieces
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.terms import FUNCTION_WORDS
 
 BLOCK = 64
 ARMS: Mapping[str, Sequence[str]] = {

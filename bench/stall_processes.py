@@ -29,7 +29,7 @@ from aiohttp import web
 
 from bench.growth_server import SilentServer, Tokens
 from evoke_proxy.config import EmbedderConfig, load
-from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.engine import shared
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.web.serve import serve

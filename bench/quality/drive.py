@@ -18,7 +18,7 @@ from bench.quality.arms import Arm
 from bench.quality.sessions import Script
 from bench.quality.stack import Range, Reading, Stack
 from bench.ruler import right
-from evoke_proxy.core.prompt.blocks import Span, clipped, count, merged
+from evoke_proxy.core.model.blocks import Span, clipped, count, merged
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.records import Reply, Turn, read_turn
 

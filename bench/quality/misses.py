@@ -9,7 +9,7 @@ from typing import Any
 from bench.quality.arms import CEILING
 from bench.quality.plan import HEADLINES
 from bench.quality.tables import table
-from evoke_proxy.core.prompt.blocks import Span, clipped, count
+from evoke_proxy.core.model.blocks import Span, clipped, count
 
 Record = Mapping[str, Any]
 _SHOWN = 160

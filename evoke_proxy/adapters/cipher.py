@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evoke_proxy.core.kept.at_rest import Plain
+from evoke_proxy.core.snapshots.at_rest import Plain
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 _PIECE, _TAG, _SALT = 1024 * 1024, 16, 16

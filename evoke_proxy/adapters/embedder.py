@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.vectors.encoding import FILES, Recipe, Vectors, pooled, recipe
+from evoke_proxy.core.retrieval.encoding import FILES, Recipe, Vectors, pooled, recipe
 from evoke_proxy.errors import ConfigError, EmbedderError
 
 _MODELS = ("model.onnx", "onnx/model.onnx")

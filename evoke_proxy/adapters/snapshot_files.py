@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 
 from evoke_proxy.config.regular_files import open_regular
-from evoke_proxy.core.kept import state_file
-from evoke_proxy.core.kept.at_rest import Plain
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots import state_file
+from evoke_proxy.core.snapshots.at_rest import Plain
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # What llama-server is told to write, until it is known to be whole, and what it becomes.
@@ -138,7 +138,7 @@ class SnapshotFiles:
 
     def complete(self, part: str) -> int:
         """Add to what llama-server has written what it lacks to be of use where windows slide (see
-        core/kept/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing
+        core/snapshots/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing
         helps."""
         with open_regular(self.directory / part, "r+b") as file:
             found = _caches(file)

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.kept.at_rest import Plain
-from evoke_proxy.core.kept.snapshots import Changes, Snapshot
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2

@@ -15,8 +15,8 @@ from typing import Any
 
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import load
-from evoke_proxy.core.conversation.recorded import read
-from evoke_proxy.core.kept.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.core.session.recorded import read
+from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError

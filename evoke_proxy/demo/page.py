@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.demo.residency import KINDS, pictured
 
 Report = Mapping[str, Any]

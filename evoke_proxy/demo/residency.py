@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from evoke_proxy.core.prompt.blocks import Span, common, merged, without
+from evoke_proxy.core.model.blocks import Span, common, merged, without
 
 # In the order of the legend; `again` were decoded in the turn and are out again at its end.
 KINDS = ("before", "recovered", "decoded", "again", "omitted")

@@ -21,9 +21,9 @@ from typing import Protocol
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.shares import FairQueue
-from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.core.vectors.vector_cache import VectorCache
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.vector_cache import VectorCache
+from evoke_proxy.core.tenants.shares import FairQueue
 from evoke_proxy.errors import EmbedderError
 
 _log = logging.getLogger(__name__)

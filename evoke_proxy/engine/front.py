@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 from evoke_proxy.adapters.llama.client import Body, LlamaClient, Reply
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.core.conversation.bounds import check_room
+from evoke_proxy.core.policy.bounds import check_room
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.server.slot_queue import Patience

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evoke_proxy.adapters.llama.client import Parts, Reply
-from evoke_proxy.core.conversation.identity import Hint
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.reply.books import Books
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import inserted
+from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.intake.bodies import Kept
 
 

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Mapping, Sequence
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.conversation.bounds import effective
-from evoke_proxy.core.conversation.question import asked
-from evoke_proxy.core.policies import asks
+from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.registry import asks
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.retrieve import pieces
-from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.retrieval import pieces
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import asked
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding

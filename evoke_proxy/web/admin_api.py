@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.engine import Front
 from evoke_proxy.engine.front import set_budget
 from evoke_proxy.errors import RequestError

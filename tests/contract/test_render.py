@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llama import Llama, running, story
 
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.server_build.cache import cache_dir

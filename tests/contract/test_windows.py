@@ -1,7 +1,7 @@
 """What an unpatched server goes on from, of sliding windows that were saved and restored.
 
-Marks two rules of upstream that core/kept/state_file.py is there for: should the first of these
-tests fail, it is not needed any more.
+Marks two rules of upstream that core/snapshots/state_file.py is there for: should the first of
+these tests fail, it is not needed any more.
 """
 
 from __future__ import annotations

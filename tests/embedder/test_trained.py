@@ -12,7 +12,7 @@ from bench import export_minilm
 from bench.export_minilm import ExportError, read_safetensors
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.retrieve import terms
+from evoke_proxy.core.retrieval import terms
 
 REFERENCE = np.load(Path(__file__).parent / "reference.npz")["vectors"]
 # Of a cosine, or of one number of a vector. Measured: 5e-7 and 3e-7.

@@ -16,7 +16,7 @@ from operating import ASKS, BUDGET, FACT, events, fact_block, operate, planted, 
 from running import PATIENCE_S, RunningProxy, ask, nobody, proxy
 from talking import FILLER, Talk
 
-from evoke_proxy.core.prompt.block_map import STATES
+from evoke_proxy.core.session.block_map import STATES
 
 
 def _one(running: RunningProxy) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from fake_upstream import Behaviour, Exchange, FakeUpstream, fake_upstream, whol
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk, events
 
-from evoke_proxy.core.conversation.plan import Load, Plan
-from evoke_proxy.core.conversation.session import Session
-from evoke_proxy.core.conversation.turn import Turn
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Load, Plan
+from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.session.session import Session
 
 JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'

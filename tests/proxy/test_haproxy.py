@@ -25,7 +25,7 @@ from running import PATIENCE_S, Answer, ask, counted, llama_server, proxy, serve
 from smuggling import FRAMED, HEADS, Guarded, answer_of, attacks, framed
 from tapping import tap
 
-from evoke_proxy.core.conversation.identity import SOURCES
+from evoke_proxy.core.session.identity import SOURCES
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
 
 CONFIG = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"

@@ -10,7 +10,7 @@ from running import llama_server, proxy, server_binary
 from talking import Talk
 
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 
 CELLS, LOGICAL, BUDGET, TURNS = 8192, 80_000, 6000, 14
 WORDS = "river mountain machine garden letter engine window teacher forest market".split()

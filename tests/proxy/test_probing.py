@@ -10,7 +10,7 @@ import pytest
 from running import RunningProxy
 from talking import Talk
 
-from evoke_proxy.core.attention.probe import Pace
+from evoke_proxy.core.policy.probe import Pace
 
 BUDGET = 320
 STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3

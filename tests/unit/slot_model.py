@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.conversation.plan import Plan, Stream
-from evoke_proxy.core.conversation.policy_view import PolicyView
-from evoke_proxy.core.prompt.block_table import BlockTable, Mask
-from evoke_proxy.core.prompt.blocks import Block, Span, merged
+from evoke_proxy.core.model.block_table import BlockTable, Mask
+from evoke_proxy.core.model.blocks import Block, Span, merged
+from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.prompt.rendered import SlotView
 

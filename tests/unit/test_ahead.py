@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.kept.snapshots import STEP, USER
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.ahead import (
     PLACEHOLDERS,
+    STEP,
+    USER,
     boundary,
     continued,
     kind_of,

@@ -16,8 +16,8 @@ from test_recorded import seated
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.llama.stock_api import Prefilled
 from evoke_proxy.config import Config, SnapshotsConfig
-from evoke_proxy.core.conversation.recorded import Orders, read
 from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.session.recorded import Orders, read
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server

@@ -12,7 +12,7 @@ from test_vault import TOKENS, kept, vault
 
 from evoke_proxy.adapters.cipher import Cipher
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.kept.at_rest import Plain
+from evoke_proxy.core.snapshots.at_rest import Plain
 from evoke_proxy.engine.storage.encryption import at_rest
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 

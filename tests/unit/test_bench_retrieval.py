@@ -6,7 +6,7 @@ import random
 
 from bench.retrieval import find, haystack, mistyped, recall
 from bench.retrieval_texts import TOLD
-from evoke_proxy.core.retrieve.terms import FUNCTION_WORDS, terms
+from evoke_proxy.core.retrieval.terms import FUNCTION_WORDS, terms
 
 
 def content(text: str) -> set[str]:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.prompt import pins
-from evoke_proxy.core.prompt.block_map import Whereabouts, block_map, totals
-from evoke_proxy.core.prompt.block_table import BlockTable
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.policy import pins
 from evoke_proxy.core.prompt.layout import Layout
+from evoke_proxy.core.session.block_map import Whereabouts, block_map, totals
 from evoke_proxy.errors import PinBudgetExceeded
 
 SECRET = "what was said"

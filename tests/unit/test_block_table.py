@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoke_proxy.core.prompt.block_table import BlockTable, shared_labels
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.model.block_table import BlockTable, shared_labels
+from evoke_proxy.core.model.blocks import Block, Role, Span
 
 COLUMNS = ("starts", "ends", "messages", "turns", "roles", "pinned", "preferred", "priority")
 STEP = st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 3), st.integers(0, 2))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.prompt.blocks import Span, clipped, common, merged, without
+from evoke_proxy.core.model.blocks import Span, clipped, common, merged, without
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: Span(pair[0], sum(pair))),

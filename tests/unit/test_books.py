@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from slot_model import seen
 
-from evoke_proxy.core.conversation.plan import Adopt, Evict, Load, Plan, Stream
-from evoke_proxy.core.conversation.policy_view import PolicyView
-from evoke_proxy.core.prompt.blocks import Span
-from evoke_proxy.core.reply.books import Books, forecast
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Adopt, Evict, Load, Plan, Stream
+from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.session.accounting import Books, forecast
 
 GIVEN: dict[str, Any] = {
     "epoch": 7,

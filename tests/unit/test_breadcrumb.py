@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.conversation.plan import Evict, Load, Plan
-from evoke_proxy.core.conversation.question import Question
-from evoke_proxy.core.conversation.session import Session
-from evoke_proxy.core.conversation.turn import Turn
-from evoke_proxy.core.prompt.blocks import Span, merged
+from evoke_proxy.core.model.blocks import Span, merged
+from evoke_proxy.core.model.plan import Evict, Load, Plan
+from evoke_proxy.core.policy.text_recovery import Recalled, recall
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
-from evoke_proxy.core.reply.outcome import outcome
-from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.session.outcome import outcome
+from evoke_proxy.core.session.session import Session
 
 CONFIG = PolicyConfig(
     budget=512, recovery="breadcrumb", block_tokens=8, sink_tokens=0, reserve_tokens=64

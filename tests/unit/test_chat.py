@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import (
     MESSAGE_FIELDS,
     TOP_LEVEL_FIELDS,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.session_worker import SWITCH_S, SessionWorker, is_long
 

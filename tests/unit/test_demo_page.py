@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.listening import Quiet, listening
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.demo import page
 from evoke_proxy.demo.processes import free_port
 from evoke_proxy.demo.residency import pictured, resident_now

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
-from evoke_proxy.core.conversation.drift import drift, opening
-from evoke_proxy.core.conversation.identity import hint_of
-from evoke_proxy.core.conversation.question import asked
 from evoke_proxy.core.request import anthropic, responses
 from evoke_proxy.core.request.ahead import kind_of, unkept
 from evoke_proxy.core.request.chat import freed, parse_chat
 from evoke_proxy.core.request.parameters import BodyLimits
 from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.retrieval.query import asked
+from evoke_proxy.core.session.drift import drift, opening
+from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.intake.checking import check_body
 from evoke_proxy.engine.intake.normalising import Normaliser
 from evoke_proxy.engine.intake.reading import parse_object

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.conversation.drift import CAUSES, Drift, drift, opening
+from evoke_proxy.core.session.drift import CAUSES, Drift, drift, opening
 
 TALK = [
     {"role": "system", "content": "You help.\nToday is Monday, 12:00.\nBe brief."},

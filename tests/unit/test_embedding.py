@@ -19,7 +19,7 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.errors import ConfigError, EmbedderError
 

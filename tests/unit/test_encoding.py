@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.vectors.encoding import BGE_QUERY, Recipe, pooled, recipe
+from evoke_proxy.core.retrieval.encoding import BGE_QUERY, Recipe, pooled, recipe
 from evoke_proxy.errors import ConfigError
 
 POOLING, PROMPTS = "1_Pooling/config.json", "config_sentence_transformers.json"

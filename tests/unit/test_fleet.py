@@ -18,11 +18,11 @@ from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
-from evoke_proxy.core.conversation.identity import Hint
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.affinity import Bound
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.way import SERVER_HEADER

@@ -35,7 +35,7 @@ FLOORS: dict[str, set[str]] = {
     "demo": {"server_build", "models", "core", "errors", "config"},
     "__main__": {"web", "demo", "server_build", "engine", "adapters", "models", "errors", "config"},
 }
-DECIDERS = ("core.conversation.session", "core.servers.slots", "core.policies")
+DECIDERS = ("core.session.session", "core.servers.slots", "core.policy.registry")
 OUTSIDE_WORLD = {
     "asyncio", "concurrent", "datetime", "http", "importlib", "io", "logging", "multiprocessing",
     "os", "pathlib", "queue", "random", "secrets", "selectors", "shutil", "signal", "socket",
@@ -139,19 +139,19 @@ def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "wrong"),
     [
-        ("core.policies.evoke", "from evoke_proxy.adapters.llama.client import U", {"adapters"}),
-        ("core.conversation.plan", "def late():\n    import evoke_proxy.engine", {"engine"}),
-        ("core.policies.evoke", "from ...web import app", {"web"}),
+        ("core.policy.evoke", "from evoke_proxy.adapters.llama.client import U", {"adapters"}),
+        ("core.model.plan", "def late():\n    import evoke_proxy.engine", {"engine"}),
+        ("core.policy.evoke", "from ...web import app", {"web"}),
         ("core.__init__", "from .. import engine", {"engine"}),
-        ("core.conversation.plan", "from evoke_proxy import errors, __version__", set()),
+        ("core.model.plan", "from evoke_proxy import errors, __version__", set()),
         ("adapters.store", "from .upstream import U", {f"{HOUSE}.adapters.upstream.U"}),
         ("adapters.store", "from evoke_proxy.core.servers.slots import P",
          {f"{HOUSE}.core.servers.slots.P"}),
-        ("adapters.store", "from evoke_proxy.core.prompt.blocks import Span", set()),
+        ("adapters.store", "from evoke_proxy.core.model.blocks import Span", set()),
         ("engine",
-         "from .core.conversation.session import S\nfrom .adapters.upstream import U", set()),
-        ("web.app", "from ..core.conversation.session import S\nfrom ..adapters.upstream import U",
-         {f"{HOUSE}.core.conversation.session.S"}),
+         "from .core.session.session import S\nfrom .adapters.upstream import U", set()),
+        ("web.app", "from ..core.session.session import S\nfrom ..adapters.upstream import U",
+         {f"{HOUSE}.core.session.session.S"}),
         ("web.app", "from evoke_proxy.engine import Server", set()),
         ("web.app", "import evoke_proxy.demo.cli", {"demo"}),
         ("errors", "from .config import Config", {"config"}),
@@ -177,4 +177,4 @@ def test_the_floor_rule_catches(module: str, source: str, wrong: set[str]) -> No
     ],
 )
 def test_the_purity_rule_catches(source: str, found: set[str]) -> None:
-    assert impurities(f"{HOUSE}.core.policies.x", source) == found
+    assert impurities(f"{HOUSE}.core.policy.x", source) == found

@@ -22,7 +22,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import EmbedderConfig, PolicyConfig
-from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.demo.processes import free_port, proxy_command
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.server.conversations import Conversation

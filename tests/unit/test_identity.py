@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.conversation.identity import SOURCES, Hint, find, hint_of
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.session.identity import SOURCES, Hint, find, hint_of
 
 UUID = "4a5c0e4b-98c1-4f0e-a0a5-0c9d1a0c7a11"
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, states_of, total
 
-from evoke_proxy.core.prompt.blocks import Block, Role, Span, common, merged
+from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.prompt.layout import Layout, SavedRange, labels
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.messages import Message

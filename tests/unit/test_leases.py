@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from test_recorded import seated
 
 from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
-from evoke_proxy.core.conversation.identity import hint_of
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.server import Server

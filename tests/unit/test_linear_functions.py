@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 from cpu_time import exponent
 
-from evoke_proxy.core.conversation.drift import drift
-from evoke_proxy.core.conversation.identity import hint_of
-from evoke_proxy.core.conversation.question import Question, asked
-from evoke_proxy.core.prompt.blocks import Role, Span
+from evoke_proxy.core.model.blocks import Role, Span
+from evoke_proxy.core.policy.truncate import truncate_messages
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.prompt.segment import Shares, cut
 from evoke_proxy.core.request import anthropic, normalise, responses
 from evoke_proxy.core.request.chat import freed, parse_chat
 from evoke_proxy.core.request.side import is_side
-from evoke_proxy.core.request.truncate import truncate_messages
-from evoke_proxy.core.retrieve.edges import closed, cut_off
-from evoke_proxy.core.retrieve.names import Names
-from evoke_proxy.core.retrieve.phrases import phrases, spaced
-from evoke_proxy.core.retrieve.terms import spelled, terms
-from evoke_proxy.core.retrieve.words import Postings
+from evoke_proxy.core.retrieval.edges import closed, cut_off
+from evoke_proxy.core.retrieval.names import Names
+from evoke_proxy.core.retrieval.phrases import phrases, spaced
+from evoke_proxy.core.retrieval.query import Question, asked
+from evoke_proxy.core.retrieval.terms import spelled, terms
+from evoke_proxy.core.retrieval.words import Postings
+from evoke_proxy.core.session.drift import drift
+from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.intake.bodies import Bodies, Read
 from evoke_proxy.engine.intake.reading import parse_object
 

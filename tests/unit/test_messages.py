@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.messages import (
     Message,
     ToolCall,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.attention.probe import Pace
-from evoke_proxy.core.counts import MAX_TOKENS, token_count
-from evoke_proxy.core.kept.costs import cost_of, is_odd
-from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.model.counts import MAX_TOKENS, token_count
+from evoke_proxy.core.policy.probe import Pace
 from evoke_proxy.core.reply.sse import Observer
+from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.snapshots.costs import cost_of, is_odd
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evoke_proxy.core.vectors.packed_vectors import packed, unpacked
+from evoke_proxy.core.retrieval.packed_vectors import packed, unpacked
 
 VECTORS = [
     ("s/0-4-a", np.arange(6, dtype=np.float32).reshape(2, 3) / 7),

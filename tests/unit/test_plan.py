@@ -4,8 +4,8 @@ import json
 from dataclasses import replace
 
 from evoke_proxy.adapters.llama.block_calls import batches_of_names
-from evoke_proxy.core.conversation.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.model.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
 
 VICTIM = Block("user:1#0", "d", Span(128, 192), Role.USER, 1, 1, "text")
 FULL = Plan(

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from slot_model import BlockState, SlotModel, seen, states_of, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core import policies
-from evoke_proxy.core.conversation.plan import Plan, Stream
-from evoke_proxy.core.conversation.policy_view import PolicyView
-from evoke_proxy.core.conversation.question import Question
-from evoke_proxy.core.policies import recovers, working_set
-from evoke_proxy.core.prompt.block_table import BlockTable
-from evoke_proxy.core.prompt.blocks import Block, Role, Span, common, merged
-from evoke_proxy.core.reply.books import forecast
-from evoke_proxy.core.retrieve import Index, Scores
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
+from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.policy import registry, working_set
+from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.registry import recovers
+from evoke_proxy.core.retrieval import Index, Scores
+from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.session.accounting import forecast
 from evoke_proxy.errors import ConfigError
 
 WORDS = ["vault", "code", "oslo", "river", "bridge", "config", "port", "8080"]
@@ -33,7 +33,7 @@ def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
     named = ("user:0", "tool:3#0") if "port" in query else ()
     files = ("src/a.py", "src/b.py") if "config" in query else ()
     question = replace(Question.of(query), named=named, gold=(1, 2), files=files)
-    return policies.decide(view, question, config)
+    return registry.decide(view, question, config)
 
 
 @st.composite
@@ -424,9 +424,9 @@ def file_session() -> PolicyView:
 def test_a_file_that_a_tool_is_called_with_comes_back_whole(budget: int, back: str) -> None:
     view, config = file_session(), replace(CONFIG, budget=budget)
     question = replace(Question.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
-    plan = policies.decide(view, question, config)
+    plan = registry.decide(view, question, config)
     assert " ".join(load.label for load in plan.loads) == back
-    without = policies.decide(view, replace(question, files=()), config)
+    without = registry.decide(view, replace(question, files=()), config)
     assert not {"s/4", "s/5"} & {load.label for load in without.loads}
 
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slot_model import seen
 
-from evoke_proxy.core.conversation.policy_view import PolicyView
-from evoke_proxy.core.prompt.blocks import Span, merged
+from evoke_proxy.core.model.blocks import Span, merged
+from evoke_proxy.core.policy.policy_view import PolicyView
 
 
 def rows_of(spans: tuple[Span, ...]) -> set[int]:

@@ -10,10 +10,12 @@ import numpy.typing as npt
 import pytest
 from test_policies import CONFIG, FILLER, line
 
-from evoke_proxy.core import policies
-from evoke_proxy.core.attention.attention import Attended, Capture, captured_for
-from evoke_proxy.core.attention.key_bounds import KeyBounds, Queries
-from evoke_proxy.core.attention.probe import (
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Evict, Load, Plan
+from evoke_proxy.core.policy import registry
+from evoke_proxy.core.policy.attention import Attended, Capture, captured_for
+from evoke_proxy.core.policy.key_bounds import KeyBounds, Queries
+from evoke_proxy.core.policy.probe import (
     Pace,
     Probed,
     declined,
@@ -22,9 +24,7 @@ from evoke_proxy.core.attention.probe import (
     reachable,
     sought,
 )
-from evoke_proxy.core.conversation.plan import Evict, Load, Plan
-from evoke_proxy.core.conversation.question import Question
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.retrieval.query import Question
 
 Floats = npt.NDArray[np.float32]
 FUSED = replace(CONFIG, recall="fused")
@@ -127,13 +127,13 @@ def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) ->
     texts = [FILLER[0], "my residence is amber falcon", *FILLER[2:8]]
     view = line(texts, "rsrrrrrr", tail=64)
     question = Question.of("where do I live?")
-    assert policies.decide(view, question, config).loads == ()
+    assert registry.decide(view, question, config).loads == ()
     found = np.zeros(8)
     found[1] = 0.9
-    plan = policies.decide(replace(view, sought=found), question, config)
+    plan = registry.decide(replace(view, sought=found), question, config)
     assert [load.label for load in plan.loads] == ["s/1"]
     text_only = replace(config, recall="text")
-    assert policies.decide(replace(view, sought=found), question, text_only).loads == ()
+    assert registry.decide(replace(view, sought=found), question, text_only).loads == ()
 
 
 def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
@@ -143,13 +143,13 @@ def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
     found[1] = 0.9
     question = Question.of("what is the oslo vault code?")
     config = replace(FUSED, margin=0.0)
-    plan = policies.decide(replace(view, sought=found), question, config)
+    plan = registry.decide(replace(view, sought=found), question, config)
     assert {load.label for load in plan.loads} == {"s/1", "s/2"}
     for recall, label in (("text", "s/2"), ("model", "s/1")):
         alone = replace(config, recall=recall)
-        plan = policies.decide(replace(view, sought=found), question, alone)
+        plan = registry.decide(replace(view, sought=found), question, alone)
         assert [load.label for load in plan.loads] == [label]
-    nothing = policies.decide(replace(view, sought=found), question, replace(config, recall="none"))
+    nothing = registry.decide(replace(view, sought=found), question, replace(config, recall="none"))
     assert nothing.loads == ()
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.conversation.question import Question, asked, clauses
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.retrieval.query import Question, asked, clauses
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from evoke_proxy.core.conversation.identity import Hint
-from evoke_proxy.core.conversation.recorded import (
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.prompt.layout import Layout, SavedRange
+from evoke_proxy.core.session.identity import Hint
+from evoke_proxy.core.session.recorded import (
     Orders,
     Recorded,
     Seated,
@@ -16,10 +20,6 @@ from evoke_proxy.core.conversation.recorded import (
     reordered,
     written,
 )
-from evoke_proxy.core.conversation.task import Task
-from evoke_proxy.core.prompt.block_table import BlockTable
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
-from evoke_proxy.core.prompt.layout import Layout, SavedRange
 
 ORDERS = Orders(True, True, 448, (Span(4, 9),))
 BLOCKS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.config import Config
-from evoke_proxy.core.conversation.session import Session
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence

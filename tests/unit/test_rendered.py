@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.prompt.blocks import Role, Span
-from evoke_proxy.core.prompt.rendered import (
-    MessageSpan,
-    Rendered,
-    SlotView,
-    common_prefix,
-    role_named,
-)
+from evoke_proxy.core.model.blocks import Role, Span, role_named
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, common_prefix
 from evoke_proxy.errors import UpstreamProtocolError
 
 SLOT: dict[str, Any] = {

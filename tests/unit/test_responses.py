@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.kept.costs import cost_of
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.responses import as_chat
+from evoke_proxy.core.snapshots.costs import cost_of
 
 
 def test_what_one_assistant_says_thinks_and_calls_is_one_message() -> None:

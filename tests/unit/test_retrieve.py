@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.conversation.question import Question, asked
-from evoke_proxy.core.prompt.block_table import BlockTable
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.retrieve import Index, Scores, pieces, terms
-from evoke_proxy.core.retrieve.meaning import VectorRows
+from evoke_proxy.core.retrieval import Index, Scores, pieces, terms
+from evoke_proxy.core.retrieval.meaning import VectorRows
+from evoke_proxy.core.retrieval.query import Question, asked
 
 
 def block(number: int, text: str, message: int | None = None, *identity: str) -> Block:
@@ -291,7 +291,7 @@ def test_the_index_forgets_dead_blocks_for_good() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_looking_up_starts_no_threads_that_wait_for_each_other() -> None:
     script = (
-        "import os, evoke_proxy.core.retrieve, numpy as np\n"
+        "import os, evoke_proxy.core.retrieval, numpy as np\n"
         "np.ones((2000, 2000), np.float32) @ np.ones((2000, 2000), np.float32)\n"
         "print(len(os.listdir('/proc/self/task')))"
     )

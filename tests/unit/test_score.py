@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from slot_model import BlockState, seen
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.conversation.policy_view import PolicyView
-from evoke_proxy.core.conversation.question import Question
-from evoke_proxy.core.conversation.score import keep_scores
-from evoke_proxy.core.conversation.task import Task
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
-from evoke_proxy.core.retrieve import Index
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.score import keep_scores
+from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.retrieval import Index
+from evoke_proxy.core.retrieval.query import Question
 
 N_TOKENS = 100_000
 BLOCK = Block("user:0#0", "s/0", Span(64, 128), Role.USER, 1, 0, "")

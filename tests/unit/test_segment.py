@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.prompt.blocks import Role, Span
+from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import Draft, cut, next_numbers
 from evoke_proxy.core.request.messages import Message, ToolCall

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from slot_model import Refused, SlotModel, seen, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core.conversation.bounds import effective
-from evoke_proxy.core.conversation.plan import Plan, Stream
-from evoke_proxy.core.conversation.policy_view import PolicyView
-from evoke_proxy.core.conversation.session import Session
-from evoke_proxy.core.conversation.turn import Turn
-from evoke_proxy.core.policies import recovers
-from evoke_proxy.core.prompt.blocks import Role, Span, common
+from evoke_proxy.core.model.blocks import Role, Span, common
+from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.registry import recovers
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
-from evoke_proxy.core.reply.books import Books, forecast
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.session.accounting import Books, forecast
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
 CONFIG = PolicyConfig(

@@ -14,7 +14,7 @@ from test_vault import TOKENS, kept, vault
 
 from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.core.kept.snapshots import STEP
+from evoke_proxy.core.request.ahead import STEP
 
 
 @pytest.fixture

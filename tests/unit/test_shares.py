@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.shares import FairQueue, first_of_largest
-from evoke_proxy.core.vectors.vector_cache import VectorCache
+from evoke_proxy.core.retrieval.vector_cache import VectorCache
+from evoke_proxy.core.tenants.shares import FairQueue, first_of_largest
 
 
 @given(st.lists(st.sampled_from("xyz"), max_size=40))

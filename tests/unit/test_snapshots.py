@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.kept.costs import Costs, Proof, Rate
-from evoke_proxy.core.kept.fingerprint import ModelFile, fingerprint
-from evoke_proxy.core.kept.snapshots import (
-    STEP,
-    USER,
+from evoke_proxy.core.model.counts import Rate
+from evoke_proxy.core.request.ahead import STEP, USER
+from evoke_proxy.core.snapshots.costs import Costs, Proof
+from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
+from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
     Snapshot,
     best,

@@ -13,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
-from evoke_proxy.core.kept.state_file import caches, first_cache, has_windows, in_window, missing
+from evoke_proxy.core.snapshots.state_file import (
+    caches,
+    first_cache,
+    has_windows,
+    in_window,
+    missing,
+)
 from evoke_proxy.errors import SnapshotUnusable
 
 N_TOKENS = 40

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
 from evoke_proxy.errors import RequestError
 
 COST = 10

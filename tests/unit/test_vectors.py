@@ -11,12 +11,12 @@ import pytest
 import virtual_time
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.conversation.question import Question
-from evoke_proxy.core.conversation.session import Session
-from evoke_proxy.core.prompt.block_table import BlockTable
-from evoke_proxy.core.prompt.blocks import Block, Role, Span
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.engine.vectors import BlockVectors, stacked

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
-from evoke_proxy.core.conversation.plan import Plan
+from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.errors import PlanRefused, UpstreamProtocolError

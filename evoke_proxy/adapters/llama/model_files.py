@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from evoke_proxy.config.regular_files import open_regular
-from evoke_proxy.core.kept.fingerprint import ModelFile
+from evoke_proxy.core.snapshots.fingerprint import ModelFile
 
 # The head has the metadata and the names of tensors, the tail some of their values.
 _SAMPLE_BYTES = 1024 * 1024

@@ -12,11 +12,11 @@ import orjson
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.model_files import ModelFiles
-from evoke_proxy.core.kept.fingerprint import fingerprint
-from evoke_proxy.core.kept.held import SlotStatus
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.prompt.rendering_limit import TokenListLimit
 from evoke_proxy.core.servers.server_info import saves_itself
+from evoke_proxy.core.snapshots.fingerprint import fingerprint
+from evoke_proxy.core.snapshots.held import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 
 # A chat of more bytes for each token of the context is not asked about: its text alone would take

@@ -13,8 +13,8 @@ from itertools import compress
 
 import numpy as np
 
-from evoke_proxy.core.prompt.block_table import BlockTable, Mask, shared_labels
-from evoke_proxy.core.prompt.blocks import Block, Span, clipped
+from evoke_proxy.core.model.block_table import BlockTable, Mask, shared_labels
+from evoke_proxy.core.model.blocks import Block, Span, clipped
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.prompt.segment import Draft, Shares, cut, inside, next_numbers
 from evoke_proxy.core.request.messages import Message

@@ -10,14 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from evoke_proxy.core.prompt.block_table import ROLES, Positions
-from evoke_proxy.core.prompt.blocks import Role, Span, merged
-from evoke_proxy.core.prompt.grown import Grown, same_memory
+from evoke_proxy.core.model.block_table import ROLES, Positions
+from evoke_proxy.core.model.blocks import Role, Span, merged, role_named
+from evoke_proxy.core.model.grown import Grown, same_memory
 from evoke_proxy.errors import UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
-
-_ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
 # So many tokens are compared at once, at first and then.
 _COMPARED_FIRST, _COMPARED = 512, 1 << 16
@@ -140,11 +138,6 @@ class Rendered:
     def slot(self, id: int) -> SlotView | None:
         """The slot of this number; None when the server has none."""
         return next((slot for slot in self.slots if slot.id == id), None)
-
-
-def role_named(name: str) -> Role:
-    """The role a template's name stands for; USER for an unknown one."""
-    return _ROLES.get(name, Role.USER)
 
 
 def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:

@@ -8,8 +8,8 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from evoke_proxy.core.prompt.block_table import Positions
-from evoke_proxy.core.prompt.blocks import Role, Span
+from evoke_proxy.core.model.block_table import Positions
+from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.request.messages import Message, ToolCall
 

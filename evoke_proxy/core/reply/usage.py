@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from evoke_proxy.core.reply.books import Books
 from evoke_proxy.core.reply.large import WHOLE_BYTES, KeyIndex
 from evoke_proxy.core.request.splice import edit_nested
+from evoke_proxy.core.session.accounting import Books
 from evoke_proxy.errors import RequestError
 
 # Of chat and messages, and of whole responses; then of the event `response.completed`.

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from posixpath import commonprefix
 from typing import Any
 
-from evoke_proxy.core.kept.snapshots import STEP, USER
-from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_places import Scanner, json_text
 from evoke_proxy.core.request.splice import edit_top_level
@@ -20,6 +19,9 @@ from evoke_proxy.core.request.splice import edit_top_level
 # Whatever a user will write begins unlike one of these two: a letter, and the white space that
 # joins with the line break before it.
 PLACEHOLDERS = ("Go on.", "\n\n 7")
+# Where in a conversation a snapshot is taken. The history up to a message of the user stays a
+# prefix of the next request; one inside a tool loop, or after an answer, may still be rewritten.
+USER, STEP = "user", "step"
 _NO_GENERATION = {"add_generation_prompt": b"false"}
 
 

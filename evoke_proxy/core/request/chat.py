@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request import messages
 from evoke_proxy.core.request.fields import (
     MESSAGE_FIELDS,

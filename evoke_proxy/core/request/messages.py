@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from evoke_proxy.core.prompt.blocks import Role
-from evoke_proxy.core.prompt.rendered import role_named
+from evoke_proxy.core.model.blocks import Role, role_named
 from evoke_proxy.core.request.json_places import MESSAGE_LISTS
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))

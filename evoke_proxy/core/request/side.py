@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 
 # A longer prompt is worth remembering, should it be a conversation after all.

@@ -2,7 +2,7 @@
 
 A conversation is known by what its client calls it, else by its messages: a request goes on from
 the one with which it shares the first message of a user and most of the rest. That is only where a
-request goes: which session it is of, its tokens decide there (`core.conversation.identity`).
+request goes: which session it is of, its tokens decide there (`core.session.identity`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.conversation.identity import MIN_SHARED
-from evoke_proxy.core.prompt.blocks import Role
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.messages import Message
-from evoke_proxy.core.shares import first_of_largest
+from evoke_proxy.core.session.identity import MIN_SHARED
+from evoke_proxy.core.tenants.shares import first_of_largest
 
 # A token of English text, roughly.
 _TOKEN_BYTES = 4

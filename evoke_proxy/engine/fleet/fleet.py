@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
-from evoke_proxy.core.conversation.identity import hint_of
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.affinity import Affinity, Bound, Trail, trail_of
+from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers

@@ -14,8 +14,8 @@ from prometheus_client import Gauge
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
-from evoke_proxy.core.kept.fingerprint import same_model
 from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
+from evoke_proxy.core.snapshots.fingerprint import same_model
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.server import Server

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.core.conversation.identity import hint_of
 from evoke_proxy.core.request.chat import ChatRequest, freed, parse_chat
+from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.intake.bodies import Bodies, Read
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.normalising import Normaliser

@@ -9,9 +9,9 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.block_calls import copies_of, drop_copies, run_plan
 from evoke_proxy.adapters.llama.client import LATEST
-from evoke_proxy.core.conversation.plan import Evict, Plan
-from evoke_proxy.core.kept.snapshots import Snapshot
+from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.snapshots.snapshots import Snapshot
 from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from evoke_proxy.core.conversation.turn_record import TurnRecord, moved, path_of, stock_path
-from evoke_proxy.core.kept.costs import cost_of
-from evoke_proxy.core.prompt.block_map import spans
+from evoke_proxy.core.session.block_map import spans
+from evoke_proxy.core.session.turn_record import TurnRecord, moved, path_of, stock_path
+from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.turns.forwarding import Forwarding
 

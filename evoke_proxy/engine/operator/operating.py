@@ -12,14 +12,14 @@ from typing import Any
 from evoke_proxy import __version__
 from evoke_proxy.adapters.llama.block_calls import drop_copies, run_plan
 from evoke_proxy.adapters.llama.client import LATEST
-from evoke_proxy.core.conversation.bounds import check_room
-from evoke_proxy.core.conversation.plan import Drop, Evict, Plan
-from evoke_proxy.core.kept.snapshots import Snapshot, branch_summary, by_branch, described
-from evoke_proxy.core.policies import worth
-from evoke_proxy.core.prompt import pins
-from evoke_proxy.core.prompt.block_map import Whereabouts, block_map, spans, totals
-from evoke_proxy.core.prompt.blocks import Span, clipped, count
+from evoke_proxy.core.model.blocks import Span, clipped, count
+from evoke_proxy.core.model.plan import Drop, Evict, Plan
+from evoke_proxy.core.policy import pins
+from evoke_proxy.core.policy.bounds import check_room
+from evoke_proxy.core.policy.registry import worth
 from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
+from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
 from evoke_proxy.engine.operator.copies import Copies
 from evoke_proxy.engine.operator.erasing import Eraser
 from evoke_proxy.engine.operator.reach import Reach

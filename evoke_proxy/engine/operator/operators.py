@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.engine.operator.operating import Operator, on_disk
 
 

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from evoke_proxy.config import LimitsConfig, PolicyConfig
-from evoke_proxy.core.attention.attention import Capture
-from evoke_proxy.core.conversation.identity import Hint, find
-from evoke_proxy.core.conversation.recorded import Orders, Seated
-from evoke_proxy.core.conversation.session import Session
-from evoke_proxy.core.conversation.turn_record import TurnRecord
-from evoke_proxy.core.kept.held import Held
+from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.servers.slots import SlotPool
-from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.session.identity import Hint, find
+from evoke_proxy.core.session.recorded import Orders, Seated
+from evoke_proxy.core.session.session import Session
+from evoke_proxy.core.session.turn_record import TurnRecord
+from evoke_proxy.core.snapshots.held import Held
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 

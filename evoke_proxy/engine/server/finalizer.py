@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
-from evoke_proxy.core.conversation.turn_record import TurnRecord
-from evoke_proxy.core.kept.costs import is_odd
+from evoke_proxy.core.session.turn_record import TurnRecord
+from evoke_proxy.core.snapshots.costs import is_odd
 from evoke_proxy.engine.intake.reading import tenant_of
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.feed import Feed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.conversation.plan import Plan
+from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest, RequestTrace

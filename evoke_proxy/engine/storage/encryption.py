@@ -6,7 +6,7 @@ from pathlib import Path
 
 from evoke_proxy.adapters.cipher import Cipher
 from evoke_proxy.adapters.secret_files import read_token
-from evoke_proxy.core.kept.at_rest import Plain
+from evoke_proxy.core.snapshots.at_rest import Plain
 from evoke_proxy.errors import ConfigError
 
 _SETTING = "snapshots.key_file"

@@ -10,7 +10,7 @@ from typing import Any
 
 from evoke_proxy.adapters.snapshot_files import WHOLE
 from evoke_proxy.config.regular_files import open_regular
-from evoke_proxy.core.kept.snapshots import Snapshot, described
+from evoke_proxy.core.snapshots.snapshots import Snapshot, described
 
 _PIECE = 1 << 20
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from evoke_proxy.adapters.store import Store
-from evoke_proxy.core.kept.snapshots import Changes, Snapshot, as_changed
+from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, as_changed
 
 # Ids of removed snapshots that are remembered.
 _REMEMBERED = 4096

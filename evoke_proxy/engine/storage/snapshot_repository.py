@@ -17,8 +17,15 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
 from evoke_proxy.adapters.store import Owner, Record, Store, pack
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.kept.snapshots import Bounds, Snapshot, has_room, hits_at, superseded, surplus
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots.snapshots import (
+    Bounds,
+    Snapshot,
+    has_room,
+    hits_at,
+    superseded,
+    surplus,
+)
 from evoke_proxy.engine.storage.encryption import at_rest
 from evoke_proxy.engine.storage.file_removal import FileRemover
 from evoke_proxy.engine.storage.index_cache import SnapshotIndexCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
-from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.session.accounting import Books
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.turns.forwarding import Forwarding
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from evoke_proxy.adapters.llama.client import LlamaClient, Parts
-from evoke_proxy.core.attention.probe import Probed
-from evoke_proxy.core.conversation.identity import Hint
-from evoke_proxy.core.conversation.plan import Plan
-from evoke_proxy.core.conversation.turn import Turn
-from evoke_proxy.core.prompt.blocks import Block, Span
+from evoke_proxy.core.model.blocks import Block, Span
+from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.probe import Probed
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.reply.books import Books, forecast
-from evoke_proxy.core.reply.outcome import outcome
 from evoke_proxy.core.reply.sse import Observer
 from evoke_proxy.core.request.splice import edit_top_level, inserted
-from evoke_proxy.core.vectors.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.session.accounting import Books, forecast
+from evoke_proxy.core.session.identity import Hint
+from evoke_proxy.core.session.outcome import outcome
 from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.intake.large import is_large, read_apart
 from evoke_proxy.engine.server.conversations import Arrival, Conversation

@@ -9,8 +9,8 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.attention.attention import NO_CAPTURE, Capture, captured_for, layers_of
-from evoke_proxy.core.conversation.turn import Turn
+from evoke_proxy.core.policy.attention import NO_CAPTURE, Capture, captured_for, layers_of
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import PlanRefused

@@ -15,15 +15,15 @@ from evoke_proxy.adapters.llama.block_calls import copies_in, run_plan, slot_in
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.conversation.bounds import effective
-from evoke_proxy.core.conversation.plan import Plan, Stream
-from evoke_proxy.core.conversation.turn import Turn
-from evoke_proxy.core.policies import recovers_text
-from evoke_proxy.core.prompt.blocks import Block
+from evoke_proxy.core.model.blocks import Block
+from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.registry import recovers_text
+from evoke_proxy.core.policy.text_recovery import Recalled, recall
+from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
-from evoke_proxy.core.request.breadcrumb import Recalled, recall
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.truncate import prompt_limit, truncate_messages
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.session_worker import SessionWorker, is_long

@@ -1,7 +1,7 @@
 """Asking the model what it looks for: a turn's prompt is decoded once to see, then for its answer.
 
 The request of a probe is marked as such in llama-server: the turn goes on behind it, in its books
-too, and the prompt is decoded again from where it was. See core/attention/probe.py for what is made
+too, and the prompt is decoded again from where it was. See core/policy/probe.py for what is made
 of it.
 """
 
@@ -15,8 +15,11 @@ from typing import Any
 from evoke_proxy.adapters.llama.block_calls import run_plan
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.attention.key_bounds import Queries
-from evoke_proxy.core.attention.probe import (
+from evoke_proxy.core.model.block_table import Positions
+from evoke_proxy.core.model.counts import token_count
+from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.key_bounds import Queries
+from evoke_proxy.core.policy.probe import (
     MOST_BLOCKS,
     Pace,
     Probed,
@@ -25,15 +28,12 @@ from evoke_proxy.core.attention.probe import (
     reachable,
     sought,
 )
-from evoke_proxy.core.attention.probe import spans as spans_of
-from evoke_proxy.core.conversation.plan import Plan
-from evoke_proxy.core.conversation.score import Scores
-from evoke_proxy.core.conversation.turn import Turn
-from evoke_proxy.core.counts import token_count
-from evoke_proxy.core.prompt.block_table import Positions
+from evoke_proxy.core.policy.probe import spans as spans_of
+from evoke_proxy.core.policy.score import Scores
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.core.reply.books import Books
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.session.accounting import Books
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.engine.turns.forwarding import Forwarding

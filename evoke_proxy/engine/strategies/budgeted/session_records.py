@@ -20,11 +20,11 @@ from typing import Any
 from evoke_proxy.adapters.llama.block_calls import batches_of_names, copies_in, copies_of
 from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.core.conversation.recorded import Seated, read, reordered, written
-from evoke_proxy.core.prompt.blocks import Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
+from evoke_proxy.core.session.recorded import Seated, read, reordered, written
 from evoke_proxy.engine.server.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.shared import Shared

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from evoke_proxy.core.kept.snapshots import STEP, Match, best
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.reply.books import Books
+from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.snapshots.snapshots import Match, best
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.storage.snapshot_repository import Label

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from evoke_proxy.adapters.store import Record
-from evoke_proxy.core.vectors.encoding import Vectors
-from evoke_proxy.core.vectors.packed_vectors import packed, unpacked
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.packed_vectors import packed, unpacked
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository

@@ -15,8 +15,8 @@ from typing import Any
 from evoke_proxy.adapters.llama.block_calls import is_processing
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.conversation.plan import Plan, Save
-from evoke_proxy.core.policies import recovers
+from evoke_proxy.core.model.plan import Plan, Save
+from evoke_proxy.core.policy.registry import recovers
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation

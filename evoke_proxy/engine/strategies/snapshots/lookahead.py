@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 
 from evoke_proxy.adapters.llama.stock_api import Client
-from evoke_proxy.core.kept.held import Held
-from evoke_proxy.core.kept.snapshots import STEP
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.snapshots.held import Held
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease, Spawn
 from evoke_proxy.engine.strategies.next_turn import beginning

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.kept.costs import Costs
-from evoke_proxy.core.kept.fingerprint import laid_out
-from evoke_proxy.core.kept.held import Memory, SlotStatus
-from evoke_proxy.core.kept.state_file import Cache, has_windows
 from evoke_proxy.core.request.ahead import Stability, probes, stability
+from evoke_proxy.core.snapshots.costs import Costs
+from evoke_proxy.core.snapshots.fingerprint import laid_out
+from evoke_proxy.core.snapshots.held import Memory, SlotStatus
+from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout

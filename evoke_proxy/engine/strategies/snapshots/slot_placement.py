@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from evoke_proxy.adapters.llama.stock_api import Client, Prefilled
-from evoke_proxy.core.counts import seconds_of
-from evoke_proxy.core.kept.costs import cost_of
-from evoke_proxy.core.kept.held import Held, SlotStatus, restarted
-from evoke_proxy.core.kept.snapshots import STEP, Match
+from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.ahead import kind_of
+from evoke_proxy.core.request.ahead import STEP, kind_of
+from evoke_proxy.core.snapshots.costs import cost_of
+from evoke_proxy.core.snapshots.held import Held, SlotStatus, restarted
+from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import SlotLease, until_over
 from evoke_proxy.engine.storage.snapshot_repository import Label

@@ -11,14 +11,14 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import Client, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, SnapshotsConfig
-from evoke_proxy.core.conversation.drift import Drift, drift, opening
-from evoke_proxy.core.kept.held import SlotStatus
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
 from evoke_proxy.core.request.ahead import boundary, unkept
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.session.drift import Drift, drift, opening
+from evoke_proxy.core.snapshots.held import SlotStatus
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.engine.server.background import BackgroundTasks

@@ -10,8 +10,8 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.kept.snapshots import Match, Snapshot, best
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots.snapshots import Match, Snapshot, best
 from evoke_proxy.engine.server.slot_queue import finished
 from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe

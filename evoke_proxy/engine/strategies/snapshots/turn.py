@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.kept.held import Held, SlotStatus
-from evoke_proxy.core.kept.snapshots import Match
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.snapshots.held import Held, SlotStatus
+from evoke_proxy.core.snapshots.snapshots import Match
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""What the model itself looks at."""

@@ -1,0 +1,1 @@
+"""Blocks of a prompt and the plan of what is moved."""

@@ -1,0 +1,1 @@
+"""Which blocks leave the KV cache and which come back."""

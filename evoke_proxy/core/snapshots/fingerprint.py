@@ -1,0 +1,117 @@
+"""What a saved state belongs to: a file of one model restores into another without a word."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evoke_proxy.core.snapshots.state_file import Cache
+
+# Of `GET /v1/models`: what does not change from one start to the next.
+_META = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """Identity of a file of weights: `sample` is a hash of its first and last bytes."""
+
+    n_bytes: int
+    mtime_ns: int
+    sample: str
+
+
+# What decides how a state is laid out: as properties, and as options of the command line.
+_LAYOUT = {
+    "cache_type_k": ("-ctk", "--cache-type-k"),
+    "cache_type_v": ("-ctv", "--cache-type-v"),
+    "flash_attn": ("-fa", "--flash-attn"),
+    "swa_full": ("--swa-full",),
+    "kv_unified": ("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"),
+}
+
+
+def fingerprint(
+    props: Mapping[str, Any],
+    models: Mapping[str, Any],
+    adapters: Sequence[Mapping[str, Any]],
+    file: ModelFile | None,
+) -> str:
+    """A digest that differs whenever a state of one server could be wrong in the other.
+
+    From `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where it is
+    readable. KV types, flash attention and the layout of the cache count where they are told: by
+    the options that a router lists for its models, by a patched server's `evoke`, by properties a
+    later server may have. A llama-server of one model tells none of them: `laid_out` adds what one
+    of its files shows.
+    """
+    first = _first(models)
+    settings = props.get("default_generation_settings")
+    identity = {
+        "build": props.get("build_info"),
+        "model": props.get("model_path"),
+        "meta": _meta(first),
+        "file": [file.n_bytes, file.mtime_ns, file.sample] if file is not None else None,
+        "n_ctx": settings.get("n_ctx") if isinstance(settings, Mapping) else None,
+        "slots": props.get("total_slots"),
+        "template": _templates(props),
+        "lora": [[item.get("path"), item.get("scale")] for item in adapters],
+        "media": props.get("modalities"),
+    }
+    if told := _layout(props, first):
+        identity["layout"] = told
+    return _digest(identity)
+
+
+def laid_out(told: str, cache: Cache | None) -> str:
+    """A fingerprint with the types of keys and values and whether they are laid out for flash
+    attention; as it was where no file with rows of attention has shown them."""
+    if cache is None or cache.types is None:
+        return told
+    return _digest({"told": told, "types": cache.types, "transposed": cache.transposed})
+
+
+def same_model(props: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """A digest that two servers share when a request means the same to both, wherever their files
+    are and however they were started; empty when they do not tell what they serve."""
+    meta = _meta(_first(models))
+    if meta is None and props.get("role") != "router":
+        return ""
+    return _digest({"meta": meta, "template": _templates(props), "media": props.get("modalities")})
+
+
+def _first(models: Mapping[str, Any]) -> Any:
+    listed = models.get("data")
+    return listed[0] if isinstance(listed, list) and listed else {}
+
+
+def _meta(listed: Any) -> dict[str, Any] | None:
+    meta = listed.get("meta") if isinstance(listed, Mapping) else None
+    return {key: meta.get(key) for key in _META} if isinstance(meta, Mapping) else None
+
+
+def _templates(props: Mapping[str, Any]) -> list[Any]:
+    return [props.get("chat_template"), props.get("chat_template_tool_use")]
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _layout(props: Mapping[str, Any], listed: Any) -> dict[str, Any]:
+    """What is told of KV types, flash attention and the cache; empty where nothing is."""
+    told = {name: props[name] for name in _LAYOUT if name in props}
+    evoke = props.get("evoke")
+    limits = evoke.get("limits") if isinstance(evoke, Mapping) else None
+    if isinstance(limits, Mapping) and "row_bytes" in limits:
+        told["row_bytes"] = limits["row_bytes"]
+    status = listed.get("status") if isinstance(listed, Mapping) else None
+    given = status.get("args") if isinstance(status, Mapping) else None
+    args = given if isinstance(given, list) else []
+    for name, options in _LAYOUT.items():
+        if given_at := [at for at, arg in enumerate(args) if arg in options]:
+            told[name] = args[given_at[-1] :][:2]
+    return told

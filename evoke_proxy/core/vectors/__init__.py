@@ -1,1 +1,0 @@
-"""Vectors of texts: how they are made, kept and written down."""
