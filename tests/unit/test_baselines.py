@@ -13,7 +13,7 @@ from evoke_proxy.core.model.naming import called, unknown
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.errors import ConfigError
 
 FACT = "the oslo vault code is 48213"
@@ -25,7 +25,7 @@ def config(name: str, **settings: object) -> PolicyConfig:
 
 
 def decided(view: PolicyView, config: PolicyConfig, query: str = "", **given: object) -> Plan:
-    return registry.decide(view, replace(Question.of(query), **given), config)  # type: ignore[arg-type]
+    return registry.decide(view, replace(Query.of(query), **given), config)  # type: ignore[arg-type]
 
 
 def lasting(view: PolicyView, plan: Plan) -> str:
