@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from evoke_proxy.adapters.llama.client import Parts, Reply
+from evoke_proxy.adapters.llama.transport import BodyParts, Reply
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import inserted
@@ -90,7 +90,7 @@ class ForwardedBody:
     members: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
-    def content(self) -> bytes | Parts:
+    def content(self) -> bytes | BodyParts:
         """The bytes to send."""
         return inserted(self.body, self.members) if self.members else self.body
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object
 from evoke_proxy.engine.server.background import BackgroundTasks
@@ -111,7 +111,7 @@ class Models(Generic[E]):
             raise
 
     async def _list(self, client: Mapping[str, str]) -> None:
-        answer = await self._router.call("GET", "/v1/models", client=client)
+        answer = await self._router.call("GET", "/v1/models", None, CallOptions(client))
         for item in answer.get("data") or ():
             for name in (item.get("id"), *(item.get("aliases") or ())):
                 self._names[str(name)] = str(item.get("id"))

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.llama.client import PIECE_BYTES, Reply
+from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
 from evoke_proxy.core.reply.large import TAIL_BYTES, WHOLE_BYTES
 from evoke_proxy.core.reply.usage import StreamEdit, with_books, with_books_in_tail
 from evoke_proxy.engine.front import Way

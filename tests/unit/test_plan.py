@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from evoke_proxy.adapters.llama.block_calls import batches_of_names
+from evoke_proxy.adapters.llama.block_api import batches_of_names
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.model.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
 

@@ -17,7 +17,7 @@ from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer, Ready
+from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
 from evoke_proxy.engine.intake.large import read_apart
 from evoke_proxy.engine.intake.reading import parse_object, tenant_of
 from evoke_proxy.engine.operator.gauges import show
@@ -207,7 +207,7 @@ class Fleet:
                 known.session = session.id
             way.server = self.servers.name(at)
             way.headers[SERVER_HEADER] = way.server
-            answer = await send(way, Ready(upstream))
+            answer = await send(way, upstream.failing_while_loading())
             self.servers.pool.served(at)
             return answer
 

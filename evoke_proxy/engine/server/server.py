@@ -18,7 +18,6 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.intake.reader import Reader
 from evoke_proxy.engine.intake.reading import tenant_of
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operating import Operator
@@ -61,7 +60,7 @@ class Server:
     """
 
     def __init__(
-        self, config: Config, shared: Shared | None = None, model: OneModel | None = None
+        self, config: Config, shared: Shared | None = None, model: LlamaClient | None = None
     ) -> None:
         self.config, self._alone, self._entered = config, shared is None, AsyncExitStack()
         common = self.shared = shared or Shared(config)
@@ -69,7 +68,7 @@ class Server:
         self.upstream: LlamaClient = model or LlamaClient(config.upstream)
         self.uplinks, self.servers = {"": self.upstream}, None
         self._models: Models[Server] = Models(
-            self.upstream, lambda name: Server(self.config, common, OneModel(self.upstream, name))
+            self.upstream, lambda name: Server(self.config, common, self.upstream.bound_to(name))
         )
         self._reader = Reader(config, self.metrics)
         self.watch = ServerMonitor(self.upstream, config, self._started)

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from evoke_proxy.adapters.llama.client import LlamaClient, Parts
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.transport import BodyParts
 from evoke_proxy.core.model.blocks import Block, Span
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.probe import Probed
@@ -91,7 +92,7 @@ class Forwarding:
     parsed: tuple[object, Books | None] = (None, None)
 
     @property
-    def forwarded(self) -> bytes | Parts:
+    def forwarded(self) -> bytes | BodyParts:
         """The body as llama-server gets it."""
         return inserted(self.body, self.members) if self.members else self.body
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import orjson
 
-from evoke_proxy.adapters.llama.block_calls import copies_in, run_plan, slot_in
+from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, RenderCall, copies_in, slot_in
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
@@ -54,7 +54,7 @@ class Planner:
         records: SessionPersistence,
         watch: ServerMonitor,
     ) -> None:
-        self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._metrics = metrics
         self._seating = seating
         self._conversations = conversations
@@ -135,14 +135,14 @@ class Planner:
         """
         n_ctx = self._watch.server.n_ctx
         try:
-            rendered = await self._upstream.render(dialect, body, client, known, n_ctx)
+            rendered = await self._blocks.render(RenderCall(dialect, body, known, n_ctx), client)
         except PromptTooLong:
             self._watch.doubt()  # the server may have started again, with another context
             await self._watch.look(client)
             if self._watch.server.n_ctx == n_ctx:
                 raise
             n_ctx = self._watch.server.n_ctx
-            rendered = await self._upstream.render(dialect, body, client, known, n_ctx)
+            rendered = await self._blocks.render(RenderCall(dialect, body, known, n_ctx), client)
         await self._watch.confirm(rendered.instance, client)
         return rendered
 
@@ -196,7 +196,9 @@ class Planner:
             view = await self._without_foreign_holes(view, known, client)
         config = effective(known.session.config, request)
         stream = _unplanned(config)
-        epoch = await run_plan(self._upstream, Plan(stream=stream), view, known.owner, client)
+        epoch = await self._blocks.run_plan(
+            PlanCall(Plan(stream=stream), view, known.owner), client
+        )
         await way.put(_marker(view.id, epoch), request.keys)
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
@@ -259,10 +261,9 @@ class Planner:
             way.stage = "probe"
             turn, plan = await self.probing.looked(way, turn, plan, client)
         way.stage = "plan"
-        tokens = turn.rendered.tokens
         more = self._attending.ops(turn.config, way.conversation)
-        owner = way.conversation.owner
-        epoch = await run_plan(self._upstream, plan, turn.slot, owner, client, tokens, more)
+        call = PlanCall(plan, turn.slot, way.conversation.owner, turn.rendered.tokens, more)
+        epoch = await self._blocks.run_plan(call, client)
         session.applied(turn, plan)
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
@@ -334,7 +335,7 @@ class Planner:
         edge = view.whole_to
         if edge is None:
             return view
-        epoch = await run_plan(self._upstream, Plan(reuse=edge), view, known.owner, client)
+        epoch = await self._blocks.run_plan(PlanCall(Plan(reuse=edge), view, known.owner), client)
         return replace(view, epoch=epoch, n_common=edge)
 
     def _note(
@@ -360,7 +361,7 @@ class Planner:
         assert way.lease is not None and way.conversation is not None
         self._metrics.plan_failures.labels(reason=refused.type).inc()
         _log.warning("session %s: plan refused: %s", way.conversation.id, refused)
-        slot = await self._upstream.slot(way.lease.slot, way.conversation.tenant, client)
+        slot = await self._blocks.slot(way.lease.slot, way.conversation.tenant, client)
         gone = way.conversation.labels - copies_in(slot).keys()
         if refused.name is not None:
             gone |= {refused.name}
