@@ -17,7 +17,7 @@ from evoke_proxy.adapters.llama.transport import BodyParts, Reply
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import inserted
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.intake.bodies import Kept
 
@@ -152,7 +152,7 @@ class Outcome:
     # The reply said that it is complete.
     is_finished: bool
     # The token accounting of a patched server; None when the reply carries none.
-    accounting: Books | None = None
+    accounting: TokenAccounting | None = None
     timings: Mapping[str, Any] | None = None
     usage: Mapping[str, Any] | None = None
     # The error object of the reply.

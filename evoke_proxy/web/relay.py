@@ -11,8 +11,8 @@ from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
-from evoke_proxy.core.reply.large import TAIL_BYTES, WHOLE_BYTES
-from evoke_proxy.core.reply.usage import StreamEdit, with_books, with_books_in_tail
+from evoke_proxy.core.reply.large import MAX_PARSED_BYTES, TAIL_BYTES
+from evoke_proxy.core.reply.usage import UsageEditor, with_accounting, with_accounting_in_tail
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.access import ACCESS
@@ -176,7 +176,7 @@ async def _with_books(
         return chunks
     parts = [chunk async for chunk in chunks]
     tail = _tail_of(parts)
-    edit = with_books_in_tail if parts else with_books
+    edit = with_accounting_in_tail if parts else with_accounting
     parts.append(edit(tail, outcome))
     response.content_length = sum(map(len, parts))
     return _each(parts)
@@ -185,7 +185,7 @@ async def _with_books(
 def _tail_of(parts: list[bytes]) -> bytes:
     """All the parts as one when they are not large, else the last ones; they are taken out."""
     taken, size = list[bytes](), 0
-    whole = sum(map(len, parts)) <= WHOLE_BYTES
+    whole = sum(map(len, parts)) <= MAX_PARSED_BYTES
     while parts and (whole or size < TAIL_BYTES):
         taken.append(parts.pop())
         size += len(taken[-1])
@@ -193,7 +193,7 @@ def _tail_of(parts: list[bytes]) -> bytes:
 
 
 async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    edit = StreamEdit(outcome)
+    edit = UsageEditor(outcome)
     async for chunk in chunks:
         # An empty chunk would be the end of the answer.
         if out := edit.feed(chunk):

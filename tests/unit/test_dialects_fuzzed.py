@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
 from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import kind_of, unkept
+from evoke_proxy.core.request.ahead import kind_of, snapshot_obstacle
 from evoke_proxy.core.request.chat import freed, parse_chat
 from evoke_proxy.core.request.parameters import BodyLimits
-from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.query import asked
 from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
@@ -72,8 +72,8 @@ def _only_request_errors(body: dict[str, Any]) -> None:
             continue
         asked(request)
         freed(text, parsed)
-        is_side(request, 10, True, True)
-        unkept(request)
+        is_side_request(request, 10, True, True)
+        snapshot_obstacle(request)
         kind_of(request)
         [message.shown for message in request.messages]
         settings = NormaliseConfig(billing=True, dates_h=1.0, tools=True)

@@ -16,7 +16,7 @@ from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.prompt.segment import Shares, cut
 from evoke_proxy.core.request import anthropic, normalise, responses
 from evoke_proxy.core.request.chat import freed, parse_chat
-from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.edges import closed, cut_off
 from evoke_proxy.core.retrieval.names import Names
 from evoke_proxy.core.retrieval.phrases import phrases, spaced
@@ -110,7 +110,7 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
     "dated": normalise.is_dated,
     "billing": normalise.without_billing,
     "clock": lambda text: normalise.Clock().stopped(text + "date 1", "", 0.0, 1.0),
-    "side": lambda text: is_side(parse_chat("chat", _chat(text)), 10, True, True),
+    "side": lambda text: is_side_request(parse_chat("chat", _chat(text)), 10, True, True),
     "hint": lambda text: hint_of({"X-Session-Id": text}, {"metadata": {"user_id": text}}),
     "drift": lambda text: drift(_chat(text + "a" + text), _chat(text + "b" + text)),
     "parsed": lambda text: parse_object(json.dumps(_chat(text), ensure_ascii=False).encode()),

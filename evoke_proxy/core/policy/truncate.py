@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evoke_proxy.core.model.blocks import Role, role_named
+from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
@@ -103,7 +103,7 @@ def _role(element: object, found: Sequence[Message]) -> Role:
     if Role.TOOL in roles:
         return Role.TOOL
     named = element.get("role") if isinstance(element, dict) else ""
-    return roles[0] if roles else role_named(str(named))
+    return roles[0] if roles else parse_role(str(named))
 
 
 def _units(items: Sequence[_Item]) -> list[list[int]]:

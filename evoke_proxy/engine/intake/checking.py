@@ -113,7 +113,7 @@ def body_limits(limits: LimitsConfig) -> BodyLimits:
 
 
 def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
-    """Bound the fields of a form: llama-server makes parameters of them, too."""
+    """Limit the fields of a form: llama-server makes parameters of them, too."""
     named = _FORM_TYPE.fullmatch(content_type)
     if named is None:
         message = "Content-Type must be multipart/form-data; boundary=TEXT, of 1 to 70 characters"

@@ -16,7 +16,7 @@ from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.servers.slots import SlotPool
 from evoke_proxy.core.session.identity import Hint, find
@@ -351,7 +351,7 @@ class Conversations:
         family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
         ours = hint is not None and hint.ours
         n_tokens = len(rendered.tokens)
-        passing = not ours and is_side(request, n_tokens, bool(beside), family)
+        passing = not ours and is_side_request(request, n_tokens, bool(beside), family)
         return self.start(rendered, hint, tenant, passing)
 
     def asked_before(self, known: Conversation, asked: Asked) -> Asked | None:

@@ -15,10 +15,10 @@ from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.probe import Probed
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.reply.sse import Observer
+from evoke_proxy.core.reply.sse import ReplyObserver
 from evoke_proxy.core.request.splice import edit_top_level, inserted
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.session.accounting import Books, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.core.session.outcome import outcome
 from evoke_proxy.engine.intake.bodies import Kept
@@ -76,7 +76,7 @@ class Forwarding:
     held: int | None = None
     plan: Plan = Plan.EMPTY
     probe: Probed | None = None
-    observer: Observer = field(default_factory=Observer)
+    observer: ReplyObserver = field(default_factory=ReplyObserver)
     first_byte_s: float | None = None
     waits: dict[str, float] = field(default_factory=dict)
     vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Forwarding:
     has_failed: bool = False
     kept: Kept | None = None
     known: Rendered | None = None
-    parsed: tuple[object, Books | None] = (None, None)
+    parsed: tuple[object, TokenAccounting | None] = (None, None)
 
     @property
     def forwarded(self) -> bytes | BodyParts:
@@ -123,11 +123,11 @@ class Forwarding:
         return (self.plan.stream.budget if self.plan.stream is not None else 0) or None
 
     @property
-    def books(self) -> Books | None:
+    def books(self) -> TokenAccounting | None:
         """What the reply says about its prompt; None until it has said so."""
         timings = self.observer.timings
         if timings is not self.parsed[0]:
-            self.parsed = timings, Books.parse(timings)
+            self.parsed = timings, TokenAccounting.parse(timings)
         return self.parsed[1]
 
     async def keep_alive(self, work: Coroutine[Any, Any, T]) -> T:

@@ -16,7 +16,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block
-from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.bounds import effective
 from evoke_proxy.core.policy.registry import recovers_text
 from evoke_proxy.core.policy.text_recovery import Recalled, recall
@@ -332,7 +332,7 @@ class Planner:
         what was decoded behind it did not see it. What is there before it stays, the rest is to be
         decoded again.
         """
-        edge = view.whole_to
+        edge = view.adoptable_end
         if edge is None:
             return view
         epoch = await self._blocks.run_plan(PlanCall(Plan(reuse=edge), view, known.owner), client)
@@ -368,11 +368,13 @@ class Planner:
         way.conversation.session.failed(gone)
 
 
-def _unplanned(config: PolicyConfig) -> Stream:
+def _unplanned(config: PolicyConfig) -> DecodeBudget:
     """How the engine holds a budget that nobody has planned for."""
     if config.budget is None or config.name == "no_eviction":
-        return Stream(0)
-    return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
+        return DecodeBudget(0)
+    return DecodeBudget(
+        config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
+    )
 
 
 def _marker(slot: int, epoch: int) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ from evoke_proxy.core.policy.score import Scores
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -129,7 +129,7 @@ class Prober:
         answer = await self._upstream.call("POST", "/completion", body, options)
         timings: Mapping[str, Any] = answer.get("timings") or {}
         self.pace.note(timings)
-        books = Books.parse(timings)
+        books = TokenAccounting.parse(timings)
         if books is not None:
             evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
             known.session.learn(evicted)

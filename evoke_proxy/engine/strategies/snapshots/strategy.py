@@ -13,7 +13,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import boundary, unkept
+from evoke_proxy.core.request.ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -171,7 +171,7 @@ class SnapshotStrategy:
         """
         self.stop()
         await self.vault.refresh()
-        reason = "id_slot" if way.id_slot is not None else unkept(request)
+        reason = "id_slot" if way.id_slot is not None else snapshot_obstacle(request)
         if reason:
             await self._guest(way, request, tenant, reason)
             return
