@@ -19,7 +19,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import inserted
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.identity import Hint
-from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.parsing.body_cache import CachedBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ParsedRequest:
     # The request brings several prompts.
     is_batch: bool = False
     # The body as the next request of the conversation is compared with it; None for short bodies.
-    cached_body: Kept | None = None
+    cached_body: CachedBody | None = None
     # The rendering of the earlier body that this one continues.
     previous: Rendered | None = None
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.engine.intake.large import read_apart
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.errors import EvokeError, RequestError
@@ -68,7 +68,7 @@ class Models(Generic[E]):
         `tell` is called every so many seconds of loading when the request is for a stream.
         """
         try:
-            asked = await read_apart(body, parse_object, body)
+            asked = await run_off_loop(body, parse_object, body)
             engine = await self._named(str(asked.get("model")), client)
             if engine is not None:
                 streams = asked.get("stream") is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -203,10 +204,14 @@ async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> A
 
 
 async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
-    """The parts, none of them large: a large one is written as it would be received."""
+    """The parts in pieces, between which the event loop serves other requests.
+
+    A client that reads as fast as this writes would otherwise get all of it in one callback.
+    """
     for part in parts:
         for at in range(0, len(part), PIECE_BYTES):
             yield part[at : at + PIECE_BYTES]
+            await asyncio.sleep(0)
 
 
 def _without(headers: CIMultiDict[str], dropped: frozenset[str]) -> CIMultiDict[str]:

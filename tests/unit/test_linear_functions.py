@@ -25,8 +25,8 @@ from evoke_proxy.core.retrieval.terms import spelled, terms
 from evoke_proxy.core.retrieval.words import Postings
 from evoke_proxy.core.session.drift import drift
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.intake.bodies import Bodies, Read
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
+from evoke_proxy.engine.parsing.json_object import parse_object
 
 # Text that patterns and splits may stumble over, each repeated.
 UNITS = (
@@ -154,10 +154,10 @@ def _cut_results(n: int) -> None:
 
 
 def _bodies(n: int) -> None:
-    bodies = Bodies(0)
+    bodies = BodyCache(0)
     first = json.dumps({"messages": _messages(n)}).encode()
     second = json.dumps({"messages": _messages(n + 1)}).encode()
-    kept = bodies.keep(Read(first, parse_object(first)), "")
+    kept = bodies.keep(ReadBody(first, parse_object(first)), "")
     assert bodies.read(second, "") is not None and kept is not None
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.json_pieces import parse_in_pieces
 from evoke_proxy.core.request.json_places import parsed_json
+from evoke_proxy.core.request.large_json import cut_long_strings
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
 from evoke_proxy.core.request.splice import remove_elements
 
@@ -78,7 +80,8 @@ def _pinned(messages: Sequence[Message], indexes: Collection[int]) -> bool:
 
 def _items(body: bytes, dialect: str) -> list[_Item]:
     key, read = _LISTS[dialect]
-    parsed = parsed_json(body)
+    # Only the structure counts here, so long strings are left out.
+    parsed = parse_in_pieces(cut_long_strings(body).rest, parsed_json)
     given = parsed.get(key) if isinstance(parsed, dict) else None
     if not isinstance(given, list):
         return []

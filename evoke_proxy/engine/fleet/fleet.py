@@ -18,10 +18,11 @@ from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
-from evoke_proxy.engine.intake.large import read_apart
-from evoke_proxy.engine.intake.reading import parse_object, tenant_of
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operators import Operators
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
@@ -92,7 +93,7 @@ class Fleet:
         no third. Raises NoServer when none takes requests.
         """
         began = asyncio.get_running_loop().time()
-        asked = await read_apart(body, _asked, dialect, body, client)
+        asked = await run_off_loop(body, _asked, dialect, body, client)
         tried = dict[int, int]()
         known = self._place(asked)
         at, broke = self._choose(known, tried), False

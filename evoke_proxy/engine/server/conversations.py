@@ -24,7 +24,7 @@ from evoke_proxy.core.session.recorded import Orders, Seated
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.held import Held
-from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 
 # Turns of a conversation that are remembered, in numbers.
@@ -81,7 +81,7 @@ class Arrival:
 
     rendered: Rendered
     hint: Hint | None = None
-    kept: Kept | None = None
+    kept: CachedBody | None = None
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Conversation:
     answered: int = 0
     history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     drift: dict[str, Any] | None = None
-    kept: Kept | None = None
+    kept: CachedBody | None = None
     elsewhere: bool = False
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 

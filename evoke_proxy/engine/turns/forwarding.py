@@ -21,8 +21,8 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.core.session.outcome import outcome
-from evoke_proxy.engine.intake.bodies import Kept
-from evoke_proxy.engine.intake.large import is_large, read_apart
+from evoke_proxy.engine.parsing.body_cache import CachedBody
+from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import Patience, SlotLease
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
@@ -87,7 +87,7 @@ class Forwarding:
     server: str = ""
     answered: bool = False
     has_failed: bool = False
-    kept: Kept | None = None
+    kept: CachedBody | None = None
     known: Rendered | None = None
     parsed: tuple[object, TokenAccounting | None] = (None, None)
 
@@ -107,7 +107,7 @@ class Forwarding:
         if is_large(body) and members.keys().isdisjoint(keys):
             self.body, self.members = body, members
         else:
-            edited = await read_apart(body, _with_members, body, members, keys)
+            edited = await run_off_loop(body, _with_members, body, members, keys)
             self.body, self.members = edited, {}
 
     @property

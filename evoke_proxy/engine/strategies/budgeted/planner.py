@@ -24,6 +24,7 @@ from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.session_worker import SessionWorker, is_long
@@ -96,7 +97,7 @@ class Planner:
         )
         with lease.vacating():
             rendered = await self._brought_back(way, request, rendered, client)
-            request, changed = self._truncated(way, request, rendered)
+            request, changed = await self._truncated(way, request, rendered)
             if changed or lease.has_changed(began):
                 way.stage = "render"
                 rendered = await self._render(request.dialect, way.body, client, rendered)
@@ -203,7 +204,7 @@ class Planner:
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
 
-    def _truncated(
+    async def _truncated(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered
     ) -> tuple[ChatRequest, bool]:
         """The request without its oldest messages, where that is the policy."""
@@ -213,9 +214,10 @@ class Planner:
             return request, False
         reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens
         limit = prompt_limit(config.budget, reserve)
-        body, messages = truncate_messages(
-            way.body, request.dialect, request.messages, rendered, limit
+        truncate = partial(
+            truncate_messages, way.body, request.dialect, request.messages, rendered, limit
         )
+        body, messages = await run_off_loop(way.body, truncate)
         if body == way.body:
             return request, False
         way.body = body
@@ -278,7 +280,9 @@ class Planner:
         leaves the answer its place in the context."""
         assert way.conversation is not None
         request = turn.request
-        recalled = recall(turn, turn.question, way.body)
+        recalled = await self._computing.run(
+            way.conversation, is_large(way.body), partial(recall, turn, turn.question, way.body)
+        )
         if recalled is None:
             return turn, plan, None
         way.stage = "render"
