@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_recorded import seated
 
-from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.store import Record
+from evoke_proxy.cli.main import main
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView
