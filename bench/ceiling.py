@@ -19,10 +19,9 @@ from typing import Any
 from bench import record
 from bench.quality import stats
 from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.judge import recalled
 from evoke_proxy.demo.processes import free_port, server_command, serving
-from evoke_proxy.demo.runner import MAX_TOKENS
-from evoke_proxy.demo.script import draw
+from evoke_proxy.demo.runner import MAX_TOKENS, recalled
+from evoke_proxy.demo.session import draw
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 

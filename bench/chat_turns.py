@@ -16,7 +16,7 @@ from typing import Any
 from bench import record
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, proxy_command, serving
-from evoke_proxy.demo.script import SENTENCES, paragraph, sentence
+from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _TURN_GROWTH = 8  # measured turns may lengthen a conversation by one part in so many
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}

@@ -16,11 +16,10 @@ from typing import Any
 
 from bench import record
 from bench.ceiling import wilson
-from evoke_proxy.demo.judge import failures, logical_tokens
+from evoke_proxy.demo.client import ArmRun
 from evoke_proxy.demo.processes import stack
-from evoke_proxy.demo.records import ArmRun
-from evoke_proxy.demo.runner import ARMS, BUDGET, Audience, run_arm
-from evoke_proxy.demo.script import draw
+from evoke_proxy.demo.runner import ARMS, BUDGET, RunObserver, failures, logical_tokens, run_arm
+from evoke_proxy.demo.session import draw
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
@@ -50,7 +49,7 @@ def _row(server: Path, seed: int) -> dict[str, Any]:
     for arm in ARMS:
         with tempfile.TemporaryDirectory() as logs:
             with stack(server, bundled_model(), Path(logs), arm) as port:
-                runs[arm] = run_arm(script, arm, port, Audience())
+                runs[arm] = run_arm(script, arm, port, RunObserver())
     found = failures(runs, BUDGET)
     arms = {arm: _arm(run) for arm, run in runs.items()}
     row = {"seed": seed, "value": script.fact.value, "logical_tokens": logical_tokens(runs)}

@@ -20,9 +20,8 @@ from bench.model.facts import abstains
 from bench.model.facts import draw as draw_fact
 from bench.model.tasks import exchange, reading, telling
 from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.judge import recalled
-from evoke_proxy.demo.runner import MAX_TOKENS
-from evoke_proxy.demo.script import draw
+from evoke_proxy.demo.runner import MAX_TOKENS, recalled
+from evoke_proxy.demo.session import draw
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import record
 from bench.chat_turns import budget_of, percentile
-from evoke_proxy.demo.script import SENTENCES, paragraph, sentence
+from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _PATH = "/v1/chat/completions"
 _WARM_UP = 2

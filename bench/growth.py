@@ -39,7 +39,7 @@ from bench.lines import chart
 from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.retrieval.index import Index
-from evoke_proxy.demo.script import paragraph
+from evoke_proxy.demo.session import paragraph
 from evoke_proxy.engine import Server
 from evoke_proxy.web.garbage import NEW_OBJECTS
 

@@ -17,8 +17,8 @@ from typing import Any
 from bench import record
 from bench.ceiling import wilson
 from evoke_proxy.demo.processes import stack
-from evoke_proxy.demo.runner import BUDGET, Audience, run_arm
-from evoke_proxy.demo.script import draw
+from evoke_proxy.demo.runner import BUDGET, RunObserver, run_arm
+from evoke_proxy.demo.session import draw
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
@@ -50,7 +50,7 @@ def _row(server: Path, kind: str, arm: str, seed: int) -> dict[str, Any]:
     options = ("-ctk", kind, "-ctv", kind, "-fa", "on")
     with tempfile.TemporaryDirectory() as logs:
         with stack(server, bundled_model(), Path(logs), arm, options) as port:
-            run = run_arm(draw(seed), arm, port, Audience())
+            run = run_arm(draw(seed), arm, port, RunObserver())
     return {
         "type": kind,
         "arm": arm,

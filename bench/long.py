@@ -28,9 +28,8 @@ from bench.lines import chart
 from bench.model import text, vocab
 from bench.model.tasks import Message, Probe, draw_facts, exchange, known
 from bench.ruler import right
-from evoke_proxy.demo.client import DemoError, chat
+from evoke_proxy.demo.client import DemoError, Turn, chat, read_turn
 from evoke_proxy.demo.processes import free_port, server_command, serving
-from evoke_proxy.demo.records import Turn, read_turn
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from bench import record
 from bench.ceiling import wilson
-from evoke_proxy.demo.judge import recalled
-from evoke_proxy.demo.script import SENTENCES, SYSTEM, Fact, draw_fact, paragraph
+from evoke_proxy.demo.runner import recalled
+from evoke_proxy.demo.session import SENTENCES, SYSTEM, Fact, draw_fact, paragraph
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 

@@ -21,8 +21,7 @@ from bench import record
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
-from evoke_proxy.server_build.fetch import pristine_source
-from evoke_proxy.server_build.pin import read_pin
+from evoke_proxy.server_build.fetch import pristine_source, read_pin
 
 from .random_tensors import Tensor, add_settings, tensors
 

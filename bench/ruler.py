@@ -24,9 +24,8 @@ from bench.ceiling import served, wilson
 from bench.model.facts import abstains
 from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
 from bench.quality.journal import Journal
-from evoke_proxy.demo.client import DemoError, chat
-from evoke_proxy.demo.judge import recalled
-from evoke_proxy.demo.records import Reply
+from evoke_proxy.demo.client import DemoError, Reply, chat
+from evoke_proxy.demo.runner import recalled
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 

@@ -33,7 +33,7 @@ from bench.chat_turns import proxied
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.demo.script import paragraph
+from evoke_proxy.demo.session import paragraph
 from evoke_proxy.server_build import ensure_server
 
 _TURN_TOKENS = 90  # about what a turn adds to the history

@@ -29,7 +29,7 @@ from bench import record
 from bench.chat_turns import Proxy, proxied
 from evoke_proxy.adapters.metrics import BOOK_KINDS
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.demo.script import SYSTEM, paragraph
+from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 

@@ -36,8 +36,8 @@ from bench import record
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.store import Record, Store
 from evoke_proxy.demo.processes import free_port, healthy
-from evoke_proxy.demo.script import paragraph
-from evoke_proxy.engine.intake.reading import tenant_of
+from evoke_proxy.demo.session import paragraph
+from evoke_proxy.engine.parsing.tenant import tenant_of
 
 MOST_MS = 20.0
 _MIB = 1 << 20

@@ -25,8 +25,7 @@ from evoke_proxy.server_build import ensure_server
 from evoke_proxy.server_build.build import place_order
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.errors import BuildError
-from evoke_proxy.server_build.fetch import pristine_source
-from evoke_proxy.server_build.pin import Pin, read_pin
+from evoke_proxy.server_build.fetch import Pin, pristine_source, read_pin
 from evoke_proxy.server_build.series import Series, git_apply, read_series
 from evoke_proxy.server_build.toolchain import find_toolchain
 

@@ -19,8 +19,7 @@ from bench.quality.sessions import Script
 from bench.quality.stack import Range, Reading, Stack
 from bench.ruler import right
 from evoke_proxy.core.model.blocks import Span, clipped, count, merged
-from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.records import Reply, Turn, read_turn
+from evoke_proxy.demo.client import Reply, Turn, chat, read_turn
 
 ANSWER_TOKENS = 40
 ORACLE = "oracle"

@@ -22,8 +22,8 @@ from evoke_proxy.config.strict import put
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.prompt.segment import Draft, cut
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.demo.client import resident_now
 from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
-from evoke_proxy.demo.residency import resident_now
 
 CONTEXT = 12288
 _SETTLE_S = 60.0

@@ -1,1 +1,1 @@
-"""The planted-fact session: four ways to hold a budget, one question at the end."""
+"""The demo: one planted fact, one session under four policies, one question at the end."""

@@ -1,4 +1,4 @@
-"""The server and the proxy of one arm: started on free loopback ports, always stopped again."""
+"""Starts the server and the proxy of an arm on free loopback ports, and stops them."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from evoke_proxy.demo.client import DemoError
 
 CONTEXT = 8192
 RAM_MIB = 256
-# The model is so small that threads mostly wait for each other; on a machine whose cores are in
-# use by others two of them take three times as long as one.
+# The model is so small that threads mostly wait for each other: on busy cores two threads take
+# three times as long as one.
 THREADS = 1
 START_S = 60.0
 STOP_S = 10.0
 _POLL_S = 0.05
-# Where Linux says which ports it gives to connections, and to whoever listens on any.
-_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOWEST_PORT, _TRIES = 20_000, 64
+# The ports that Linux assigns to outgoing connections and to sockets bound to port 0.
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _ATTEMPTS = 20_000, 64
 
 
 def free_port() -> int:
     """Return a TCP port of 127.0.0.1 that was free a moment ago.
 
-    Where the system leaves some for it, one that it gives to nobody by itself: whoever asks for any
-    port, or connects to somebody, does not get this one before it is used.
+    It lies below the system's ephemeral range where that leaves room, so that no other program is
+    assigned it before the caller binds it.
     """
-    for port in (*_never_given(), 0):
+    for port in (*_ports_below_ephemeral(), 0):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
-            except OSError:  # somebody has it
+            except OSError:  # in use
                 continue
             return int(probe.getsockname()[1])
     raise DemoError("every port of 127.0.0.1 is taken")
 
 
-def _never_given() -> list[int]:
-    """Some ports below those that the system gives; none where they are not known."""
+def _ports_below_ephemeral() -> list[int]:
+    """Random ports below the ephemeral range; empty where that is not readable or has no room."""
     try:
-        n_ports = int(_GIVEN.read_text(encoding="ascii").split()[0]) - _LOWEST_PORT
+        n_ports = int(_EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0]) - _LOWEST_PORT
     except (OSError, ValueError, IndexError):
         return []
-    return [_LOWEST_PORT + secrets.randbelow(n_ports) for _ in range(_TRIES)] if n_ports > 0 else []
+    return (
+        [_LOWEST_PORT + secrets.randbelow(n_ports) for _ in range(_ATTEMPTS)] if n_ports > 0 else []
+    )
 
 
 def server_command(binary: Path, model: Path, port: int, *, blocks: bool) -> list[str]:
@@ -62,16 +64,16 @@ def server_command(binary: Path, model: Path, port: int, *, blocks: bool) -> lis
 
 def proxy_command(port: int, upstream: int) -> list[str]:
     """Return the command line of the proxy in front of the server on port `upstream`."""
-    where = ["--upstream", f"http://127.0.0.1:{upstream}", "--listen", f"127.0.0.1:{port}"]
-    return [sys.executable, "-m", "evoke_proxy", "serve", *where]
+    options = ["--upstream", f"http://127.0.0.1:{upstream}", "--listen", f"127.0.0.1:{port}"]
+    return [sys.executable, "-m", "evoke_proxy", "serve", *options]
 
 
 @contextmanager
 def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
-    """Run the command until the block is left, its output in `log`; yields the port.
+    """Run the command inside the `with` block, its output in `log`; yields the port.
 
-    Entered once GET /health answers 200. Raises DemoError when the process ends before that or
-    START_S seconds pass. The process is gone when the block is left, however it is left.
+    The block starts when GET /health answers 200. Raises DemoError when the process ends before
+    that or START_S seconds pass. The process is stopped on every exit from the block.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -93,7 +95,7 @@ def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
 def stack(
     binary: Path, model: Path, logs: Path, name: str, options: Sequence[str] = ()
 ) -> Iterator[int]:
-    """Run the patched server, with more options, and the proxy before it; yields its port."""
+    """Run the patched server with `options` and a proxy in front of it; yields the proxy's port."""
     upstream, front = free_port(), free_port()
     server = [*server_command(binary, model, upstream, blocks=True), *options]
     with serving(server, upstream, logs / f"{name}-llama-server.log"):
@@ -102,7 +104,7 @@ def stack(
 
 
 def plain_environment() -> dict[str, str]:
-    """Return this process's environment without what would configure the server or the proxy."""
+    """This process's environment without variables that configure the server or the proxy."""
     prefixes = ("EVOKE_", "LLAMA_ARG_")
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 

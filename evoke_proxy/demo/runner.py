@@ -1,46 +1,43 @@
-"""Runs the arms of one session, and draws again when the model itself spoilt a session."""
+"""Runs one session under each policy (an arm) and checks the results."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.judge import recalled, spoilt
-from evoke_proxy.demo.records import ArmRun, Turn, read_turn
-from evoke_proxy.demo.residency import resident_now
-from evoke_proxy.demo.script import Script, draw
+from evoke_proxy.demo.client import ArmRun, Turn, chat, read_turn, resident_now
+from evoke_proxy.demo.session import Script, draw
 
 ARMS = ("evoke", "discard", "no_eviction", "truncate")
 BUDGET = 512
 MAX_TOKENS = 32
-DRAWS = 3
+MAX_DRAWS = 3
 
-# Starts a fresh server and proxy for (seed, arm) and gives the proxy's port: no arm can profit
-# from what an earlier one left in the cache.
+# Starts a fresh server and proxy for (seed, arm) and yields the proxy's port, so that no arm finds
+# the cache of an earlier one.
 Start = Callable[[int, str], AbstractContextManager[int]]
 
 
-class Audience:
-    """Whoever watches the demo; every method may be left as it is."""
+class RunObserver:
+    """Receives the events of a run; the base class ignores them."""
 
-    def begin(self, script: Script, arm: str) -> None:
+    def arm_started(self, script: Script, arm: str) -> None:
         """Called before the first turn of an arm."""
 
-    def waiting(self, number: int) -> None:
+    def turn_sent(self, number: int) -> None:
         """Called when turn `number` (from 1) has been sent."""
 
-    def turn(self, turn: Turn) -> None:
-        """Called with the books of every finished turn."""
+    def turn_finished(self, turn: Turn) -> None:
+        """Called with the accounting of every finished turn."""
 
-    def end(self, run: ArmRun) -> None:
+    def arm_finished(self, run: ArmRun) -> None:
         """Called after the last turn of an arm."""
 
-    def redraw(self, seed: int, reason: str) -> None:
-        """Called when the session of `seed` is thrown away, with the reason."""
+    def session_redrawn(self, seed: int, reason: str) -> None:
+        """Called when the session of `seed` is dropped, with the reason."""
 
 
 def request(script: Script, arm: str, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
@@ -54,44 +51,117 @@ def request(script: Script, arm: str, messages: Sequence[dict[str, str]]) -> dic
     return body if arm == "no_eviction" else {**body, "evoke_budget": BUDGET}
 
 
-def run_arm(script: Script, arm: str, port: int, audience: Audience) -> ArmRun:
+def run_arm(script: Script, arm: str, port: int, observer: RunObserver) -> ArmRun:
     """Run the session under one policy, resending the whole history with the real answers."""
     messages = [{"role": "system", "content": script.system}]
     headers = {"X-Evoke-Session": f"{arm}-{script.seed}"}
     turns: list[Turn] = []
-    audience.begin(script, arm)
+    observer.arm_started(script, arm)
     started = time.perf_counter()
     for number, text in enumerate(script.turns, 1):
         messages.append({"role": "user", "content": text})
-        audience.waiting(number)
+        observer.turn_sent(number)
         reply = chat(port, request(script, arm, messages), headers)
         turns.append(replace(read_turn(number, reply), resident=resident_now(port)))
         messages.append({"role": "assistant", "content": reply.text})
-        audience.turn(turns[-1])
+        observer.turn_finished(turns[-1])
     wall = round(time.perf_counter() - started, 3)
-    right = recalled(turns[-1].answer, script.fact.value)
-    run = ArmRun(arm, script.fact.value, right, tuple(turns), wall)
-    audience.end(run)
+    is_recalled = recalled(turns[-1].answer, script.fact.value)
+    run = ArmRun(arm, script.fact.value, is_recalled, tuple(turns), wall)
+    observer.arm_finished(run)
     return run
 
 
 def run_session(
-    seed: int, arms: Sequence[str], start: Start, audience: Audience
+    seed: int, arms: Sequence[str], start: Start, observer: RunObserver
 ) -> tuple[Script, dict[str, ArmRun]]:
-    """Run the arms on the session of `seed`, or of the next seeds when the model spoils it.
+    """Run the arms on the session of `seed`, or of the next seed when the model fails it.
 
-    Returns the last session drawn and its arms, incomplete when DRAWS sessions were all spoilt.
+    Returns the last session and its arms; some are missing when the model failed MAX_DRAWS times.
     """
-    for last in range(seed, seed + DRAWS):
+    for last in range(seed, seed + MAX_DRAWS):
         script, reason = draw(last), None
         runs: dict[str, ArmRun] = {}
         for arm in arms:
             with start(last, arm) as port:
-                runs[arm] = run_arm(script, arm, port, audience)
-            reason = spoilt(runs[arm])
+                runs[arm] = run_arm(script, arm, port, observer)
+            reason = model_failure(runs[arm])
             if reason:
-                audience.redraw(last, reason)
+                observer.session_redrawn(last, reason)
                 break
         if reason is None:
             break
     return script, runs
+
+
+MUST_RECALL: Mapping[str, bool] = {
+    "evoke": True,
+    "discard": False,
+    "no_eviction": True,
+    "truncate": False,
+}
+# A session must be at least this many budgets long.
+MIN_BUDGETS = 4
+
+
+def recalled(answer: str, value: str) -> bool:
+    """Return whether the answer ends with exactly the value, a final full stop allowed."""
+    text = answer.strip().removesuffix(".")
+    if not text.endswith(value):
+        return False
+    before = text[: -len(value)]
+    return not before[-1:].isalnum() and before[-1:] not in {"-", "_"}
+
+
+def model_failure(run: ArmRun) -> str | None:
+    """Return why the model, not the cache, lost the fact; None when it did not."""
+    if run.arm == "no_eviction" and not run.recalled:
+        return f"with everything in the cache the model answered {run.answer!r}"
+    for turn in run.turns[:-1]:
+        if run.expected in turn.answer:
+            return f"the model repeated the value in turn {turn.number}"
+    return None
+
+
+def failures(runs: Mapping[str, ArmRun], budget: int) -> list[str]:
+    """Return each condition that does not hold, as a sentence; empty when the demo passed."""
+    failed = [f"{arm}: was not run" for arm in MUST_RECALL if arm not in runs]
+    for arm, run in runs.items():
+        failed.extend(_recall_failures(run, MUST_RECALL[arm]))
+    if "evoke" in runs:
+        for turn in runs["evoke"].turns:
+            failed.extend(
+                f"evoke: turn {turn.number}: {reason}" for reason in _turn_failures(turn, budget)
+            )
+    logical = logical_tokens(runs)
+    if logical < MIN_BUDGETS * budget:
+        failed.append(f"the session has {logical} tokens, less than {MIN_BUDGETS} budgets")
+    return failed
+
+
+def logical_tokens(runs: Mapping[str, ArmRun]) -> int:
+    """The length of the last prompt of an arm that sends all messages; 0 without such an arm."""
+    lengths = (runs[arm].turns[-1].prompt for arm in ("no_eviction", "evoke") if arm in runs)
+    return next(lengths, 0)
+
+
+def _recall_failures(run: ArmRun, must: bool) -> Iterator[str]:
+    last = run.turns[-1].number
+    if must and not run.recalled:
+        yield f"{run.arm}: turn {last}: answered {run.answer!r}, the value is {run.expected!r}"
+    if run.recalled and not must:
+        yield f"{run.arm}: turn {last}: recalled {run.expected!r}, which it should have lost"
+
+
+def _turn_failures(turn: Turn, budget: int) -> Iterator[str]:
+    if not turn.from_engine:
+        yield "the server sent no token accounting (timings.evoke)"
+        return
+    if turn.resident_peak > budget:
+        yield f"peak resident {turn.resident_peak} is over the budget of {budget}"
+    total = turn.resident_before + turn.recovered + turn.decoded + turn.omitted
+    if total != turn.prompt:
+        yield (
+            f"resident {turn.resident_before} + recovered {turn.recovered} + decoded "
+            f"{turn.decoded} + omitted {turn.omitted} = {total}, the prompt has {turn.prompt}"
+        )

@@ -13,14 +13,11 @@ from pathlib import Path
 from typing import TextIO
 
 from .cache import cache_dir, finished_server, locked, store_server, sweep
-from .cmake import BuildTree, build_server
+from .cmake import BuildTree, Progress, build_server
 from .errors import BuildError
-from .fetch import pristine_source
-from .pin import Pin, read_pin
-from .progress import Progress
-from .series import STOCK, Series, make_overlay, patches_dir, read_series
+from .fetch import Pin, pristine_source, read_pin
+from .series import STOCK, Series, content_hash, make_overlay, mirror, patches_dir, read_series
 from .toolchain import Toolchain, find_toolchain
-from .tree import content_hash, mirror
 
 _KEY_LENGTH = 20
 _BUILD_CORE_MINUTES = (8, 20)

@@ -10,8 +10,7 @@ import pytest
 from llama import binary
 
 from evoke_proxy.server_build.cache import cache_dir
-from evoke_proxy.server_build.fetch import pristine_source
-from evoke_proxy.server_build.pin import read_pin
+from evoke_proxy.server_build.fetch import pristine_source, read_pin
 from evoke_proxy.server_build.series import git_apply, make_overlay, patches_dir, read_series
 
 MAX_HOOK_LINES = 150

@@ -9,8 +9,8 @@ import pytest
 from running import RunningProxy
 from talking import Talk
 
-from evoke_proxy.demo import script
-from evoke_proxy.demo.script import Fact
+from evoke_proxy.demo.session import SYSTEM, Fact, draw_fact
+from evoke_proxy.demo.session import paragraph as demo_paragraph
 
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
@@ -20,18 +20,18 @@ def draw(seed: int) -> tuple[list[Fact], random.Random]:
     rng = random.Random(f"branches-{seed}")
     facts: dict[str, Fact] = {}
     while len(facts) < 6:
-        fact = script.draw_fact(rng)
+        fact = draw_fact(rng)
         facts[fact.question] = fact
     return list(facts.values()), rng
 
 
 def paragraph(rng: random.Random, sentences: int = 15) -> str:
-    return script.paragraph(rng, sentences)
+    return demo_paragraph(rng, sentences)
 
 
 def talk(proxy: RunningProxy, name: str, budget: int) -> Talk:
     opened = Talk(proxy.port, name, {"evoke_budget": budget})
-    opened.messages[0]["content"] = script.SYSTEM
+    opened.messages[0]["content"] = SYSTEM
     return opened
 
 

@@ -11,7 +11,7 @@ import pytest
 from running import RunningProxy, ask, llama_server, proxy, server_binary
 from talking import FILLER, Said, Talk
 
-from evoke_proxy.demo.script import SYSTEM, paragraph
+from evoke_proxy.demo.session import SYSTEM, paragraph
 
 SESSIONS, TURNS, BUDGET = 16, 3, 256
 ATTRIBUTES = ("favorite number", "lucky number", "badge number", "seat number")

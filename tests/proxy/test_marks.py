@@ -9,7 +9,7 @@ import pytest
 from running import RunningProxy, ask
 from talking import FILLER, Talk
 
-from evoke_proxy.demo.residency import resident_now
+from evoke_proxy.demo.client import resident_now
 
 BUDGET = 320
 NOTE = "The Meridian vault was painted in teal by the old gardener."

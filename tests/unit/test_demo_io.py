@@ -62,7 +62,7 @@ def upstream() -> Iterator[tuple[int, type[FakeServer]]]:
         yield port, handler
 
 
-def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[FakeServer]]) -> None:
+def test_chat_joins_a_streamed_answer(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     reply = chat(port, {"messages": []}, {"X-Evoke-Session": "a"})
     assert reply.text == "Your PIN is 1." and reply.timings == {"prompt_n": 7}
@@ -71,51 +71,49 @@ def test_a_streamed_answer_is_put_together(upstream: tuple[int, type[FakeServer]
     assert handler.seen == [{"messages": [], "stream": True}]
 
 
-def test_a_refusal_carries_the_servers_words(upstream: tuple[int, type[FakeServer]]) -> None:
+def test_a_refusal_quotes_the_server(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     handler.status, handler.answer = 503, b'{"error":"no free cells"}'
     with pytest.raises(DemoError, match="503.*no free cells"):
         chat(port, {}, {})
 
 
-def test_an_error_inside_the_stream_is_not_an_answer(
-    upstream: tuple[int, type[FakeServer]],
-) -> None:
+def test_an_error_in_the_stream_raises_demo_error(upstream: tuple[int, type[FakeServer]]) -> None:
     port, handler = upstream
     handler.answer = b'data: {"error":{"message":"out of memory"}}\n\n'
     with pytest.raises(DemoError, match="broke off.*out of memory"):
         chat(port, {}, {})
 
 
-def test_no_server_is_said_as_such() -> None:
+def test_a_refused_connection_raises_demo_error() -> None:
     with pytest.raises(DemoError, match="failed"):
         chat(free_port(), {}, {})
 
 
-def test_comments_and_the_end_mark_are_no_events() -> None:
+def test_events_skips_comments_and_the_done_mark() -> None:
     assert len(list(events(iter(STREAM.splitlines(keepends=True))))) == 4
     assert content({"choices": []}) == "" == content({"usage": {}})
 
 
-def test_a_free_port_is_none_that_the_system_gives_by_itself(
+def test_a_free_port_lies_outside_the_ephemeral_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = tmp_path / "range"
-    monkeypatch.setattr(processes, "_GIVEN", given)
-    for said, most in (("32768 60999", 32767), ("20050 60999", 20049), ("1024 65535", 65535)):
-        given.write_text(said)
-        assert all(1024 <= free_port() <= most for _ in range(50)), said
-    given.unlink()
+    ephemeral = tmp_path / "range"
+    monkeypatch.setattr(processes, "_EPHEMERAL_RANGE", ephemeral)
+    for content_, most in (("32768 60999", 32767), ("20050 60999", 20049), ("1024 65535", 65535)):
+        ephemeral.write_text(content_)
+        assert all(1024 <= free_port() <= most for _ in range(50)), content_
+    ephemeral.unlink()
     assert free_port() > 1024
-    with socket.socket() as other:  # the only one that is not given is taken: any will do
+    with socket.socket() as other:  # the only port below the range is in use: take any
         other.bind(("127.0.0.1", 0))
         taken = other.getsockname()[1]
         monkeypatch.setattr(processes, "_LOWEST_PORT", taken)
-        given.write_text(f"{taken + 1} 65535")
+        ephemeral.write_text(f"{taken + 1} 65535")
         assert free_port() != taken
 
 
-def test_a_process_is_reachable_inside_the_block_and_gone_behind_it(tmp_path: Path) -> None:
+def test_a_process_answers_inside_the_block_and_is_stopped_after_it(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "logs" / "server.log"
     with serving([sys.executable, "-c", HEALTH, str(port)], port, log) as reached:
         assert reached == port and healthy(port)
@@ -123,7 +121,7 @@ def test_a_process_is_reachable_inside_the_block_and_gone_behind_it(tmp_path: Pa
     assert "serving" in log.read_text()
 
 
-def test_a_process_is_gone_when_the_block_fails(tmp_path: Path) -> None:
+def test_a_process_is_stopped_when_the_block_raises(tmp_path: Path) -> None:
     port = free_port()
     with pytest.raises(KeyError):
         with serving([sys.executable, "-c", HEALTH, str(port)], port, tmp_path / "a.log"):
@@ -131,7 +129,7 @@ def test_a_process_is_gone_when_the_block_fails(tmp_path: Path) -> None:
     assert not healthy(port)
 
 
-def test_a_process_that_ends_early_is_quoted(tmp_path: Path) -> None:
+def test_the_error_of_a_process_that_ends_early_quotes_its_output(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
     with pytest.raises(DemoError, match=r"ended with 3(.|\n)*no such model"):
         with serving(command, free_port(), tmp_path / "a.log"):
@@ -145,11 +143,11 @@ def test_a_process_that_never_answers_is_stopped(
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
-    def remember(*given: Any, **named: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(*given, **named))
+    def record(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(processes.subprocess, "Popen", remember)
+    monkeypatch.setattr(processes.subprocess, "Popen", record)
     with pytest.raises(DemoError, match="was not ready in"):
         with serving(
             [sys.executable, "-c", "import time; time.sleep(60)"], free_port(), tmp_path / "a.log"
@@ -158,20 +156,20 @@ def test_a_process_that_never_answers_is_stopped(
     assert started[0].returncode is not None
 
 
-def test_only_the_patched_server_gets_our_flag() -> None:
+def test_only_the_patched_server_gets_evoke_ram() -> None:
     binary, model = Path("llama-server"), Path("m.gguf")
     assert "--evoke-ram" in server_command(binary, model, 1, blocks=True)
     assert "--evoke-ram" not in server_command(binary, model, 1, blocks=False)
     assert "--cache-ram" not in server_command(binary, model, 1, blocks=True)
 
 
-def test_the_proxy_is_this_package() -> None:
+def test_the_proxy_command_runs_this_package() -> None:
     command = proxy_command(8090, 8080)
     assert command[:4] == [sys.executable, "-m", "evoke_proxy", "serve"]
     assert "http://127.0.0.1:8080" in command and "127.0.0.1:8090" in command
 
 
-def test_the_users_settings_do_not_reach_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_do_not_inherit_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVOKE_UPSTREAM_URL", "http://elsewhere")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     monkeypatch.setenv("KEPT", "1")

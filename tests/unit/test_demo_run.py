@@ -1,4 +1,4 @@
-"""Running the demo without a server: requests, books, redraws, table, report, exit status."""
+"""The demo without a server: requests, accounting, redraws, tables, report, exit status."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.demo import cli, report, runner, table
-from evoke_proxy.demo.records import Reply, read_count, read_turn
-from evoke_proxy.demo.runner import ARMS, Audience, run_arm, run_session
-from evoke_proxy.demo.script import Script, draw
+from evoke_proxy.demo import cli, report, runner
+from evoke_proxy.demo.client import Reply, read_count, read_turn
+from evoke_proxy.demo.runner import ARMS, RunObserver, run_arm, run_session
+from evoke_proxy.demo.session import Script, draw
 from evoke_proxy.server_build import BuildError
 
-BOOKS = {
+ACCOUNTING = {
     "n_prompt": 2300,
     "resident_before": 250,
     "recovered": 50,
@@ -43,11 +43,11 @@ class Model:
         self.bodies.append(body)
         self.sessions.append(headers["X-Evoke-Session"])
         script = draw(int(headers["X-Evoke-Session"].rpartition("-")[2]))
-        said = "I see."
+        answer = "I see."
         if body["messages"][-1]["content"] == script.fact.question:
             lost = body["evoke_policy"] in self.forgetful
-            said = "I don't know." if lost else f"It is {script.fact.value}."
-        return Reply(said, {"evoke": BOOKS}, HEADERS, 2.5)
+            answer = "I don't know." if lost else f"It is {script.fact.value}."
+        return Reply(answer, {"evoke": ACCOUNTING}, HEADERS, 2.5)
 
 
 @contextmanager
@@ -58,12 +58,12 @@ def nowhere(seed: int, arm: str) -> Iterator[int]:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     made = Model()
-    monkeypatch.setattr(runner, "chat", lambda *given: made.chat(*given))
+    monkeypatch.setattr(runner, "chat", lambda *arguments: made.chat(*arguments))
     return made
 
 
-def test_the_books_of_a_turn_are_the_engines() -> None:
-    turn = read_turn(4, Reply("Yes.", {"evoke": BOOKS, "prompt_n": 9}, HEADERS, 2.5))
+def test_a_turn_has_the_accounting_of_the_server() -> None:
+    turn = read_turn(4, Reply("Yes.", {"evoke": ACCOUNTING, "prompt_n": 9}, HEADERS, 2.5))
     assert (turn.prompt, turn.decoded, turn.recovered) == (2300, 160, 50)
     assert (turn.resident_before, turn.omitted) == (250, 1840)
     assert (turn.resident_peak, turn.resident_end) == (512, 480)
@@ -71,7 +71,7 @@ def test_the_books_of_a_turn_are_the_engines() -> None:
     assert turn.from_engine
 
 
-def test_stock_timings_are_read_but_not_taken_for_the_engines_books() -> None:
+def test_stock_timings_are_read_and_flagged() -> None:
     timings = {"prompt_n": 100, "cache_n": 30, "predicted_n": 5}
     turn = read_turn(1, Reply("Yes.", timings, {}, 2.5))
     assert (turn.prompt, turn.decoded, turn.resident_before) == (130, 100, 30)
@@ -95,7 +95,7 @@ def test_a_plan_header_is_read_leniently(header: str, blocks: int, tokens: int) 
 
 def test_every_turn_resends_the_history_with_the_real_answers(model: Model) -> None:
     script = draw(3)
-    run = run_arm(script, "evoke", 1, Audience())
+    run = run_arm(script, "evoke", 1, RunObserver())
     assert [len(body["messages"]) for body in model.bodies] == [
         2 * number for number in range(1, len(script.turns) + 1)
     ]
@@ -109,7 +109,7 @@ def test_every_turn_resends_the_history_with_the_real_answers(model: Model) -> N
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_policy_and_budget_travel_with_every_request(model: Model, arm: str) -> None:
-    run_arm(draw(3), arm, 1, Audience())
+    run_arm(draw(3), arm, 1, RunObserver())
     for body in model.bodies:
         assert body["evoke_policy"] == arm and body["temperature"] == 0
         assert body.get("evoke_budget") == (None if arm == "no_eviction" else runner.BUDGET)
@@ -117,20 +117,20 @@ def test_policy_and_budget_travel_with_every_request(model: Model, arm: str) -> 
 
 
 def test_all_arms_run_in_order_on_one_session(model: Model) -> None:
-    script, runs = run_session(5, ARMS, nowhere, Audience())
+    script, runs = run_session(5, ARMS, nowhere, RunObserver())
     assert script.seed == 5 and tuple(runs) == ARMS
     assert [run.recalled for run in runs.values()] == [True, False, True, False]
 
 
-class Redraws(Audience):
+class Redraws(RunObserver):
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
-    def redraw(self, seed: int, reason: str) -> None:
+    def session_redrawn(self, seed: int, reason: str) -> None:
         self.seeds.append(seed)
 
 
-def test_a_model_that_misses_with_everything_resident_is_asked_three_times(model: Model) -> None:
+def test_a_fact_lost_with_everything_resident_is_drawn_three_times(model: Model) -> None:
     model.forgetful = ARMS
     seen = Redraws()
     script, runs = run_session(5, ARMS, nowhere, seen)
@@ -138,7 +138,7 @@ def test_a_model_that_misses_with_everything_resident_is_asked_three_times(model
     assert tuple(runs) == ("evoke", "discard", "no_eviction")
 
 
-def test_a_loss_of_evoke_alone_is_not_drawn_again(model: Model) -> None:
+def test_a_fact_lost_only_by_evoke_causes_no_redraw(model: Model) -> None:
     model.forgetful = ("evoke", "discard", "truncate")
     seen = Redraws()
     _, runs = run_session(5, ARMS, nowhere, seen)
@@ -150,18 +150,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(out: io.StringIO, model: Model) -> str:
-    watching = table.Table(out)
-    script, runs = run_session(5, ARMS, nowhere, watching)
-    watching.verdict(list(runs.values()), ["evoke: turn 3: peak"], 2300)
+def terminal_output(out: io.StringIO, model: Model) -> str:
+    terminal = report.Terminal(out)
+    script, runs = run_session(5, ARMS, nowhere, terminal)
+    terminal.verdict(report.build(script, runs, ["evoke: turn 3: peak"]))
     return out.getvalue()
 
 
 def test_without_a_terminal_the_table_is_plain_lines(model: Model) -> None:
-    text = shown(io.StringIO(), model)
+    text = terminal_output(io.StringIO(), model)
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
-    assert sum(line == table.header() for line in lines) == len(ARMS)
+    assert sum(line == report.text_header(report.TURN_COLUMNS) for line in lines) == len(ARMS)
     cells = "1 2300 160 50 250 1840 512 480 280 2.5 ms"
     assert sum(line.split() == cells.split() for line in lines) == len(ARMS)
     assert "FAILED  evoke: turn 3: peak" in lines and "PASSED" not in text
@@ -171,23 +171,26 @@ def test_on_a_terminal_a_waiting_line_is_written_over(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
-    text = shown(Terminal(), model)
+    text = terminal_output(Terminal(), model)
     assert "...\x1b[0m\r\x1b[2K" in text and "\x1b[32m" in text
 
 
-def test_colour_can_be_refused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_disables_colours(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    text = shown(Terminal(), model)
+    text = terminal_output(Terminal(), model)
     assert "\x1b[32m" not in text and "\r\x1b[2K" in text
 
 
-def test_books_nobody_sent_are_dashes() -> None:
+def test_missing_counts_are_dashes_on_the_terminal() -> None:
     turn = read_turn(1, Reply("Yes.", {"prompt_n": 100, "cache_n": 30}, {}, 2.5))
-    assert table.row(turn).split() == "1 130 100 - 30 - 130 130 - 2.5 ms".split()
+    assert report.turn_cells(1, report.turn_record(turn)) == [
+        *"1 130 100 - 30 - 130 130 -".split(),
+        "2.5 ms",
+    ]
 
 
 def test_the_report_has_the_promised_fields(model: Model) -> None:
-    script, runs = run_session(5, ARMS, nowhere, Audience())
+    script, runs = run_session(5, ARMS, nowhere, RunObserver())
     made = json.loads(json.dumps(report.build(script, runs, [])))
     assert {"seed", "budget", "logical_tokens", "arms"} <= set(made)
     assert made["seed"] == 5 and made["logical_tokens"] == 2300
@@ -199,19 +202,19 @@ def test_the_report_has_the_promised_fields(model: Model) -> None:
     assert turn <= set(made["arms"]["evoke"]["turns"][0])
 
 
-def parsed(*given: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, *given: str) -> int:
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(cli, "ensure_server", lambda **_: Path("llama-server"))
     monkeypatch.setattr(cli, "stack", lambda *_: nowhere(0, ""))
-    return cli.run(parsed(*given))
+    return cli.run(parsed(*arguments))
 
 
-def test_the_exit_status_is_0_only_when_every_arm_did_its_part(
+def test_the_exit_status_is_0_only_when_every_arm_passes(
     model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     out = ("--seed", "5", "--out", str(tmp_path))
@@ -222,7 +225,7 @@ def test_the_exit_status_is_0_only_when_every_arm_did_its_part(
     assert run_cli(monkeypatch, *out) == 1
 
 
-def test_old_logs_go_unless_they_are_to_be_kept(
+def test_old_logs_are_deleted_unless_keep_logs_is_given(
     model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     old = tmp_path / "4-evoke-proxy.log"
@@ -233,7 +236,7 @@ def test_old_logs_go_unless_they_are_to_be_kept(
     assert not old.exists()
 
 
-def test_sessions_are_fresh_unless_a_seed_is_given(
+def test_without_a_seed_each_run_draws_another_session(
     model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seeds = set()
@@ -243,7 +246,7 @@ def test_sessions_are_fresh_unless_a_seed_is_given(
     assert len(seeds) == 2
 
 
-def test_a_demo_that_cannot_run_says_so_and_leaves_no_old_report(
+def test_a_demo_that_cannot_run_prints_why_and_deletes_the_old_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(**_: object) -> Path:

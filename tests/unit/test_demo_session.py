@@ -1,20 +1,19 @@
-"""The demo's session: drawn from a seed, judged strictly."""
+"""The demo's session: drawn from a seed, checked strictly."""
 
 from __future__ import annotations
 
 import pytest
 
-from evoke_proxy.demo import words
-from evoke_proxy.demo.judge import failures, logical_tokens, recalled, spoilt
-from evoke_proxy.demo.records import ArmRun, Turn
-from evoke_proxy.demo.script import draw
+from evoke_proxy.demo.client import ArmRun, Turn
+from evoke_proxy.demo.runner import failures, logical_tokens, model_failure, recalled
+from evoke_proxy.demo.session import ANIMALS, COLORS, draw
 
 BUDGET = 512
 LAST = 17
 
 
 def turn(number: int = 1, answer: str = "I see.", **changed: int | bool) -> Turn:
-    books: dict[str, int | bool] = {
+    counts: dict[str, int | bool] = {
         "prompt": 2200,
         "decoded": 150,
         "recovered": 40,
@@ -27,12 +26,12 @@ def turn(number: int = 1, answer: str = "I see.", **changed: int | bool) -> Turn
         "recoveries": 1,
         "from_engine": True,
     }
-    return Turn(number=number, answer=answer, ttft_ms=3.5, **{**books, **changed})  # type: ignore[arg-type]
+    return Turn(number=number, answer=answer, ttft_ms=3.5, **{**counts, **changed})  # type: ignore[arg-type]
 
 
 def arm(name: str, right: bool, *turns: Turn) -> ArmRun:
-    said = "Your PIN is 12345." if right else "I don't know."
-    last = turn(LAST, said)
+    answer = "Your PIN is 12345." if right else "I don't know."
+    last = turn(LAST, answer)
     return ArmRun(name, "12345", right, (*turns, last), 1.0)
 
 
@@ -50,7 +49,7 @@ def test_a_seed_always_draws_the_same_session() -> None:
 def test_the_value_stands_in_the_first_turn_and_nowhere_else(seed: int) -> None:
     script = draw(seed)
     assert script.fact.value in script.turns[0]
-    assert not any(script.fact.value in said for said in script.turns[1:])
+    assert not any(script.fact.value in text for text in script.turns[1:])
     assert script.turns[-1] == script.fact.question
     assert len(script.turns) >= 14
 
@@ -62,7 +61,7 @@ def test_the_value_cannot_be_guessed(seed: int) -> None:
         assert len(value) == 5
     else:
         color, animal = value.split(" ")
-        assert color in words.COLORS and animal in words.ANIMALS
+        assert color in COLORS and animal in ANIMALS
 
 
 def test_values_are_fresh() -> None:
@@ -94,7 +93,7 @@ def test_a_word_pair_is_judged_as_a_whole() -> None:
     assert not recalled("Your nickname is infrared fox.", "red fox")
 
 
-def test_the_session_as_it_must_be_passes() -> None:
+def test_a_session_that_meets_every_condition_passes() -> None:
     assert failures(passing(), BUDGET) == []
 
 
@@ -105,19 +104,19 @@ def test_an_arm_that_was_not_run_fails_the_demo() -> None:
 
 
 @pytest.mark.parametrize("name", ["evoke", "no_eviction"])
-def test_an_arm_that_must_recall_and_does_not_is_named(name: str) -> None:
+def test_an_arm_that_must_recall_and_does_not_fails(name: str) -> None:
     runs = {**passing(), name: arm(name, False, turn())}
-    (said,) = failures(runs, BUDGET)
-    assert said.startswith(f"{name}: turn {LAST}: answered") and "12345" in said
+    (failure,) = failures(runs, BUDGET)
+    assert failure.startswith(f"{name}: turn {LAST}: answered") and "12345" in failure
 
 
 @pytest.mark.parametrize("name", ["discard", "truncate"])
-def test_an_arm_that_recalls_what_it_cannot_know_is_named(name: str) -> None:
-    (said,) = failures({**passing(), name: arm(name, True, turn())}, BUDGET)
-    assert said.startswith(f"{name}: turn {LAST}: recalled")
+def test_an_arm_that_recalls_a_value_it_lost_fails(name: str) -> None:
+    (failure,) = failures({**passing(), name: arm(name, True, turn())}, BUDGET)
+    assert failure.startswith(f"{name}: turn {LAST}: recalled")
 
 
-def test_a_turn_over_the_budget_is_named_with_its_number() -> None:
+def test_a_turn_over_the_budget_fails_with_its_number() -> None:
     runs = {**passing(), "evoke": arm("evoke", True, turn(4, resident_peak=BUDGET + 1))}
     assert failures(runs, BUDGET) == ["evoke: turn 4: peak resident 513 is over the budget of 512"]
 
@@ -127,34 +126,36 @@ def test_exactly_the_budget_is_within_it() -> None:
     assert failures(runs, BUDGET) == []
 
 
-def test_books_that_do_not_sum_to_the_prompt_are_named() -> None:
+def test_accounting_that_does_not_sum_to_the_prompt_fails() -> None:
     runs = {**passing(), "evoke": arm("evoke", True, turn(9, omitted=1799))}
-    (said,) = failures(runs, BUDGET)
-    assert said.startswith("evoke: turn 9: resident 210 + recovered 40 + decoded 150 + omitted")
+    (failure,) = failures(runs, BUDGET)
+    assert failure.startswith("evoke: turn 9: resident 210 + recovered 40 + decoded 150 + omitted")
 
 
-def test_evoke_without_books_of_the_engine_fails() -> None:
+def test_evoke_without_token_accounting_fails() -> None:
     runs = {**passing(), "evoke": arm("evoke", True, turn(2, from_engine=False))}
-    assert failures(runs, BUDGET) == ["evoke: turn 2: the server sent no books (timings.evoke)"]
+    assert failures(runs, BUDGET) == [
+        "evoke: turn 2: the server sent no token accounting (timings.evoke)"
+    ]
 
 
-def test_only_evoke_is_held_to_the_budget() -> None:
+def test_only_evoke_must_stay_within_the_budget() -> None:
     runs = {**passing(), "no_eviction": arm("no_eviction", True, turn(4, resident_peak=2300))}
     assert failures(runs, BUDGET) == []
 
 
-def test_a_session_shorter_than_four_budgets_proves_nothing() -> None:
-    (said,) = failures(passing(), 600)
-    assert said == "the session has 2200 tokens, less than 4 budgets"
+def test_a_session_shorter_than_four_budgets_fails() -> None:
+    (failure,) = failures(passing(), 600)
+    assert failure == "the session has 2200 tokens, less than 4 budgets"
 
 
-def test_the_logical_length_is_that_of_an_arm_nobody_shortened() -> None:
+def test_the_logical_length_is_that_of_an_arm_that_sends_all_messages() -> None:
     assert logical_tokens(passing()) == 2200
     assert logical_tokens({"truncate": passing()["truncate"]}) == 0
 
 
-def test_the_ceiling_missing_or_an_early_repetition_spoils_a_session() -> None:
-    assert spoilt(arm("evoke", False, turn())) is None
-    assert "everything in the cache" in (spoilt(arm("no_eviction", False, turn())) or "")
+def test_a_model_failure_is_a_miss_without_eviction_or_an_early_repetition() -> None:
+    assert model_failure(arm("evoke", False, turn())) is None
+    assert "everything in the cache" in (model_failure(arm("no_eviction", False, turn())) or "")
     early = arm("evoke", True, turn(3, "I noted 12345."))
-    assert spoilt(early) == "the model repeated the value in turn 3"
+    assert model_failure(early) == "the model repeated the value in turn 3"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from slot_model import BlockState, SlotModel, seen, states_of, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable, Numbers
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
-from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import registry, working_set
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.registry import recovers
@@ -182,7 +182,7 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
     )
     if config.budget is None:
         assert not plan.evicts and not plan.infeasible
-        assert plan.stream == Stream(0)
+        assert plan.stream == DecodeBudget(0)
         return
     needed = resident_tokens(then) + view.tail + reserve(view, config)
     if plan.crowded:
@@ -466,7 +466,7 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, question: Query, blocks: BlockTable, *_: object) -> Numbers:
+    def relevance(self, question: Query, blocks: BlockTable, *_: object) -> FloatArray:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 
@@ -556,7 +556,7 @@ def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
     view = replace(line(FILLER[:9], "rssrrrrrr"), stale=("old",))
     plan = decide(view, "number1", replace(CONFIG, name="no_eviction"))
     assert plan.moves_nothing
-    assert plan.stream == Stream(0)
+    assert plan.stream == DecodeBudget(0)
     assert [drop.label for drop in plan.drops] == ["old"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.model.block_table import BlockTable, Numbers
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.bm25 import terms_of
@@ -34,7 +34,7 @@ def block(number: int, text: str, message: int | None = None, *identity: str) ->
     )
 
 
-def relevance(text: str, blocks: list[Block]) -> Numbers:
+def relevance(text: str, blocks: list[Block]) -> FloatArray:
     return Index().relevance(Query.of(text), BlockTable(blocks))
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from evoke_proxy.server_build.errors import BuildError
-from evoke_proxy.server_build.fetch import pristine_source, unpack, verify
-from evoke_proxy.server_build.pin import Pin
+from evoke_proxy.server_build.fetch import Pin, pristine_source, unpack, verify
 
 BACKEND = """\
 import os

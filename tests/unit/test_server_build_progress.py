@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from evoke_proxy.server_build.progress import Progress, percent_of
+from evoke_proxy.server_build.cmake import Progress, percent_of
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ from server_build_project import write_header
 
 from evoke_proxy.server_build import series
 from evoke_proxy.server_build.errors import BuildError
-from evoke_proxy.server_build.pin import read_pin
+from evoke_proxy.server_build.fetch import read_pin
 from evoke_proxy.server_build.series import (
     STOCK,
     apply_patch,

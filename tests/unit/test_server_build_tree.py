@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from server_build_project import write_llama
 
-from evoke_proxy.server_build.series import Overlay
-from evoke_proxy.server_build.tree import content_hash, mirror, source_files
+from evoke_proxy.server_build.series import Overlay, content_hash, mirror, source_files
 
 MAIN = "tools/server/main.cpp"
 LONG_AGO = 1_600_000_000

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.prompt.rendering_limit import TokenListLimit
@@ -88,12 +88,14 @@ class StockApi:
 
     async def text(self, body: bytes, client: Client) -> str:
         """The text of a chat request."""
-        answer = await self._upstream.call("POST", "/apply-template", body, client, "render")
+        answer = await self._upstream.call(
+            "POST", "/apply-template", body, CallOptions(client, "render")
+        )
         return str(answer.get("prompt"))
 
     async def count(self, path: str, body: bytes, client: Client) -> int:
         """How many tokens llama-server sees in a request; -1 when it does not say."""
-        answer = await self._upstream.call("POST", path, body, client, "render")
+        answer = await self._upstream.call("POST", path, body, CallOptions(client, "render"))
         counted = answer.get("input_tokens")
         return counted if isinstance(counted, int) else -1
 
@@ -101,7 +103,8 @@ class StockApi:
         """The tokens of a text; `special` puts what the vocabulary begins every text with first."""
         asked = {"content": text, "add_special": special, "parse_special": True}
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
-        found = await self._upstream.call("POST", "/tokenize", asked, client, "render", check=check)
+        options = CallOptions(client, "render", check=check)
+        found = await self._upstream.call("POST", "/tokenize", asked, options)
         try:
             listed = found["tokens"]
             if isinstance(listed, list) and len(listed) > _LISTED_AT_ONCE:
@@ -142,9 +145,8 @@ class StockApi:
             asked["id_slot"] = slot
         if epoch is not None:
             asked["evoke"] = {"epoch": epoch}
-        answer = await self._upstream.call(
-            "POST", "/completion", asked, client, "prefill", patient=True
-        )
+        options = CallOptions(client, "prefill", is_long=True)
+        answer = await self._upstream.call("POST", "/completion", asked, options)
         try:
             timings = answer["timings"]
             cached, decoded = int(timings["cache_n"]), int(timings["prompt_n"])
@@ -164,13 +166,15 @@ class StockApi:
 
     async def erase(self, slot: int, client: Client) -> None:
         """Empty a slot."""
-        await self._upstream.call("POST", f"/slots/{slot}?action=erase", {}, client, "erase")
+        await self._upstream.call(
+            "POST", f"/slots/{slot}?action=erase", {}, CallOptions(client, "erase")
+        )
 
     async def _copy(
         self, slot: int, action: str, name: str, client: Client, fields: tuple[str, str, str]
     ) -> Copied:
         target, asked = f"/slots/{slot}?action={action}", {"filename": name}
-        answer = await self._upstream.call("POST", target, asked, client, action)
+        answer = await self._upstream.call("POST", target, asked, CallOptions(client, action))
         n_tokens, n_bytes, ms = fields
         try:
             seconds = float(answer["timings"][ms]) / 1000
@@ -180,13 +184,13 @@ class StockApi:
 
     async def saves_itself(self, client: Client) -> bool:
         """Whether a newer server has a disk cache of its own."""
-        return saves_itself(await self._upstream.call("GET", "/props", client=client))
+        return saves_itself(await self._upstream.call("GET", "/props", None, CallOptions(client)))
 
     async def fingerprint(self, client: Client) -> str:
         """What a state saved now belongs to."""
-        props = await self._upstream.call("GET", "/props", client=client)
+        props = await self._upstream.call("GET", "/props", None, CallOptions(client))
         self.n_ctx = _n_ctx(props)
-        models = await self._upstream.call("GET", "/v1/models", client=client)
+        models = await self._upstream.call("GET", "/v1/models", None, CallOptions(client))
         headers = self._upstream.own_headers(client)
         async with self._upstream.open("GET", "/lora-adapters", headers) as reply:
             raw = await reply.read()

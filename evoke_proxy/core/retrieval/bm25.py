@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import Mask, Numbers, Positions
+from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms
 
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
@@ -103,7 +103,7 @@ def phrase_text(text: str) -> str:
     return " " + " ".join(text.lower().split())
 
 
-def phrase_weights(counts: Numbers) -> Numbers:
+def phrase_weights(counts: FloatArray) -> FloatArray:
     """Return a factor for each document, given how many of the phrases it has.
 
     The factor is 1 for the documents with most phrases, and 1 everywhere when there are none.
@@ -111,7 +111,7 @@ def phrase_weights(counts: Numbers) -> Numbers:
     most = counts.max(initial=0.0)
     if most <= 0:
         return np.ones(len(counts))
-    weights: Numbers = 1.0 - _PHRASE_SHARE * (1.0 - counts / most)
+    weights: FloatArray = 1.0 - _PHRASE_SHARE * (1.0 - counts / most)
     return weights
 
 
@@ -127,8 +127,8 @@ class Evidence:
     """
 
     documents: Positions
-    scores: Numbers
-    match_strength: Numbers
+    scores: FloatArray
+    match_strength: FloatArray
     weight: float
 
 
@@ -145,7 +145,7 @@ class InvertedIndex:
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._fuzzy_terms = FuzzyTerms()
         self._active: Mask = np.zeros(0, np.bool_)
-        self._length_norms: Numbers = np.zeros(0)
+        self._length_norms: FloatArray = np.zeros(0)
         self._n_active = 0
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class InvertedIndex:
             return 0.0
         return len(postings[0]) / self._n_active
 
-    def _active_postings(self, term: str) -> tuple[Positions, Numbers]:
+    def _active_postings(self, term: str) -> tuple[Positions, FloatArray]:
         """Return the active documents with a term, and how often each contains it."""
         postings = self._postings.get(term)
         if postings is None:
@@ -235,7 +235,7 @@ class InvertedIndex:
         active = self._active[documents]
         return documents[active], np.array(postings[1])[active]
 
-    def _evidence(self, term: str, documents: Positions, counts: Numbers) -> Evidence:
+    def _evidence(self, term: str, documents: Positions, counts: FloatArray) -> Evidence:
         frequency = len(documents)
         weight = math.log1p((self._n_active - frequency + 0.5) / (frequency + 0.5))
         weight *= _FUNCTION_WORD_WEIGHT if term in FUNCTION_WORDS else 1.0
@@ -243,7 +243,7 @@ class InvertedIndex:
         return Evidence(documents, scores, np.minimum(counts, 1.0), weight)
 
 
-def sum_evidence(evidence: Iterable[Evidence], size: int) -> tuple[Numbers, Numbers]:
+def sum_evidence(evidence: Iterable[Evidence], size: int) -> tuple[FloatArray, FloatArray]:
     """Sum the evidence of several terms: the score and the coverage of each of `size` documents.
 
     Coverage, in [0, 1], is the share of the terms' total weight that a document matches.

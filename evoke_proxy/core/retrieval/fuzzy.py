@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import Numbers, Positions
+from evoke_proxy.core.model.block_table import FloatArray, Positions
 
 _MIN_CHARS = 4
 _MAX_CHARS = 40
@@ -93,7 +93,7 @@ class FuzzyTerms:
             np.frombuffer(self._sizes, np.int64)[pairs.terms] if len(pairs.terms) else pairs.terms
         )
         query_sizes = pairs.query_sizes[pairs.queries]
-        overlap: Numbers = 2 * pairs.shared / np.maximum(query_sizes + sizes, 1)
+        overlap: FloatArray = 2 * pairs.shared / np.maximum(query_sizes + sizes, 1)
         # A term that contains the other shares all trigrams inside the shorter one.
         contains = pairs.shared >= np.minimum(query_sizes, sizes) - 2
         likely = (overlap >= _MIN_TRIGRAM_OVERLAP) | contains

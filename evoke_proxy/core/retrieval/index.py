@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import BlockTable, Numbers, Positions, shared_labels
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions, shared_labels
 from evoke_proxy.core.model.blocks import Block
 from evoke_proxy.core.retrieval.bm25 import (
     WITHOUT_PHRASE,
@@ -85,9 +85,9 @@ class ClauseRanking:
     """
 
     order: Positions
-    evidence: Numbers
+    evidence: FloatArray
     weight: float = 1.0
-    lexical: Numbers | None = None
+    lexical: FloatArray | None = None
 
     def confidence(self, first_new: int) -> float:
         """Return the confidence, in [0, 1], in the best of the blocks before `first_new`."""
@@ -144,8 +144,8 @@ class Index:
         query: Query,
         blocks: BlockTable,
         first_new: int | None = None,
-        model_relevance: Numbers | None = None,
-    ) -> Numbers:
+        model_relevance: FloatArray | None = None,
+    ) -> FloatArray:
         """Return the relevance [n] of each block to a query, in [0, 1]; all 0 without a match.
 
         Blocks from index `first_new` on belong to the query's own turn and contain all its words:
@@ -184,7 +184,7 @@ class Index:
         documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
         return np.flatnonzero(np.isin(self._documents[:first_new], documents))
 
-    def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> Numbers | None:
+    def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
 
         None without a topic, or when no block has a vector.
@@ -195,7 +195,7 @@ class Index:
         cosines = self._vectors.topic_cosines(topic, len(self._inverted))
         if cosines is None:
             return None
-        similarity: Numbers = (np.nan_to_num(cosines[self._documents]) + 1) / 2
+        similarity: FloatArray = (np.nan_to_num(cosines[self._documents]) + 1) / 2
         return similarity
 
     @property
@@ -269,7 +269,7 @@ class Index:
             rankings[at] = replace(rankings[at], weight=_CONTEXT_WEIGHT)
         return rankings
 
-    def _clause_cosines(self, query: Query) -> Sequence[Numbers | None]:
+    def _clause_cosines(self, query: Query) -> Sequence[FloatArray | None]:
         """Return the cosines [n] of the blocks with each clause; None where there are none."""
         unavailable = [None] * len(query.clauses)
         vectors = [vector for vector in query.vectors if vector is not None]
@@ -279,7 +279,7 @@ class Index:
         return unavailable if cosines is None else [self._of_blocks(row) for row in cosines]
 
     def _clause_ranking(
-        self, text: str, cosines: Numbers | None, context: _QueryContext
+        self, text: str, cosines: FloatArray | None, context: _QueryContext
     ) -> ClauseRanking:
         """Fuse the signals of one clause: evidence weighted by its reciprocal rank, summed.
 
@@ -297,7 +297,7 @@ class Index:
         total = lexical + reciprocal_rank_scores(similarity, similarity)
         return ClauseRanking(top_ranked(total + _MENTION * mentions), total, lexical=lexical)
 
-    def _lexical_scores(self, text: str, context: _QueryContext) -> Numbers:
+    def _lexical_scores(self, text: str, context: _QueryContext) -> FloatArray:
         """Return the scores [n] of the blocks by terms, similar terms and phrases of a clause."""
         terms = context.clause_terms[text]
         evidence = [context.term_evidence[term] for term in terms]
@@ -313,8 +313,8 @@ class Index:
         return self._with_phrases(phrases, scores, context) if phrases else scores
 
     def _with_phrases(
-        self, phrases: Sequence[str], scores: Numbers, context: _QueryContext
-    ) -> Numbers:
+        self, phrases: Sequence[str], scores: FloatArray, context: _QueryContext
+    ) -> FloatArray:
         """Reduce the scores of blocks without the query's phrases, if any block has one."""
         best = top_ranked(scores, context.max_phrase_searches).tolist()
         best = [i for i in best if i < context.first_new]
@@ -324,7 +324,7 @@ class Index:
         counts = [sum(phrase in text for phrase in phrases) for text in texts]
         if not any(counts):
             return scores
-        reduced: Numbers = WITHOUT_PHRASE * scores
+        reduced: FloatArray = WITHOUT_PHRASE * scores
         reduced[best] = scores[best] * phrase_weights(np.array(counts, np.float64))
         reduced[context.first_new :] = scores[context.first_new :]
         return reduced
@@ -337,7 +337,7 @@ class Index:
         fuzzy = self._inverted.fuzzy_evidence(exact) if "grams" in self._signals else exact
         context.term_evidence.update((term, (exact[term], fuzzy[term])) for term in terms)
 
-    def _mentions(self, text: str, first_new: int) -> Numbers:
+    def _mentions(self, text: str, first_new: int) -> FloatArray:
         """Return for each block [n] how late it is among the blocks whose name a text mentions.
 
         0 where the text has none of a block's names, else from 1 up: of several readings of one
@@ -354,12 +354,12 @@ class Index:
                 lateness[at] = np.maximum(lateness[at], 1.0 + len(at) - age)
         return lateness
 
-    def _sum_of_blocks(self, evidence: Iterable[Evidence]) -> tuple[Numbers, Numbers]:
+    def _sum_of_blocks(self, evidence: Iterable[Evidence]) -> tuple[FloatArray, FloatArray]:
         """Return the summed scores and the coverage of each block."""
         scores, coverage = sum_evidence(evidence, len(self._inverted))
         return self._of_blocks(scores), self._of_blocks(coverage)
 
-    def _of_blocks(self, values: Numbers) -> Numbers:
+    def _of_blocks(self, values: FloatArray) -> FloatArray:
         """Select the values of the blocks from values by document number."""
         if len(self._blocks) == len(self._inverted):
             return values
@@ -371,8 +371,8 @@ class Index:
         return 0 < len(evidence.documents) <= most
 
     def _with_neighbours(
-        self, scores: Numbers, best: Sequence[int], terms: Collection[str]
-    ) -> Numbers:
+        self, scores: FloatArray, best: Sequence[int], terms: Collection[str]
+    ) -> FloatArray:
         """Raise the scores of blocks that hold the rest of a fact found in a neighbour.
 
         Blocks are cut between sentences and lines where that is possible; whether a sentence is
@@ -397,7 +397,7 @@ class Index:
 
 
 def _set_discounted(
-    relevance: Numbers,
+    relevance: FloatArray,
     selected: Sequence[tuple[int, int]],
     rankings: Sequence[ClauseRanking],
     first_new: int,
@@ -418,7 +418,7 @@ def _set_discounted(
 
 
 def _with_model_ranking(
-    rankings: list[ClauseRanking], model_relevance: Numbers | None
+    rankings: list[ClauseRanking], model_relevance: FloatArray | None
 ) -> list[ClauseRanking]:
     """Add the model's own ranking: fused with a single clause, else as a ranking beside them."""
     if model_relevance is None:
@@ -430,14 +430,14 @@ def _with_model_ranking(
     return [ClauseRanking(top_ranked(evidence), evidence), *rankings]
 
 
-def _certainty(evidence: Numbers) -> float:
+def _certainty(evidence: FloatArray) -> float:
     """Return the best evidence, reduced when more than a few blocks have nearly as much."""
     best = float(evidence.max(initial=0.0))
     n_competing = int((evidence >= _COMPETING_SHARE * best).sum())
     return min(1.0, best) * min(1.0, _FEW_BLOCKS / max(1, n_competing))
 
 
-def top_ranked(scores: Numbers, limit: int = _MAX_RANK) -> Positions:
+def top_ranked(scores: FloatArray, limit: int = _MAX_RANK) -> Positions:
     """Return the indexes of the highest positive scores, best first.
 
     Of equal scores, the last index comes first.
@@ -451,7 +451,7 @@ def top_ranked(scores: Numbers, limit: int = _MAX_RANK) -> Positions:
     return positive[np.argsort(-values, kind="stable")[:limit]]
 
 
-def reciprocal_rank_scores(scores: Numbers, values: Numbers) -> Numbers:
+def reciprocal_rank_scores(scores: FloatArray, values: FloatArray) -> FloatArray:
     """Return each value times (k + 1) / (k + rank): unchanged for the best score, 0 if unranked.
 
     Equal scores share the rank of the first of them.

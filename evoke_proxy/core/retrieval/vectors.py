@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import Numbers, Positions
+from evoke_proxy.core.model.block_table import FloatArray, Positions
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import SENTENCE_GAP
 
@@ -93,7 +93,7 @@ class DocumentVectors:
         ends = [*self._first_rows[at + 1 : at + 2], self._n_rows]
         return self._rows[self._first_rows[at] : ends[0]]
 
-    def cosines(self, vectors: Sequence[Vectors], size: int) -> Numbers | None:
+    def cosines(self, vectors: Sequence[Vectors], size: int) -> FloatArray | None:
         """Return the cosine [n, size] of each unit vector with the best chunk of each document.
 
         NaN for a document without vectors; None when no document has vectors of that length.
@@ -131,7 +131,7 @@ class DocumentVectors:
             )
         return cosines
 
-    def topic_cosines(self, topic: Vectors, size: int) -> Numbers | None:
+    def topic_cosines(self, topic: Vectors, size: int) -> FloatArray | None:
         """Return the cosine [size] of a unit vector with the mean of each document.
 
         NaN for a document without vectors; None when no document has vectors of that length.
@@ -153,7 +153,7 @@ def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:
     return found
 
 
-def outlier_scores(cosines: Numbers) -> Numbers:
+def outlier_scores(cosines: FloatArray) -> FloatArray:
     """Return how far each cosine stands out among all of them, in [0, 1]; 0 for NaN.
 
     Encoders differ in the cosine of two unrelated texts: only the blocks of the session say which

@@ -13,14 +13,14 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import boundary, unkept
+from evoke_proxy.core.request.ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.held import SlotStatus
-from evoke_proxy.engine.intake.large import read_apart
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Asked, Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue
@@ -171,7 +171,7 @@ class SnapshotStrategy:
         """
         self.stop()
         await self.vault.refresh()
-        reason = "id_slot" if way.id_slot is not None else unkept(request)
+        reason = "id_slot" if way.id_slot is not None else snapshot_obstacle(request)
         if reason:
             await self._guest(way, request, tenant, reason)
             return
@@ -209,13 +209,13 @@ class SnapshotStrategy:
 
     async def _note_drift(self, known: Conversation, seat: SnapshotTurn) -> None:
         """Say why a request does not go on from the one before it, if it does not."""
-        asked = Asked(seat.body, seat.boundary, await read_apart(seat.body, _opening, seat.body))
+        asked = Asked(seat.body, seat.boundary, await run_off_loop(seat.body, _opening, seat.body))
         before = self._conversations.asked_before(known, asked)
         known.asked = asked
         if before is None or common_prefix(before.boundary, seat.prompt) >= len(before.boundary):
             return
         larger = max(before.body, seat.body, key=len)
-        found = await read_apart(larger, _drift, before.body, seat.body)
+        found = await run_off_loop(larger, _drift, before.body, seat.body)
         known.drift = found.summary()
         self._metrics.drifts.labels(cause=found.cause).inc()
         _log.info("session %s departs from what it was: %s", known.id, known.drift)
@@ -228,9 +228,9 @@ class SnapshotStrategy:
         body, path = way.body, _COUNTED.get(request.dialect)
         self._calls.check_size(body)
         if path is not None:
-            body = await read_apart(body, _chat_body, body, request.dialect)
+            body = await run_off_loop(body, _chat_body, body, request.dialect)
         if self._facts.stability(request.has_tools).boundary:
-            past = await read_apart(body, boundary, body)
+            past = await run_off_loop(body, boundary, body)
             prompt, n_stable = await self._calls.boundary(body, past, client)
         else:
             prompt, n_stable = await self._calls.render(body, client), 0

@@ -1,4 +1,4 @@
-"""`evoke-proxy doctor`: asks a running llama-server what it can, and says what to change."""
+"""`evoke-proxy doctor`: tests a running llama-server and advises on its options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.llama.stock_api import Copied, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import load
@@ -26,22 +26,28 @@ from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.strategies.snapshots.server_probe import probed
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
 
+DESCRIPTION = """\
+Test what a running llama-server can reuse, save and restore, and advise on its options.
+Sends a prompt through an idle slot a few times and erases it there. Exit code 1 when something
+should be changed."""
+
 EXAMPLES = """examples:
   evoke-proxy doctor --upstream http://127.0.0.1:8080 --directory /var/lib/llama/slots
-      runs a prompt of 2,000 tokens a few times through an idle slot, and erases it there
+      test the server, its slot directory included
   evoke-proxy doctor --config evoke.yaml --json
-      for a program to read; exit code 1 when something should be changed"""
+      test the server of a configuration file; print JSON"""
 _NAME = "doctor.evoke-part"
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    command.epilog = EXAMPLES
-    command.add_argument("--config", type=Path, metavar="FILE", help="settings, YAML")
-    command.add_argument("--upstream", metavar="URL", help="where llama-server is")
-    command.add_argument("--directory", metavar="DIR", help="its --slot-save-path, as seen here")
-    command.add_argument("--tokens", type=int, default=2000, help="length of the prompt (2000)")
-    command.add_argument("--json", action="store_true", help="for a program to read")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+    parser.add_argument("--upstream", metavar="URL", help="URL of llama-server")
+    parser.add_argument("--directory", metavar="DIR", help="its --slot-save-path, as mounted here")
+    parser.add_argument(
+        "--tokens", type=int, default=2000, help="tokens of the test prompt (default: 2000)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +101,9 @@ class _Examination:
             clears = await self._clears(calls, slot, one, other)
         finally:
             with suppress(UpstreamRejected):  # it cannot, without --slot-save-path
-                await self.upstream.call("POST", f"/slots/{slot}?action=erase", {}, name="erase")
+                await self.upstream.call(
+                    "POST", f"/slots/{slot}?action=erase", {}, CallOptions(label="erase")
+                )
         plain = await probed(calls, False, None) or Stability(False, False)
         return Findings(
             build=str(props.get("build_info")),
