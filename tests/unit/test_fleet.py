@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_recorded import seated
 
-from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.store import Record
