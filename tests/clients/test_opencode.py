@@ -16,6 +16,7 @@ from bench import opencode
 from bench.npm import INSTALL_S, NotInstalled
 from bench.opencode import BUDGET, TURN_S
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.llama.block_api import BlockApi, RenderCall
 from evoke_proxy.adapters.metrics import BOOK_KINDS
 
 
@@ -44,16 +45,18 @@ def bodies() -> list[Mapping[str, Any]]:
 
 
 @pytest.fixture
-def recording(long_port: int, bodies: list[Mapping[str, Any]]) -> Iterator[RunningProxy]:
+def recording(
+    long_port: int, bodies: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunningProxy]:
     """A proxy with a budget that notes what its engine renders."""
     with proxy(long_port, policy__budget=BUDGET) as running:
-        render = running.engine.upstream.render
+        render = BlockApi.render
 
-        async def noting(dialect: str, body: bytes, *more: Any) -> Any:
-            bodies.append(json.loads(body) | {"dialect": dialect})
-            return await render(dialect, body, *more)
+        async def noting(api: BlockApi, call: RenderCall, *more: Any) -> Any:
+            bodies.append(json.loads(call.body) | {"dialect": call.dialect})
+            return await render(api, call, *more)
 
-        running.engine.upstream.render = noting  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "render", noting)
         yield running
 
 

@@ -98,12 +98,12 @@ class Llama:
         self.copies: dict[str, dict[str, Any]] = {"s/0": {"name": "s/0", "v": 1}}
         self.told: list[int] = []
 
-    async def slot(self, slot: int, tenant: str, client: Any, since: str = "") -> dict[str, Any]:
-        least = int(since or 0)
+    async def call(self, _method: str, target: str, *_: object) -> dict[str, Any]:
+        least = int(target.partition("since=")[2] or 0)
         least = 0 if least > self.version else least
         blocks = [copy for copy in self.copies.values() if copy["v"] > least]
         self.told.append(len(blocks))
-        return {"version": self.version, "blocks": blocks, "id": slot}
+        return {"version": self.version, "blocks": blocks, "id": 0}
 
 
 def test_only_what_changed_of_the_copies_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_recorded import seated
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
@@ -544,7 +545,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
                 raise PlanRefused("stale_epoch")
             return {"epoch": 5}
 
-        monkeypatch.setattr(engine.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "run", run)
         view = SlotView.parse(
             {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
         )
@@ -587,8 +588,8 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
             await dropped.wait()
             return {"epoch": 5}
 
-        monkeypatch.setattr(engine.upstream, "slot", slot)
-        monkeypatch.setattr(engine.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "slot", slot)
+        monkeypatch.setattr(BlockApi, "run", run)
         span = Span(0, len(known.tokens))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(engine._operator.drop_block(known.id, span))
@@ -642,11 +643,11 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
         (known,) = engine.conversations
         done: list[str] = []
 
-        async def run(slot: int, action: str, *_: object) -> dict[str, Any]:
+        async def run(api: BlockApi, slot: int, action: str, *_: object) -> dict[str, Any]:
             done.append(action)
             return {}
 
-        monkeypatch.setattr(engine.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "run", run)
         (await engine._slots.acquire(known.id, "")).release()
         lease = await engine._slots.acquire("other", "")
         engine.conversations.forget(known)
