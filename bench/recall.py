@@ -30,8 +30,8 @@ from bench.llama import Llama, running
 from bench.quality.sessions import TUNING, Script, scripts
 from bench.quality.stack import Range, Reading, read
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.key_bounds import Floats, Queries, floats
-from evoke_proxy.core.policy.key_bounds import shares as bound_shares
+from evoke_proxy.core.policy.attention import Floats, Queries, floats
+from evoke_proxy.core.policy.attention import shares as bound_shares
 from evoke_proxy.core.policy.probe import sought
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server

@@ -11,7 +11,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.core.policy.bounds import check_room
+from evoke_proxy.core.policy.pins import check_room
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.server.slot_queue import Patience

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.pins import effective
 from evoke_proxy.core.policy.registry import asks
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest

@@ -17,7 +17,7 @@ import numpy as np
 from evoke_proxy.core.model.block_table import BlockTable, Mask
 from evoke_proxy.core.model.blocks import Block, Span, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.prompt.rendered import SlotView
 

@@ -12,7 +12,7 @@ from test_policies import CONFIG, FILLER, line
 from evoke_proxy.config import POLICIES
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.attention import Attended, Capture, captured_for, layers_of, shares
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
 
 LOOKING = {"h2o", "snapkv", "tova", "scored", "arkvale"}

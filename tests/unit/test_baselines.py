@@ -12,7 +12,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.naming import called, unknown
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy import registry
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.errors import ConfigError
 

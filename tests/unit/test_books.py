@@ -7,7 +7,7 @@ from slot_model import seen
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Evict, Load, Plan
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 
 GIVEN: dict[str, Any] = {

@@ -13,7 +13,7 @@ from test_policies import CONFIG, FILLER, line
 
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.attention import Attended, captured_for
-from evoke_proxy.core.policy.key_bounds import KeyBounds, Queries
+from evoke_proxy.core.policy.attention import KeyBounds, Queries
 from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]

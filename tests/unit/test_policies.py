@@ -14,9 +14,10 @@ from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy import registry, working_set
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy import registry
+from evoke_proxy.core.policy import planner
 from evoke_proxy.core.policy.registry import recovers
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.accounting import forecast

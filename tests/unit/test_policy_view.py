@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from slot_model import seen
 
 from evoke_proxy.core.model.blocks import Span, merged
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.view import PolicyView
 
 
 def rows_of(spans: tuple[Span, ...]) -> set[int]:

@@ -14,7 +14,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Evict, Load, Plan
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.attention import Attended, Capture, captured_for
-from evoke_proxy.core.policy.key_bounds import KeyBounds, Queries
+from evoke_proxy.core.policy.attention import KeyBounds, Queries
 from evoke_proxy.core.policy.probe import (
     Pace,
     Probed,

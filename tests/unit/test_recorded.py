@@ -9,7 +9,7 @@ import pytest
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.policy.view import Task
 from evoke_proxy.core.prompt.layout import Layout, SavedRange
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.core.session.recorded import (

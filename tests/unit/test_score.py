@@ -10,9 +10,9 @@ from slot_model import BlockState, seen
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.policy.score import keep_scores
-from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.policy.view import keep_scores
+from evoke_proxy.core.policy.view import Task
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 

@@ -16,10 +16,10 @@ from slot_model import Refused, SlotModel, seen, total
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.model.blocks import Role, Span, common
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy.bounds import effective
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.pins import effective
 from evoke_proxy.core.policy.registry import recovers
 from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.policy.view import Task
 
 EAST = np.array([1.0, 0.0], np.float32)
 NORTH = np.array([0.0, 1.0], np.float32)

@@ -1,52 +1,170 @@
-"""The policy the project is named after: one working set per question, moved as little as needed.
+"""The evoke policy, and the built-in policies derived from it.
 
-Every block that has rows, in the cache or in the host pool, competes for the budget with what it is
-worth anyway and what it has to do with the question. Winners that are out come in, losers that are
-in go out, saved first. With `recovers` off it is the control arm: losers are gone.
+Evoke chooses one working set per query and moves as few blocks as possible. Every block with rows,
+in the cache or in the host pool, competes for the budget with its keep-score and its relevance to
+the query. Chosen blocks that are out are loaded; others are saved and evicted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy import moves
-from evoke_proxy.core.policy.again import gone_on_with
-from evoke_proxy.core.policy.asking import about, by_text
-from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.policy.score import Scores, keep_scores
-from evoke_proxy.core.policy.working_set import Candidates, WorkingSet, choose
+from evoke_proxy.core.model.block_table import ROLES, FloatArray, Positions, Mask
+from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.policy.attention import Capture
+from evoke_proxy.core.policy.planner import (
+    Candidates,
+    Choice,
+    WorkingSet,
+    choose_best,
+    room_for_blocks,
+)
+from evoke_proxy.core.policy.registry import Choose, Policy, register
+from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 
-# Of a long turn so much of both ends is looked up to rank its own text, of which all of it would be
-# a part.
-_FOCUS_CHARS = 300
+# Tokens of both ends of a long turn that rank the turn's own text, of which the whole query would
+# be a part.
+_NARROW_CHARS = 300
+# Files that a turn works on get at most this share of the room for blocks.
+_MAX_FILE_SHARE = 0.5
 
 
-def choice(view: PolicyView, question: Query, config: PolicyConfig, recovers: bool) -> moves.Choice:
-    """What each block is worth for the question, and the best that fits."""
+@dataclass(frozen=True, slots=True)
+class EvokeParameters:
+    """Parameters of the evoke policy.
 
-    # What has just come back stays, for a turn, unless another is that much better.
-    lately = view.recovered if view.recovered is not None else False
-    margin = config.margin * (1.0 + np.where(lately, 1.0, 0.0))
+    Attributes:
+        weights: Weights of the keep-score's signals.
+        relevance: Weight of the relevance to the query, beside a keep-score in [0, 1].
+        margin: How much more a block must be worth than one that is already in place; twice as
+            much as one that was just recovered.
+    """
 
-    def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:
-        return choose(given, values, capacity, margin)
+    weights: KeepWeights = DEFAULT_KEEP_WEIGHTS
+    relevance: float = 2.0
+    margin: float = 0.1
 
-    kept = keep_scores(view, config)
-    again = gone_on_with(view, question, config) if by_text(config) else None
 
-    def worth(asked: Query) -> Scores:
-        relevance = about(view, asked, config)
-        if again is not None:
-            relevance[again] = 1.0
-        rounded: Scores = (kept + config.weight_relevance * relevance).round(9)
-        return rounded  # sums in another order must not make another plan
+def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
+    """Return the choice function of the evoke policy with these parameters."""
 
-    values = worth(question)
-    # What the turn's own blocks are worth beside each other, once decoding starts.
-    has_tail = len(view.blocks) and view.blocks.starts[-1] >= (view.adopt_to or view.n_past)
-    ranked = config.budget is not None and has_tail
-    narrow = question.narrowed(_FOCUS_CHARS) if ranked else question
-    tail = values if narrow is question else worth(narrow)
-    return moves.Choice(values, tail, select, recovers, keeps_earlier=True)
+    def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
+        was_recovered = view.recovered if view.recovered is not None else False
+        margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
+
+        def select(
+            candidates: Candidates, scores: FloatArray, capacity: int | None
+        ) -> WorkingSet:
+            return choose_best(candidates, scores, capacity, margin)
+
+        scored = _scorer(view, query, config, parameters)
+        scores = tail_scores = scored(query)
+        has_new_blocks = len(view.blocks) and view.blocks.starts[-1] >= view.decode_from
+        if config.budget is not None and has_new_blocks:
+            narrow = query.narrowed(_NARROW_CHARS)
+            tail_scores = scores if narrow is query else scored(narrow)
+        return Choice(scores, tail_scores, select, keeps_earlier=True)
+
+    return choose
+
+
+def _scorer(
+    view: PolicyView, query: Query, config: PolicyConfig, parameters: EvokeParameters
+) -> Callable[[Query], FloatArray]:
+    """Return a function that scores the blocks of a view for a query."""
+    kept = keep_scores(view, config.sink_tokens, parameters.weights)
+    reread = reread_file_blocks(view, query, config) if uses_text(config) else None
+
+    def scored(query: Query) -> FloatArray:
+        relevance = relevance_scores(view, query, config)
+        if reread is not None:
+            relevance[reread] = 1.0
+        scores: FloatArray = (kept + parameters.relevance * relevance).round(9)
+        return scores  # rounded: the order of summation must not change the plan
+
+    return scored
+
+
+def uses_text(config: PolicyConfig) -> bool:
+    """Return whether the text of the blocks decides their relevance, alone or beside the model."""
+    return config.recall in ("text", "fused")
+
+
+def relevance_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatArray:
+    """Return the relevance of each block [n] to a query, in [0, 1], by `policy.recall`.
+
+    Before the model was probed, `fused` is the relevance by text, and `model` is 0.
+    """
+    if uses_text(config):
+        model_relevance = view.model_relevance if config.recall == "fused" else None
+        return view.index.relevance(query, view.blocks, view.first_new_block, model_relevance)
+    if config.recall == "model" and view.model_relevance is not None:
+        return view.index.relevance(
+            Query(), view.blocks, view.first_new_block, view.model_relevance
+        )
+    return np.zeros(len(view.blocks))
+
+
+def reread_file_blocks(view: PolicyView, query: Query, config: PolicyConfig) -> Mask:
+    """Return the blocks of the files that the turn's tools were called with.
+
+    Retrieval ranks blocks by what they say, which of a file of many lines is next to nothing. That
+    a tool was called with the file's path says that all of it matters: for an edit, and to see what
+    is new in another reading. Each file's latest reading comes first, then what was said and done
+    about it since, the latest first. Messages are taken completely or not at all, and together get
+    at most half of the room for blocks.
+    """
+    wanted = np.zeros(len(view.blocks), np.bool_)
+    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
+    remaining = view.n_tokens if room is None else int(_MAX_FILE_SHARE * room)
+    for path in query.files:
+        named = view.index.named(path, view.blocks, view.first_new_block)
+        for message in _messages_since_reading(view, named):
+            of_message = named[view.blocks.messages[named] == message]
+            length = int(view.blocks.lengths[of_message].sum())
+            if length <= remaining:
+                wanted[of_message] = True
+                remaining -= length
+    return wanted
+
+
+def _messages_since_reading(view: PolicyView, named: Positions) -> list[int]:
+    """Return the message of a file's latest reading, then those since, the latest first.
+
+    A reading is a tool result that is at least half as long as the file's longest: what an edit
+    returns is short beside it.
+    """
+    blocks = view.blocks
+    results = named[blocks.roles[named] == ROLES.index(Role.TOOL)]
+    if not len(results):
+        return []
+    lengths = np.bincount(blocks.messages[results], blocks.lengths[results])
+    reading = int(np.flatnonzero(2 * lengths >= lengths.max())[-1])
+    messages = np.unique(blocks.messages[named])
+    return [reading, *messages[messages > reading][::-1].tolist()]
+
+
+def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:
+    """Return the evoke policy with other parameters, under a name of its own."""
+    return Policy(
+        name=name,
+        choose=evoke_choice(parameters),
+        saves_evicted=True,
+        quotes_evicted=True,
+        uses_query=True,
+        probes=True,
+        capture=Capture("ewma") if parameters.weights.attention > 0 else None,
+    )
+
+
+register(evoke_policy("evoke", EvokeParameters()))
+# The control without recovery: the same choice, and evicted blocks are lost.
+register(Policy(name="discard", choose=evoke_choice(), uses_query=True))
+# The shortened prompt fits the budget, or nearly.
+register(Policy(name="truncate", choose=evoke_choice(), truncates=True))
+register(Policy(name="no_eviction", choose=None))

@@ -1,4 +1,7 @@
-"""What an operator has pinned of a conversation, beside what its client has."""
+"""Pinned blocks and what a budget must hold: refused before anything is decided.
+
+Clients pin messages and turns in their requests, operators pin ranges of a conversation.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,85 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable
-from evoke_proxy.core.model.blocks import Span, clipped, merged, without
-from evoke_proxy.core.policy.bounds import check_budget
+from evoke_proxy.core.model.block_table import ROLES, BlockTable
+from evoke_proxy.core.model.blocks import Role, Span, clipped, merged, without
 from evoke_proxy.core.prompt.layout import Layout
-from evoke_proxy.errors import PinBudgetExceeded
+from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
+# The ranges that an operator has pinned, ascending and disjoint.
 Pins = tuple[Span, ...]
 
+# However much of the budget system prompt and sinks take, pins may use their share of the budget
+# divided by this.
+_MIN_PIN_DIVISOR = 4
 
-def changed(pins: Pins, layout: Layout, span: Span, pinned: bool, config: PolicyConfig) -> Pins:
-    """The pins with this span, or without it; PinBudgetExceeded when that were too many."""
+
+def check_least_budget(config: PolicyConfig) -> int:
+    """Return the fewest tokens a budget must hold; BudgetTooSmall when the configured one is less."""
+    needed = config.least_budget
+    if config.budget is not None and config.budget < needed:
+        raise BudgetTooSmall(config.budget, needed)
+    return needed
+
+
+def check_budget(layout: Layout, config: PolicyConfig) -> None:
+    """Raise BudgetTooSmall or PinBudgetExceeded when pinned blocks leave no room to move a block."""
+    if config.budget is None:
+        return
+    needed = check_least_budget(config)
+    blocks = layout.blocks
+    pinned = int(blocks.lengths[blocks.pinned].sum())
+    is_system = (blocks.roles == ROLES.index(Role.SYSTEM)) & ~blocks.pinned
+    system = int(blocks.lengths[is_system].sum())
+    left = max(config.budget - config.sink_tokens - system, config.budget // _MIN_PIN_DIVISOR)
+    limit = max(0, min(int(config.pin_share * left), config.budget - needed))
+    if pinned > limit:
+        raise PinBudgetExceeded(pinned, limit)
+
+
+def change_pins(
+    pins: Pins, layout: Layout, span: Span, pinned: bool, config: PolicyConfig
+) -> Pins:
+    """Return the operator's pins with a span, or without it when `pinned` is false.
+
+    Raises BudgetTooSmall, and PinBudgetExceeded when these were too many.
+    """
     if not pinned:
         return without(pins, [span])
-    more = merged([*pins, span])
-    check_budget(_with(layout, more), config)
-    return more
+    changed = merged([*pins, span])
+    check_budget(_with_pinned(layout, changed), config)
+    return changed
 
 
-def kept(pins: Pins, layout: Layout) -> Pins:
-    """Those of text that is still what it was."""
-    there = layout.divergence
-    return pins if there is None else clipped(pins, Span(0, there))
+def valid_pins(pins: Pins, layout: Layout) -> Pins:
+    """Return the pins of text that the latest prompt has not changed."""
+    return pins if layout.divergence is None else clipped(pins, Span(0, layout.divergence))
 
 
-def applied(layout: Layout, pins: Pins, config: PolicyConfig) -> Layout:
-    """The layout with the operator's pins too, within the budget.
+def with_pins(layout: Layout, pins: Pins, config: PolicyConfig) -> Layout:
+    """Return the layout with the operator's pins, if the budget can hold them.
 
-    Without them where they are too many beside the client's own: no request fails of what its
-    client has not asked for. Raises BudgetTooSmall, and PinBudgetExceeded of the client's own.
+    When they are too many beside the client's own they are left out: no request fails because of
+    what its client did not ask for. Raises BudgetTooSmall, and PinBudgetExceeded for the client's
+    own pins.
     """
     if pins:
         try:
-            more = _with(layout, pins)
-            check_budget(more, config)
-            return more
+            pinned = _with_pinned(layout, pins)
+            check_budget(pinned, config)
+            return pinned
         except PinBudgetExceeded:
             pass
     check_budget(layout, config)
     return layout
 
 
-def _with(layout: Layout, pins: Sequence[Span]) -> Layout:
-    """A block is pinned when all of it is."""
+def _with_pinned(layout: Layout, pins: Sequence[Span]) -> Layout:
+    """Return the layout with the blocks pinned that lie completely in these ranges."""
     blocks = layout.blocks
     inside = blocks.within(pins) & ~blocks.pinned
     if not inside.any():
         return layout
-    chosen = zip(blocks, inside.tolist(), strict=True)
-    table = BlockTable(replace(block, pinned=True) if is_in else block for block, is_in in chosen)
+    pairs = zip(blocks, inside.tolist(), strict=True)
+    table = BlockTable(replace(block, pinned=True) if is_in else block for block, is_in in pairs)
     return replace(layout, blocks=table.with_copies(layout.in_pool))

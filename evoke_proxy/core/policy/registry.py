@@ -1,85 +1,149 @@
-"""Policies by name. Each is a pure function of what it sees: same view, same plan."""
+"""The registry of policies, and the decision that each of them makes.
+
+A new policy is one module that calls `register`. The built-in ones are in `policy.evoke`; others,
+such as those that benches compare with, are loaded with the variable EVOKE_POLICY_MODULES (see
+`config.policy_names`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.config.policy_names import add_policy_name, check_policy_name
+from evoke_proxy.core.model.block_table import FloatArray
 from evoke_proxy.core.model.naming import called
-from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
-from evoke_proxy.core.policy import attended, evoke, infllm, moves, oracle, window
-from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.policy.score import Scores, keep_scores
+from evoke_proxy.core.model.plan import Drop, Plan, DecodeBudget
+from evoke_proxy.core.policy.attention import MAX_QUERIES, Capture
+from evoke_proxy.core.policy.planner import Choice, make_plan
+from evoke_proxy.core.policy.view import PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.errors import ConfigError
 
-__all__ = ["PolicyView", "asks", "decide", "recovers", "recovers_text", "worth"]
+# Added to the score of a block that the client asks for: more than any score.
+_REQUESTED = 10.0
 
-# Those that bring back what a question is about.
-_RECOVERING = ("evoke", "infllm", "oracle")
-# More than any block can be worth by itself: the client has asked for it.
-_ASKED_FOR = 10.0
+Choose = Callable[[PolicyView, Query, PolicyConfig], Choice]
 
 
-def decide(view: PolicyView, question: Query, config: PolicyConfig) -> Plan:
-    """What to move before a prompt is decoded, `question` being what this turn is about.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How one policy chooses blocks, and what it needs for that.
 
-    After the plan resident rows + tail + reserve fit the budget, or it is `infeasible` and keeps
-    only what must stay. Sinks, pinned blocks and the block decoding goes on from are never evicted;
-    `recency` has no sinks. Ties break by block key, and deciding again on the plan's own result
+    Attributes:
+        name: The value of `policy.name` and `evoke_policy`.
+        choose: Scores the blocks of a view for a query, a pure function; None: nothing is evicted.
+        saves_evicted: Whether evicted blocks are saved and may be loaded again.
+        quotes_evicted: Whether the text of evicted blocks may be quoted in the request, with
+            `policy.recovery: breadcrumb`.
+        uses_query: Whether the choice depends on what the turn asks.
+        keeps_sinks: Whether the first tokens of the prompt always stay.
+        truncates: Whether the oldest messages are removed from the request itself.
+        probes: Whether the model may be probed for what it attends to, by `policy.recall`.
+        capture: What llama-server captures of the model's attention; None: nothing.
+        needs_bench_fields: Whether `policy.bench_fields` must be set: it is told the answers.
+    """
+
+    name: str
+    choose: Choose | None
+    saves_evicted: bool = False
+    quotes_evicted: bool = False
+    uses_query: bool = False
+    keeps_sinks: bool = True
+    truncates: bool = False
+    probes: bool = False
+    capture: Capture | None = None
+    needs_bench_fields: bool = False
+
+
+_POLICIES: dict[str, Policy] = {}
+
+
+def register(policy: Policy) -> Policy:
+    """Make a policy available under its name; ValueError when another one has that name."""
+    if policy.name in _POLICIES:
+        raise ValueError(f"two policies are called {policy.name!r}")
+    _POLICIES[policy.name] = policy
+    add_policy_name(policy.name, policy.needs_bench_fields)
+    return policy
+
+
+def policy_of(config: PolicyConfig) -> Policy:
+    """Return the policy that a configuration names; ConfigError when it is not registered."""
+    policy = _POLICIES.get(config.name)
+    if policy is None:
+        check_policy_name(config.name)  # raises
+        raise AssertionError(f"{config.name} has a name and no policy")
+    return policy
+
+
+def decide(view: PolicyView, query: Query, config: PolicyConfig) -> Plan:
+    """Return what to move before a prompt is decoded.
+
+    After the plan, resident rows, tail and reserve fit the budget, or the plan is `infeasible` and
+    keeps only what must stay. Sinks, pinned blocks and the block that decoding continues from are
+    never evicted. Equal scores are ordered by block key. Deciding again on the plan's own result
     moves nothing. Without a budget nothing is evicted. ConfigError for an unknown policy.
     """
-    if config.name == "no_eviction":
-        # A slot must not go on holding the budget of the session it had before.
+    policy = policy_of(config)
+    if policy.choose is None:
+        # The slot may still hold the budget of the session it had before.
         drops = tuple(Drop(label) for label in sorted(view.stale))
-        return Plan(drops=drops, stream=DecodeBudget(0), reason=config.name)
-    if config.name == "recency":
+        return Plan(drops=drops, stream=DecodeBudget(0), reason=policy.name)
+    if not policy.keeps_sinks:
         config = replace(config, sink_tokens=0)
-    return moves.plan(view, config, _choice(view, question, config))
+    choice = _choice(policy, policy.choose, view, query, config)
+    return make_plan(view, config, choice, saves_evicted(config))
 
 
-def worth(view: PolicyView, question: Query, config: PolicyConfig) -> Scores:
-    """What each block is worth to a policy, in their order: who is worth most stays, or comes
-    back. Where nothing is evicted, what it is worth whatever is asked."""
-    if config.budget is None or config.name == "no_eviction":
-        return keep_scores(view, config)
-    return _choice(view, question, config).values
+def block_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatArray:
+    """Return the score of each block [n] under a policy: those with the highest stay or return.
+
+    Where nothing is evicted, the keep-scores.
+    """
+    policy = policy_of(config)
+    if config.budget is None or policy.choose is None:
+        return keep_scores(view, config.sink_tokens)
+    return _choice(policy, policy.choose, view, query, config).scores
 
 
-def recovers(config: PolicyConfig) -> bool:
-    """Whether evicted blocks are saved and may come back under this policy."""
-    return config.name in (*_RECOVERING, "arkvale") and config.recovery == "kv_restore"
+def saves_evicted(config: PolicyConfig) -> bool:
+    """Return whether evicted blocks are saved and may be loaded again."""
+    return policy_of(config).saves_evicted and config.recovery == "kv_restore"
 
 
-def recovers_text(config: PolicyConfig) -> bool:
-    """Whether evicted blocks come back as text, to be decoded again."""
-    return config.name in _RECOVERING and config.recovery == "breadcrumb"
+def quotes_evicted(config: PolicyConfig) -> bool:
+    """Return whether the text of evicted blocks is quoted in requests, to be decoded again."""
+    return policy_of(config).quotes_evicted and config.recovery == "breadcrumb"
 
 
-def asks(config: PolicyConfig) -> bool:
-    """Whether what stays depends on what a turn is about."""
-    return config.budget is not None and config.name in (*_RECOVERING, "discard")
+def uses_query(config: PolicyConfig) -> bool:
+    """Return whether the choice of blocks depends on what a turn asks."""
+    return config.budget is not None and policy_of(config).uses_query
 
 
-def _choice(view: PolicyView, question: Query, config: PolicyConfig) -> moves.Choice:
-    """What the policy would have, with what the client has asked for by name above all else."""
-    choice = _of_policy(view, question, config)
-    if not (choice.recovers and question.requested):
+def probes(config: PolicyConfig) -> bool:
+    """Return whether the model may be probed for the blocks it attends to."""
+    can_load = policy_of(config).probes and config.recovery == "kv_restore"
+    return can_load and config.budget is not None and config.recall in ("model", "fused")
+
+
+def capture_of(config: PolicyConfig) -> Capture | None:
+    """Return what llama-server is to capture of the model's attention; None: nothing."""
+    if config.budget is None:
+        return None
+    capture = policy_of(config).capture
+    if not probes(config):
+        return capture
+    read = "masses" if capture is not None else ""
+    return Capture("ewma", queries=min(config.probe_tokens, MAX_QUERIES), read=read)
+
+
+def _choice(
+    policy: Policy, choose: Choose, view: PolicyView, query: Query, config: PolicyConfig
+) -> Choice:
+    """Return the choice of a policy, with the blocks that the client requests above all others."""
+    choice = choose(view, query, config)
+    if not (query.requested and saves_evicted(config)):
         return choice
-    asked = choice.values + _ASKED_FOR * called(view.blocks, question.requested)
-    return replace(choice, values=asked)
-
-
-def _of_policy(view: PolicyView, question: Query, config: PolicyConfig) -> moves.Choice:
-    match config.name:
-        case "recency" | "streaming":
-            return window.choice(view)
-        case "h2o" | "snapkv" | "tova" | "scored" | "arkvale":
-            return attended.choice(view, config, recovers(config))
-        case "infllm":
-            return infllm.choice(view, question, config, recovers(config))
-        case "oracle":
-            return oracle.choice(view, question, config, recovers(config))
-        case "evoke" | "discard" | "truncate":  # a truncated prompt fits, or nearly
-            return evoke.choice(view, question, config, recovers(config))
-    raise ConfigError(f"policy.name: {config.name!r} is not a policy")
+    return replace(choice, scores=choice.scores + _REQUESTED * called(view.blocks, query.requested))

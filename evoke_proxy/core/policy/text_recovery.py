@@ -17,10 +17,10 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.model.naming import called
 from evoke_proxy.core.policy.asking import about
-from evoke_proxy.core.policy.moves import room_for
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.planner import room_for
 from evoke_proxy.core.policy.turn import Turn
-from evoke_proxy.core.policy.working_set import by_value, candidates
+from evoke_proxy.core.policy.view import PolicyView
+from evoke_proxy.core.policy.planner import by_value, candidates
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.core.request.chat import ChatRequest

@@ -1,12 +1,11 @@
-"""One request of a session."""
+"""One request of a session, ready to be decided on."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.policy.view import PolicyView, Task
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.query import Query
@@ -14,9 +13,18 @@ from evoke_proxy.core.retrieval.query import Query
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One request of a session on one slot; `config` is the configured one as the request wants it.
+    """One request of a session on one slot.
 
-    `divergence` is the position where the client's history left the known one, None if it did not.
+    Attributes:
+        number: The number of the turn, from 1.
+        request: The parsed request.
+        rendered: Its prompt.
+        slot: The slot as llama-server described it.
+        view: What the policy decides on.
+        config: The policy as the request wants it, see `effective_config`.
+        divergence: Position where the prompt leaves the previous one; None when it continues it.
+        query: What the request asks.
+        task: The task that the turn belongs to.
     """
 
     number: int
@@ -26,14 +34,35 @@ class Turn:
     view: PolicyView
     config: PolicyConfig
     divergence: int | None
-    question: Query
+    query: Query
     task: Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Decided:
-    """What is shown of the latest turn; its request is not kept, since that may be large."""
+class DecidedTurn:
+    """What the admin API shows of the latest turn; without its request, which may be large.
+
+    Attributes:
+        view: What the policy decided on.
+        query: What the request asked.
+        config: The policy that decided.
+    """
 
     view: PolicyView
-    question: Query
+    query: Query
     config: PolicyConfig
+
+
+def effective_config(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
+    """Return the configured policy as one request wants it; it may lower the budget, not raise it."""
+    tags = request.tags
+    if not tags.given:
+        return config
+    budgets = [budget for budget in (config.budget, tags.budget) if budget is not None]
+    return replace(
+        config,
+        budget=min(budgets, default=None),
+        name=tags.policy or config.name,
+        recovery=tags.recovery or config.recovery,
+        recall=tags.recall or config.recall,
+    )

@@ -9,7 +9,7 @@ from typing import Any
 from evoke_proxy.core.model.blocks import Span, count
 from evoke_proxy.core.model.counts import is_count, token_count
 from evoke_proxy.core.model.plan import Plan
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.view import PolicyView
 
 
 @dataclass(frozen=True, slots=True)

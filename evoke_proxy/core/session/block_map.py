@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evoke_proxy.core.model.blocks import Block, Span, clipped, count, merged, without
-from evoke_proxy.core.policy.score import Scores
+from evoke_proxy.core.policy.view import Scores
 from evoke_proxy.core.prompt.layout import Layout
 
 RESIDENT, SAVED_RAM, SAVED_DISK, OMITTED = "resident", "saved_ram", "saved_disk", "omitted"

@@ -16,7 +16,7 @@ import numpy as np
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.policy.view import Task
 from evoke_proxy.core.prompt.layout import Layout, SavedRange
 from evoke_proxy.core.prompt.segment import next_numbers
 from evoke_proxy.core.session.identity import Hint

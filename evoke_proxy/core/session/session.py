@@ -18,11 +18,11 @@ from evoke_proxy.core.model.blocks import Role, Span, clipped
 from evoke_proxy.core.model.plan import Plan, Save
 from evoke_proxy.core.policy import pins
 from evoke_proxy.core.policy.attention import Attended
-from evoke_proxy.core.policy.bounds import effective
-from evoke_proxy.core.policy.policy_view import PolicyView
+from evoke_proxy.core.policy.pins import effective
 from evoke_proxy.core.policy.registry import decide, recovers
-from evoke_proxy.core.policy.task import Task
+from evoke_proxy.core.policy.view import Task
 from evoke_proxy.core.policy.turn import Decided, Turn
+from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.layout import Layout, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest

@@ -14,7 +14,7 @@ from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
 from evoke_proxy.core.model.blocks import Span, clipped, count
 from evoke_proxy.core.model.plan import Drop, Evict, Plan
 from evoke_proxy.core.policy import pins
-from evoke_proxy.core.policy.bounds import check_room
+from evoke_proxy.core.policy.pins import check_room
 from evoke_proxy.core.policy.registry import worth
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.pins import effective
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.turns.forwarding import Forwarding

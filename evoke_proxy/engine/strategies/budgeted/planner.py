@@ -17,7 +17,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.pins import effective
 from evoke_proxy.core.policy.registry import recovers_text
 from evoke_proxy.core.policy.text_recovery import Recalled, recall
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages

@@ -18,7 +18,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.counts import token_count
 from evoke_proxy.core.model.plan import Plan
-from evoke_proxy.core.policy.key_bounds import Queries
+from evoke_proxy.core.policy.attention import Queries
 from evoke_proxy.core.policy.probe import (
     MOST_BLOCKS,
     Pace,
@@ -29,7 +29,7 @@ from evoke_proxy.core.policy.probe import (
     sought,
 )
 from evoke_proxy.core.policy.probe import spans as spans_of
-from evoke_proxy.core.policy.score import Scores
+from evoke_proxy.core.policy.view import Scores
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.server_info import ServerInfo

@@ -1,0 +1,17 @@
+"""Variants of the evoke policy with other parameters, each a policy of its own."""
+
+from __future__ import annotations
+
+from evoke_proxy.core.policy.evoke import EvokeParameters, evoke_policy
+from evoke_proxy.core.policy.registry import register
+from evoke_proxy.core.policy.view import KeepWeights
+
+# The model's attention as a signal of the keep-score.
+register(evoke_policy("evoke_attention", EvokeParameters(weights=KeepWeights(attention=0.3))))
+# The keep-score by the task's focus alone, without the query.
+register(
+    evoke_policy(
+        "evoke_focus",
+        EvokeParameters(weights=KeepWeights(recency=0.0, focus=0.4), relevance=0.0, margin=0.0),
+    )
+)

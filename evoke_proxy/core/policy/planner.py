@@ -1,0 +1,398 @@
+"""Turns block scores into a plan: the part that all policies share.
+
+A policy scores the blocks and selects a working set. What must be saved, evicted and loaded for
+that set, and how llama-server holds the budget while it decodes, follows from the view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions, Mask
+from evoke_proxy.core.model.blocks import Block, count, merged
+from evoke_proxy.core.model.plan import Adopt, Drop, Evict, Load, Plan, Save, DecodeBudget
+from evoke_proxy.core.policy.view import PolicyView
+
+# A longer answer than the budget divided by this is left to the stream: room for tokens that may
+# never be generated is worth less than blocks that are there.
+_MAX_RESERVE_DIVISOR = 4
+# New text longer than the budget is decoded in pieces. This share of the budget's free part stays
+# with the best earlier blocks, or a long message would be answered without any of them.
+_EARLIER_SHARE = 0.5
+# How many blocks are tried before those that no longer fit are removed from the rest.
+_TRIED_AT_ONCE = 64
+# How many blocks are sorted at once.
+_SORTED_AT_ONCE = 2048
+# Above every score: what must return is loaded first.
+_MUST_LOAD = 1e6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The n blocks of a view, and what may be done with each.
+
+    Attributes:
+        blocks: The blocks.
+        lengths: [n] tokens of each block.
+        resident: [n] blocks in the slot.
+        loadable: [n] blocks that can be loaded from the host pool.
+        was_resident: [n] blocks that are resident, or were before a restart.
+        required: [n] blocks that may not leave, or have to be loaded.
+        n_other_rows: Reused rows of the slot that are in no resident block.
+    """
+
+    blocks: BlockTable
+    lengths: Positions
+    resident: Mask
+    loadable: Mask
+    was_resident: Mask
+    required: Mask
+    n_other_rows: int
+
+    @property
+    def optional(self) -> Mask:
+        """[n] blocks that a policy may choose or leave."""
+        return (self.resident | self.loadable) & ~self.required
+
+    def n_rows(self, blocks: Mask) -> int:
+        """Return how many rows the slot has when exactly these blocks are resident."""
+        return int(self.lengths[blocks].sum()) + self.n_other_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkingSet:
+    """The blocks that are to be resident.
+
+    Attributes:
+        chosen: [n] whether the block is in the set.
+        infeasible: Whether not even the required blocks fit.
+        n_rows: Rows of the slot with this set.
+    """
+
+    chosen: Mask
+    infeasible: bool
+    n_rows: int
+
+
+# Selects a working set by the scores of the blocks, within a capacity in tokens; None: unlimited.
+Select = Callable[[Candidates, FloatArray, int | None], WorkingSet]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What a policy makes of a view.
+
+    Attributes:
+        scores: [n] order in which earlier blocks are loaded, and evicted while decoding.
+        tail_scores: [n] order in which the turn's own blocks are evicted while decoding.
+        select: Selects the working set by `scores`.
+        keeps_earlier: Whether a share of the budget is kept for the best earlier blocks when the
+            turn's own text would take all of it.
+    """
+
+    scores: FloatArray
+    tail_scores: FloatArray
+    select: Select
+    keeps_earlier: bool = False
+
+
+def make_plan(view: PolicyView, config: PolicyConfig, choice: Choice, recovers: bool) -> Plan:
+    """Return the plan that realizes a choice; see `registry.decide` for its guarantees.
+
+    `recovers` says whether evicted blocks are saved and may be loaded again.
+    """
+    return _Planner(view, config, choice, recovers).plan()
+
+
+class _Planner:
+    """Computes the plan of one choice."""
+
+    def __init__(
+        self, view: PolicyView, config: PolicyConfig, choice: Choice, recovers: bool
+    ) -> None:
+        self._view = view
+        self._config = config
+        self._choice = choice
+        self._recovers = recovers
+        self._candidates = candidates_of(view, config.sink_tokens, recovers)
+        # Tokens that fit beside the tail, and tokens that the policy may fill; None: unlimited.
+        self._fits = room_for_blocks(view.n_to_decode, view.max_tokens, config)
+        self._capacity = self._with_earlier_share(self._fits)
+
+    def plan(self) -> Plan:
+        """Return the plan for a slot that continues, or for one that adopts saved blocks."""
+        if self._view.adopt_to and self._recovers:
+            return self._adopting_plan()
+        return self._continuing_plan()
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether the policy may fill more than fits beside the tail."""
+        return self._fits is not None and self._capacity is not None and self._fits < self._capacity
+
+    @property
+    def _is_infeasible(self) -> bool:
+        candidates = self._candidates
+        return self._fits is not None and candidates.n_rows(candidates.required) > self._fits
+
+    def _with_earlier_share(self, fits: int | None) -> int | None:
+        if fits is None or self._config.budget is None or not self._choice.keeps_earlier:
+            return fits
+        least = int((self._config.budget - self._config.least_budget) * _EARLIER_SHARE)
+        return max(fits, least)
+
+    def _continuing_plan(self) -> Plan:
+        view, candidates = self._view, self._candidates
+        selected = self._choice.select(candidates, self._choice.scores, self._capacity)
+        evicted = candidates.resident & ~selected.chosen
+        loaded = self._loadable_now(selected)
+        needs_rows = loaded.any() and self._config.budget is not None
+        foreign_rows = view.foreign_rows if needs_rows else ()
+        resident = (candidates.resident & ~evicted) | loaded
+        return Plan(
+            saves=self._saves(evicted) if self._recovers else (),
+            evicts=(
+                *(Evict(block.span, block.label) for block in view.blocks.pick(evicted)),
+                *(Evict(span) for span in foreign_rows),
+            ),
+            loads=tuple(Load(block.label, block.span) for block in view.blocks.pick(loaded)),
+            drops=self._drops(),
+            stream=self._stream(resident, selected.chosen if self._is_crowded else loaded),
+            infeasible=self._is_infeasible,
+            crowded=self._is_crowded,
+            reason=self._reason(selected),
+        )
+
+    def _adopting_plan(self) -> Plan:
+        view, candidates = self._view, self._candidates
+        selected = self._choice.select(candidates, self._choice.scores, self._capacity)
+        n_free = view.n_free + count(view.resident)
+        room = _room_in_cells(n_free, view.n_to_decode, self._config.budget)
+        loaded = load_order(candidates, self._choice.scores, selected.chosen, room)
+        blocks = view.blocks.pick(loaded)
+        if not blocks or blocks[-1].span.end != view.adopt_to:
+            # The block that decoding continues from does not fit: decode the whole prompt.
+            nothing = np.zeros(len(loaded), dtype=bool)
+            stream = self._stream(nothing, nothing)
+            return Plan(stream=stream, drops=self._drops(), reason="no cells to come back to")
+        labels, spans = (block.label for block in blocks), (block.span for block in blocks)
+        protected = loaded if self._is_crowded else loaded & ~candidates.was_resident
+        return Plan(
+            adopt=Adopt(view.adopt_to, tuple(labels), tuple(spans)),
+            drops=self._drops(),
+            stream=self._stream(loaded, protected),
+            infeasible=self._is_infeasible,
+            crowded=self._is_crowded,
+            reason=self._reason(selected),
+        )
+
+    def _loadable_now(self, selected: WorkingSet) -> Mask:
+        """Return the selected blocks to load, as far as cells and budget have room meanwhile."""
+        view, candidates = self._view, self._candidates
+        n_evicted = int(candidates.lengths[candidates.resident & ~selected.chosen].sum())
+        n_free, budget_left = view.n_free + n_evicted, None
+        if self._config.budget is not None:
+            n_foreign = count(view.foreign_rows)
+            n_free += n_foreign
+            budget_left = self._config.budget - (count(view.resident) - n_evicted - n_foreign)
+        room = _room_in_cells(n_free, view.n_to_decode, budget_left)
+        missing = selected.chosen & ~candidates.resident
+        return load_order(candidates, self._choice.scores, missing, room)
+
+    def _saves(self, evicted: Mask) -> tuple[Save, ...]:
+        blocks = self._view.blocks.pick(evicted & ~self._view.in_pool)
+        return tuple(Save(block.label, block.span) for block in blocks)
+
+    def _drops(self) -> tuple[Drop, ...]:
+        labels = set(self._view.stale)
+        if not self._recovers:  # copies that the stream has saved are of no use either
+            labels |= {block.label for block in self._view.blocks.pick(self._view.in_pool)}
+        return tuple(Drop(label) for label in sorted(labels))
+
+    def _stream(self, resident: Mask, protected: Mask) -> DecodeBudget:
+        """Return how llama-server holds the budget while it decodes; off without a budget.
+
+        What was just recovered is protected as far as the budget allows, so that it is in place
+        when the answer begins.
+        """
+        config = self._config
+        if config.budget is None:
+            return DecodeBudget(0)
+        indexes = self._protected_blocks(resident, protected, config.budget - config.least_budget)
+        return DecodeBudget(
+            budget=config.budget,
+            sink=config.sink_tokens,
+            recent=config.recent_tokens,
+            block=config.block_tokens,
+            protect=merged(self._view.blocks[i].span for i in indexes),
+            order=self._eviction_order(resident, indexes),
+        )
+
+    def _protected_blocks(self, resident: Mask, wanted: Mask, room: int) -> list[int]:
+        """Return indexes of pinned blocks, then of the best wanted ones, that fit into `room`."""
+        blocks = self._view.blocks
+        is_new = blocks.starts >= self._view.decode_from
+        pinned = np.flatnonzero(blocks.pinned & (resident | is_new))
+        others = by_score(wanted & ~blocks.pinned, self._choice.scores, blocks)
+        lengths, indexes = blocks.lengths, list[int]()
+        for i in [*pinned.tolist(), *others.tolist()]:
+            length = int(lengths[i])
+            if length <= room:
+                indexes.append(i)
+                room -= length
+        return indexes
+
+    def _eviction_order(self, resident: Mask, protected: list[int]) -> tuple[Block, ...]:
+        """Return blocks that may be evicted while decoding: earlier ones, then the turn's own.
+
+        Each part begins with the least valuable block.
+        """
+        blocks = self._view.blocks
+        evictable = blocks.starts >= self._config.sink_tokens
+        evictable[protected] = False
+        earlier = evictable & resident
+        new = evictable & (blocks.starts >= self._view.decode_from)
+        indexes = [
+            by_score(earlier, -self._choice.scores, blocks),
+            by_score(new, -self._choice.tail_scores, blocks),
+        ]
+        return tuple(blocks.pick(np.concatenate(indexes)))
+
+    def _reason(self, selected: WorkingSet) -> str:
+        """Return why the plan is as it is, for logs."""
+        if self._capacity is None:
+            return "no budget"
+        limits = f"tail {self._view.n_to_decode}, budget {self._config.budget}"
+        if selected.infeasible:
+            fit = max(0, self._capacity)
+            return f"{selected.n_rows} tokens must stay, {fit} fit: {limits}"
+        return f"{selected.n_rows} of {self._capacity} tokens used: {limits}"
+
+
+def room_for_blocks(n_to_decode: int, max_tokens: int | None, config: PolicyConfig) -> int | None:
+    """Return the tokens left for blocks beside a tail and its answer; None without a budget."""
+    if config.budget is None:
+        return None
+    answer = config.reserve_tokens if max_tokens is None else max_tokens
+    return config.budget - n_to_decode - min(answer, config.budget // _MAX_RESERVE_DIVISOR)
+
+
+def _room_in_cells(n_free: int, n_to_decode: int, budget_left: int | None) -> int:
+    """Return how many rows may be loaded into free cells before the tail is decoded.
+
+    When the cells hold the whole remaining budget, llama-server makes room for the tail itself.
+    When they do not, or there is no budget, the tail's own cells stay free.
+    """
+    if budget_left is None:
+        return n_free - n_to_decode
+    return budget_left if n_free >= budget_left else min(budget_left, n_free - n_to_decode)
+
+
+def candidates_of(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates:
+    """Return what can be chosen: resident blocks, and saved ones below the decoding start."""
+    adopts = view.adopt_to > 0
+    blocks, start = view.blocks, view.decode_from
+    starts, ends, lengths = blocks.starts, blocks.ends, blocks.lengths
+    resident = view.in_cache & (not adopts)
+    loadable = view.in_pool & (ends <= start) & ~resident & recovers
+    was_resident = loadable & blocks.within(view.pre_restart_resident) if adopts else resident
+    stays = blocks.pinned | (starts < sink_tokens) | ((starts < start) & (start <= ends))
+    stays |= blocks.within(view.non_evictable)
+    n_other_rows = 0 if adopts else count(view.reused_rows) - int(lengths[resident].sum())
+    return Candidates(
+        blocks=blocks,
+        lengths=lengths,
+        resident=resident,
+        loadable=loadable,
+        was_resident=was_resident,
+        required=stays & (resident | loadable),
+        n_other_rows=n_other_rows,
+    )
+
+
+def fill_capacity(
+    candidates: Candidates, capacity: int | None, fill: Callable[[int], Mask]
+) -> WorkingSet:
+    """Return the required blocks and those that `fill` takes for the remaining room, in tokens.
+
+    A capacity of None takes everything. The set is infeasible when the required blocks do not fit.
+    """
+    if capacity is None:
+        chosen = candidates.resident | candidates.loadable
+        return WorkingSet(chosen, False, candidates.n_rows(chosen))
+    room = capacity - candidates.n_rows(candidates.required)
+    chosen = candidates.required | fill(room) if room >= 0 else candidates.required
+    return WorkingSet(chosen, room < 0, candidates.n_rows(chosen))
+
+
+def choose_best(
+    candidates: Candidates, scores: FloatArray, capacity: int | None, margin: float | FloatArray
+) -> WorkingSet:
+    """Return the required blocks, then the most valuable others that fit into the capacity.
+
+    A block that does not fit is skipped for a smaller one of less value. A block that is already
+    in place counts `margin` more than one that would have to be moved: one number, or one a block.
+    """
+
+    def fill(room: int) -> Mask:
+        adjusted = scores + np.where(candidates.was_resident, margin, 0.0)
+        return best_fit(candidates.optional, adjusted, candidates.blocks, room)
+
+    return fill_capacity(candidates, capacity, fill)
+
+
+def best_fit(wanted: Mask, scores: FloatArray, blocks: BlockTable, room: int) -> Mask:
+    """Return what `first_fit` takes in the order of `by_score`, sorting only as many as needed."""
+    lengths, taken = blocks.lengths, np.zeros(len(blocks), np.bool_)
+    remaining = np.flatnonzero(wanted & (lengths <= room))
+    while len(remaining):
+        is_next = np.ones(len(remaining), np.bool_)
+        if len(remaining) > _SORTED_AT_ONCE:
+            rank = len(remaining) - _SORTED_AT_ONCE
+            is_next = scores[remaining] >= np.partition(scores[remaining], rank)[-_SORTED_AT_ONCE]
+        batch = np.zeros(len(blocks), np.bool_)
+        batch[remaining[is_next]] = True
+        found = first_fit(by_score(batch, scores, blocks), lengths, room)
+        taken |= found
+        room -= int(lengths[found].sum())
+        remaining = remaining[~is_next & (lengths[remaining] <= room)]
+    return taken
+
+
+def load_order(candidates: Candidates, scores: FloatArray, wanted: Mask, room: int) -> Mask:
+    """Return the wanted blocks that fit into `room`: required ones, then the most valuable."""
+    priority = scores + np.where(candidates.required, _MUST_LOAD, 0.0)
+    order = by_score(wanted, priority, candidates.blocks)
+    return first_fit(order, candidates.lengths, room)
+
+
+def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
+    """Return the indexes of the wanted blocks, highest score first; equal ones by block key."""
+    indexes = np.flatnonzero(wanted)
+    order = indexes[(-scores[indexes]).argsort(kind="stable")]
+    ranked = scores[order]
+    equal = np.flatnonzero(ranked[1:] == ranked[:-1])
+    if len(equal):
+        for first in np.setdiff1d(equal, equal + 1).tolist():
+            end = first + int((ranked[first:] == ranked[first]).sum())
+            order[first:end] = sorted(order[first:end].tolist(), key=lambda i: blocks[i].key)
+    return order
+
+
+def first_fit(order: Positions, lengths: Positions, room: int) -> Mask:
+    """Return a mask of the first index that fits, the next one that fits beside it, and so on."""
+    taken = np.zeros(len(lengths), np.bool_)
+    remaining = order
+    while len(remaining):
+        remaining = remaining[lengths[remaining] <= room]
+        batch = remaining[:_TRIED_AT_ONCE]
+        for i, length in zip(batch.tolist(), lengths[batch].tolist(), strict=True):
+            if length <= room:
+                taken[i] = True
+                room -= length
+        remaining = remaining[_TRIED_AT_ONCE:]
+    return taken
