@@ -56,19 +56,19 @@ def parse_role(name: str) -> Role:
 class Block:
     """A range of a prompt with one identity: the unit of scoring, eviction and recovery.
 
-    `key` is for people (`user:7#0`), `label` is its name in calls to llama-server and unique;
+    `display_name` is for people (`user:7#0`), `label` is its name in calls to llama-server and unique;
     `turn` is the turn of the session that cut it, `message` an index into the request's messages;
-    `identity` holds what a text may call it by (path, file name, tool, ids).
+    `aliases` holds what a text may call it by (path, file name, tool, ids).
     """
 
-    key: str
+    display_name: str
     label: str
     span: Span
     role: Role
     turn: int
     message: int
     text: str
-    identity: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     pinned: bool = False
     preferred: bool = False
     priority: float = 1.0

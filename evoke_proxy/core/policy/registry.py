@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.naming import called
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
 from evoke_proxy.core.policy import attended, evoke, infllm, moves, oracle, window
 from evoke_proxy.core.policy.policy_view import PolicyView
@@ -66,7 +66,7 @@ def _choice(view: PolicyView, question: Question, config: PolicyConfig) -> moves
     choice = _of_policy(view, question, config)
     if not (choice.recovers and question.named):
         return choice
-    asked = choice.values + _ASKED_FOR * called(view.blocks, question.named)
+    asked = choice.values + _ASKED_FOR * blocks_named(view.blocks, question.named)
     return replace(choice, values=asked)
 
 

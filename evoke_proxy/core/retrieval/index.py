@@ -189,7 +189,7 @@ class Index:
         number = self._postings.add(block.text)
         self._spaced.append(spaced(block.text))
         self._open.append(not closed(block.text))
-        self._names.add(block.identity, number)
+        self._names.add(block.aliases, number)
         return number
 
     def _clauses(self, question: Question, looking: _Looking) -> list[Clause]:
