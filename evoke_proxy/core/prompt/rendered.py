@@ -32,12 +32,19 @@ class MessageSpan:
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """One slot now: the rows of `resident` are in it, its first `n_common` tokens are the prompt's.
+    """The state of one slot, relative to a rendered prompt. Counts are tokens.
 
-    Counts are tokens; `n_free` is how many more rows the cache can hold. Rows of `non_evictable` are not to
-    be evicted: going back to a context checkpoint goes on from them. The first `n_reusable` tokens
-    have rows that were decoded with every row before them resident; None when the server does not
-    say it.
+    Attributes:
+        id: number of the slot.
+        epoch: changes when the slot's content is replaced.
+        n_tokens: tokens in the slot.
+        n_common: how many of them, from the first on, equal the prompt's.
+        resident: ranges with rows in the KV cache.
+        n_free: rows that the cache can still take.
+        busy: whether a request runs in it.
+        non_evictable: resident ranges that decoding needs to return to a context checkpoint.
+        n_reusable: tokens, from the first on, whose rows were decoded with every earlier row
+            resident; None when the server does not state it.
     """
 
     id: int
@@ -94,10 +101,18 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
-    """A request as the tokens llama-server would decode; its answer begins at `generation`.
-    Each of `sentence_starts` is the first token of a sentence or a line behind the first of its message.
-    `message_hashes` are where the last messages end, each with llama-server's hash of all that it said up to
-    there: what it need not say again. `instance` names the process that rendered it."""
+    """A request rendered by llama-server's chat template and tokenizer.
+
+    Attributes:
+        tokens: the whole prompt [n_tokens].
+        generation: position where the answer begins.
+        spans: where each message lies; they tile [0, generation).
+        slots: state of the slots that the server was asked about.
+        sentence_starts: first tokens of sentences and lines, except of a message's first.
+        message_hashes: ends of the last messages, each with llama-server's hash of the rendering up
+            to there; a later rendering may omit what it shares with one of them.
+        instance: id of the server process that rendered it.
+    """
 
     tokens: Tokens
     generation: int
