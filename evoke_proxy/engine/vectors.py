@@ -12,9 +12,9 @@ from evoke_proxy.core.policy.bounds import effective
 from evoke_proxy.core.policy.registry import asks
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.retrieval import pieces
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.query import asked
+from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.engine.embedding import Embedding
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -84,14 +84,14 @@ class BlockVectors:
         before, known.awaited = known.awaited, {}
         awaited = known.awaited
         # The latest submitted is embedded first, so the oldest are submitted first.
-        lacking = known.session.index.lacking(_AT_ONCE)[::-1]
+        lacking = known.session.index.without_vectors(_AT_ONCE)[::-1]
 
         def submit_some(start: int) -> None:
             """Submit a few blocks, and the next ones in another callback of the event loop."""
             if known.awaited is not awaited:  # another turn has ended meanwhile
                 return
             for block in lacking[start : start + _IN_ONE_STEP]:
-                texts = pieces(block.text)
+                texts = chunks_of(block.text)
                 keys = before.get(block.label) or self._keys(texts, known.tenant)
                 awaited[block.label] = keys
                 self._embedding.submit(zip(keys, texts, strict=True))
@@ -110,9 +110,9 @@ class BlockVectors:
         return asks(effective(self.policy, request)) or any(own)
 
     async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
-        parts = asked(request).parts
-        found = await self._embedding.embed_queries(parts, tenant) if parts else []
-        return dict(zip(parts, found, strict=True))
+        clauses = query_of(request).clauses
+        found = await self._embedding.embed_queries(clauses, tenant) if clauses else []
+        return dict(zip(clauses, found, strict=True))
 
 
 def stacked(arrived: Arrived) -> list[tuple[str, Vectors]]:

@@ -13,7 +13,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.errors import ConfigError
 
 FACT = "the oslo vault code is 48213"
@@ -25,7 +25,7 @@ def config(name: str, **settings: object) -> PolicyConfig:
 
 
 def decided(view: PolicyView, config: PolicyConfig, query: str = "", **given: object) -> Plan:
-    return registry.decide(view, replace(Question.of(query), **given), config)  # type: ignore[arg-type]
+    return registry.decide(view, replace(Query.of(query), **given), config)  # type: ignore[arg-type]
 
 
 def lasting(view: PolicyView, plan: Plan) -> str:
@@ -51,7 +51,7 @@ def test_of_the_rest_the_newest_stay(name: str, left: str) -> None:
 @pytest.mark.parametrize("name", ["recency", "streaming", "discard"])
 def test_what_is_gone_stays_gone(name: str) -> None:
     view = line([FILLER[0], FACT, *FILLER[2:8]], "rsrrrrrr")
-    plan = decided(view, config(name), ASKS, named=("user:01",))
+    plan = decided(view, config(name), ASKS, requested=("user:01",))
     assert not plan.loads and not plan.saves
     assert "s/1" in {drop.label for drop in plan.drops}
 
@@ -120,7 +120,7 @@ def test_the_oracle_has_what_evoke_has_where_that_has_the_answer(states: str, go
 @pytest.mark.parametrize("name", ["evoke", "infllm"])
 def test_what_the_client_names_comes_back_before_what_it_asks_about(name: str) -> None:
     view = line([FILLER[0], FACT, FILLER[2], *FILLER[3:9]], "rssrrrrrr", tail=64)
-    plan = decided(view, config(name, infllm_blocks=1), ASKS, named=("user:02",))
+    plan = decided(view, config(name, infllm_blocks=1), ASKS, requested=("user:02",))
     assert "+s/2" in moved(plan)
     assert "+s/2" not in moved(decided(view, config(name, infllm_blocks=1), ASKS))
 

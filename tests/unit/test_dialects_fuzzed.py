@@ -17,7 +17,7 @@ from evoke_proxy.core.request.ahead import kind_of, snapshot_obstacle
 from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
 from evoke_proxy.core.request.parameters import BodyLimits
 from evoke_proxy.core.request.side import is_side_request
-from evoke_proxy.core.retrieval.query import asked
+from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_checks import check_body
@@ -70,7 +70,7 @@ def _only_request_errors(body: dict[str, Any]) -> None:
             request = parse_chat(dialect, parsed, bench=True)
         except RequestError:
             continue
-        asked(request)
+        query_of(request)
         strip_own_fields(text, parsed)
         is_side_request(request, 10, True, True)
         snapshot_obstacle(request)

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from slot_model import BlockState, SlotModel, seen, states_of, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import registry, working_set
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.registry import recovers
-from evoke_proxy.core.retrieval import Index, Scores
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.accounting import forecast
 from evoke_proxy.errors import ConfigError
 
@@ -32,7 +32,7 @@ def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
     """With two of the blocks for the oracle, and some that the client names now and then."""
     named = ("user:0", "tool:3#0") if "port" in query else ()
     files = ("src/a.py", "src/b.py") if "config" in query else ()
-    question = replace(Question.of(query), named=named, gold=(1, 2), files=files)
+    question = replace(Query.of(query), requested=named, gold=(1, 2), files=files)
     return registry.decide(view, question, config)
 
 
@@ -293,7 +293,7 @@ def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
 ) -> None:
     config = replace(config, name=name)
     used = Index()
-    used.relevance(Question.of("vault"), view.blocks[: len(view.blocks) // 2])
+    used.relevance(Query.of("vault"), view.blocks[: len(view.blocks) // 2])
     other = replace(view, index=used)
     assert decide(view, query, config) == decide(other, query, config)
     assert decide(view, query, config) == decide(view, query, config)
@@ -423,7 +423,7 @@ def file_session() -> PolicyView:
 )
 def test_a_file_that_a_tool_is_called_with_comes_back_whole(budget: int, back: str) -> None:
     view, config = file_session(), replace(CONFIG, budget=budget)
-    question = replace(Question.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
+    question = replace(Query.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
     plan = registry.decide(view, question, config)
     assert " ".join(load.label for load in plan.loads) == back
     without = registry.decide(view, replace(question, files=()), config)
@@ -472,7 +472,7 @@ def test_equal_blocks_are_told_apart_by_key() -> None:
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, question: Question, blocks: BlockTable, *_: object) -> Scores:
+    def relevance(self, question: Query, blocks: BlockTable, *_: object) -> FloatArray:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 
