@@ -41,7 +41,7 @@ from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.demo.session import paragraph
 from evoke_proxy.engine import Server
-from evoke_proxy.web.garbage import NEW_OBJECTS
+from evoke_proxy.web.garbage_collection import NEW_OBJECTS
 
 SIZES = (100, 1_000, 10_000, 100_000)
 WAYS = ("one", "many")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.naming import called
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.policy.evoke import evoke_choice
 from evoke_proxy.core.policy.planner import Choice
 from evoke_proxy.core.policy.registry import Policy, register
@@ -26,7 +26,7 @@ _evoke = evoke_choice()
 def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
     """Choose the blocks that the query's `gold` names, then what `evoke` chooses."""
     choice = _evoke(view, query, config)
-    return replace(choice, scores=choice.scores + _GOLD * called(view.blocks, query.gold))
+    return replace(choice, scores=choice.scores + _GOLD * blocks_named(view.blocks, query.gold))
 
 
 register(

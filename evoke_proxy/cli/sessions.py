@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import load
 from evoke_proxy.core.session.recorded import read
 from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described

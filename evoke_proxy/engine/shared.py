@@ -6,7 +6,7 @@ from typing import Any
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.server.body_memory import BodyMemory
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -24,7 +24,7 @@ class Shared:
         self.draining = False
         self.metrics = Metrics()
         self.feed = Feed()
-        self.embedding = Embedding(config.embedder, self.metrics)
+        self.embedding = EmbeddingService(config.embedder, self.metrics)
         self.vault = SnapshotRepository(config.snapshots, self.metrics)
         self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)
         self._keeps = bool(config.snapshots.directory)

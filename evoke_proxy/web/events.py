@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.web.patience import PATIENCE
+from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 # A comment every so often, so that everything in between sees life.
 _QUIET_S = 15.0
@@ -26,7 +26,7 @@ async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
     response = web.StreamResponse(headers=_HEADERS)
     await response.prepare(request)
     after = int(given) if given.isdecimal() and len(given) < 19 else None
-    patience = request.app[PATIENCE]
+    patience = request.app[SLOW_CLIENT_GUARD]
     with engine.feed.listen(lambda: patience.too_slow(request), after) as listener:
         while True:
             event = await listener.next(_QUIET_S)

@@ -17,7 +17,7 @@ from bench.npm import INSTALL_S, NotInstalled
 from bench.opencode import BUDGET, TURN_S
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.llama.block_api import BlockApi, RenderCall
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_two_turns_of_an_agent(
     found = _booked(caplog.text)
     assert len(found) >= len(turns)
     for books in found:
-        assert sum(books[kind] for kind in BOOK_KINDS) == books["prompt"]
+        assert sum(books[kind] for kind in TOKEN_KINDS) == books["prompt"]
         assert books["peak"] <= BUDGET
     long = [books for books in found if books["prompt"] > 2 * BUDGET]
     assert len(long) >= 2

@@ -8,8 +8,8 @@ import pytest
 from test_policies import CONFIG, FILLER, line, moved
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import blocks_named, unknown_names
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.model.naming import called, unknown
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.view import PolicyView
@@ -129,18 +129,23 @@ def test_names_are_keys_their_beginnings_and_identities() -> None:
     view = line(["a", "b"], "rr")
     first, second = view.blocks
     blocks = type(view.blocks)(
-        [replace(first, key="file:a.py#0", identity=("src/a.py", "a.py", "read", "call_1")), second]
+        [
+            replace(
+                first, display_name="file:a.py#0", aliases=("src/a.py", "a.py", "read", "call_1")
+            ),
+            second,
+        ]
     )
     for name in ("file:a.py", "file:a.py#0", "src/a.py", "a.py", "call_1", 0):
-        assert called(blocks, (name,)).tolist() == [True, False]
+        assert blocks_named(blocks, (name,)).tolist() == [True, False]
     for name in ("file:a", "a.py#0", "A.py", "", 2):
-        assert not called(blocks, (name,)).any()
-    split = type(blocks)([replace(first, key="file:a.py#1.1")])
-    assert [called(split, (name,)).all() for name in ("file:a.py#1", "file:a.py#1.0")] == [
+        assert not blocks_named(blocks, (name,)).any()
+    split = type(blocks)([replace(first, display_name="file:a.py#1.1")])
+    assert [blocks_named(split, (name,)).all() for name in ("file:a.py#1", "file:a.py#1.0")] == [
         True,
         False,
     ]
-    assert unknown(blocks, ("b.py", "a.py", "user:01", "user:1")) == ["b.py", "user:1"]
+    assert unknown_names(blocks, ("b.py", "a.py", "user:01", "user:1")) == ["b.py", "user:1"]
 
 
 def test_an_unknown_policy_is_an_error() -> None:

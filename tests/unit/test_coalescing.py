@@ -9,7 +9,7 @@ import pytest
 
 from evoke_proxy.engine.operator.copies import Copies
 from evoke_proxy.web import coalescing
-from evoke_proxy.web.coalescing import Coalescing
+from evoke_proxy.web.coalescing import RequestCoalescer
 
 
 def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> None:
@@ -23,7 +23,7 @@ def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> No
         return b"%d" % begun
 
     async def run() -> None:
-        shared = Coalescing()
+        shared = RequestCoalescer()
 
         async def ask() -> None:
             wanted = state["now"]
@@ -55,7 +55,7 @@ def test_an_error_reaches_all_who_asked_and_nobody_after_them() -> None:
         return b"{}"
 
     async def run() -> None:
-        shared = Coalescing()
+        shared = RequestCoalescer()
         found = await asyncio.gather(
             *(shared.get("a", make) for _ in range(3)), return_exceptions=True
         )
@@ -71,7 +71,7 @@ def test_one_that_leaves_takes_no_answer_from_the_others_and_keys_are_bounded(
     monkeypatch.setattr(coalescing, "_KEYS", 4)
 
     async def run() -> None:
-        shared, go_on = Coalescing(), asyncio.Event()
+        shared, go_on = RequestCoalescer(), asyncio.Event()
 
         async def make() -> bytes:
             await go_on.wait()

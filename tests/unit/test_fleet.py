@@ -16,7 +16,7 @@ from test_recorded import seated
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
 from evoke_proxy.core.model.blocks import Span

@@ -390,7 +390,7 @@ def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
 
 
 @dataclass
-class Traffic:
+class ActiveRequests:
     """Requests and background work at random, and who has what at each moment."""
 
     how: random.Random
@@ -483,7 +483,7 @@ def test_whoever_comes_and_goes_each_slot_and_session_has_one_user() -> None:
         how = random.Random(seed)
         queue = SlotQueue(LimitsConfig(queue=how.choice((0, 3, 9)), queue_timeout_s=8.0))
         queue.restart(how.choice((1, 2, 4)))
-        it, loop = Traffic(how, queue), asyncio.get_running_loop()
+        it, loop = ActiveRequests(how, queue), asyncio.get_running_loop()
         kinds = (it.request, it.request, it.work, it.operation)
         tasks = [loop.create_task(how.choice(kinds)()) for _ in range(40)]
         for task in how.sample(tasks, 15):

@@ -16,7 +16,7 @@ from evoke_proxy.core.policy.truncate import truncate_messages
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.prompt.segment import Shares, cut
 from evoke_proxy.core.request import anthropic, normalise, responses
-from evoke_proxy.core.request.chat import freed, parse_chat
+from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
 from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.bm25 import (
     InvertedIndex,
@@ -170,12 +170,12 @@ def _bodies(n: int) -> None:
 
 
 def _freed(body: dict[str, Any]) -> bytes:
-    return freed(json.dumps(body).encode(), body)
+    return strip_own_fields(json.dumps(body).encode(), body)
 
 
 def _doubled(n: int) -> None:
     text = '{"messages":[{"a":1' + ',"evoke_keep":"pin"' * n + "}]}"
-    freed(text.encode(), json.loads(text))
+    strip_own_fields(text.encode(), json.loads(text))
 
 
 def _items(kind: str, n: int) -> dict[str, Any]:

@@ -84,14 +84,14 @@ def _tail_state(draw: st.DrawFn) -> BlockState:
 def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
     role = draw(st.sampled_from(Role))
     return Block(
-        key=f"{role}:{number}#0",
+        display_name=f"{role}:{number}#0",
         label=f"s/{span.start}-{span.end}",
         span=span,
         role=role,
         turn=1,
         message=number // 2,
         text=" ".join(draw(st.lists(st.sampled_from(WORDS), max_size=4))),
-        identity=draw(st.sampled_from([(), (), ("src/a.py",), ("src/a.py", "src/b.py")])),
+        aliases=draw(st.sampled_from([(), (), ("src/a.py",), ("src/a.py", "src/b.py")])),
         pinned=draw(st.integers(1, 10)) <= pins_in_10,
         preferred=draw(st.integers(0, 9)) == 0,
     )
@@ -195,7 +195,7 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
             if state.resident
         )
         assert resident_tokens(then) <= max(least, stays + loose)
-        assert plan.stream is not None and plan.stream.held <= config.budget
+        assert plan.stream is not None and plan.stream.min_budget <= config.budget
     elif not plan.infeasible:
         assert needed <= config.budget
         assert resident_tokens(view) > config.budget or model.peak <= max(
@@ -247,7 +247,7 @@ def test_sinks_pins_and_the_topmost_block_are_never_evicted(
     if plan.stream is not None and plan.stream.budget:
         spared = [*plan.stream.protect, Span(0, sinks(config))]
         assert not common((victim.span for victim in plan.stream.order), spared)
-        assert plan.stream.held <= max(
+        assert plan.stream.min_budget <= max(
             plan.stream.budget, config.sink_tokens + config.recent_tokens + config.block_tokens
         )
 
@@ -410,7 +410,7 @@ def file_session() -> PolicyView:
     shapes |= {5: (4, tool, "src/a.py"), 6: (5, said, "src/a.py"), 7: (6, tool, "src/b.py")}
     blocks = list(view.blocks)
     for i, (message, role, path) in shapes.items():
-        blocks[i] = replace(blocks[i], message=message, role=role, identity=(path,))
+        blocks[i] = replace(blocks[i], message=message, role=role, aliases=(path,))
     return replace(view, blocks=BlockTable(blocks))
 
 
@@ -456,12 +456,18 @@ def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_abou
 def test_equal_blocks_are_told_apart_by_key() -> None:
     view = line(["x"] * 10, "r" * 10)
     keys = [f"key{(i * 7) % 10}" for i in range(10)]
-    flat = [replace(b, key=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)]
+    flat = [
+        replace(b, display_name=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)
+    ]
     plan = decide(replace(view, blocks=BlockTable(flat)), "", CONFIG)
-    left = {b.key for b in flat} - {flat[int((e.label or "")[2:])].key for e in plan.evicts}
+    left = {b.display_name for b in flat} - {
+        flat[int((e.label or "")[2:])].display_name for e in plan.evicts
+    }
     assert left - {keys[0], keys[9]} == {"key1", "key2", "key4", "key5"}
     assert plan.stream is not None
-    assert [flat[int(v.label[2:])].key for v in plan.stream.order] == sorted(left - {keys[0]})
+    assert [flat[int(v.label[2:])].display_name for v in plan.stream.order] == sorted(
+        left - {keys[0]}
+    )
 
 
 class NoisyIndex(Index):
@@ -506,7 +512,7 @@ def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
     assert plan.crowded and "+s/9" in moved(plan)
     assert plan.stream is not None
     assert any(Span(9 * 64, 10 * 64).start in span for span in plan.stream.protect)
-    assert plan.stream.held <= 1024
+    assert plan.stream.min_budget <= 1024
     recency = decide(view, "number9", replace(CONFIG, budget=1024, name="recency"))
     assert recency.infeasible and not recency.crowded
 

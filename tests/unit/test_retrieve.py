@@ -23,14 +23,14 @@ from evoke_proxy.core.retrieval.vectors import DocumentVectors, chunks_of
 
 def block(number: int, text: str, message: int | None = None, *identity: str) -> Block:
     return Block(
-        key=f"user:{number}#0",
+        display_name=f"user:{number}#0",
         label=f"s/{number}",
         span=Span(number * 10, number * 10 + 10),
         role=Role.USER,
         turn=number,
         message=number if message is None else message,
         text=text,
-        identity=identity,
+        aliases=identity,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from test_vault import TOKENS, kept, vault
 
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
 from evoke_proxy.core.request.ahead import STEP
 

@@ -17,9 +17,9 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.session import Session
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors, stacked
 
 EAST = np.array([1.0, 0.0], np.float32)
 POLICY = PolicyConfig(budget=512)
@@ -99,7 +99,7 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
-    monkeypatch.setattr("evoke_proxy.engine.vectors._AT_ONCE", 2)
+    monkeypatch.setattr("evoke_proxy.engine.embedding.block_vectors._AT_ONCE", 2)
     known.session.take(stacked(vectors_of(fake).arrived(known)))
     assert len(known.embedded) == 2 and not known.session.index.without_vectors(9)
 

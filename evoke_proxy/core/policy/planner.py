@@ -371,7 +371,7 @@ def load_order(candidates: Candidates, scores: FloatArray, wanted: Mask, room: i
 
 
 def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
-    """Return the indexes of the wanted blocks, highest score first; equal ones by block key."""
+    """Return the indexes of the wanted blocks, highest score first; equal ones by display name."""
     indexes = np.flatnonzero(wanted)
     order = indexes[(-scores[indexes]).argsort(kind="stable")]
     ranked = scores[order]
@@ -379,7 +379,7 @@ def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
     if len(equal):
         for first in np.setdiff1d(equal, equal + 1).tolist():
             end = first + int((ranked[first:] == ranked[first]).sum())
-            order[first:end] = sorted(order[first:end].tolist(), key=lambda i: blocks[i].key)
+            order[first:end] = sorted(order[first:end].tolist(), key=lambda i: blocks[i].display_name)
     return order
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.config.policy_names import add_policy_name, check_policy_name
 from evoke_proxy.core.model.block_table import FloatArray
-from evoke_proxy.core.model.naming import called
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.plan import Drop, Plan, DecodeBudget
 from evoke_proxy.core.policy.attention import MAX_QUERIES, Capture
 from evoke_proxy.core.policy.planner import Choice, make_plan
@@ -82,7 +82,7 @@ def decide(view: PolicyView, query: Query, config: PolicyConfig) -> Plan:
 
     After the plan, resident rows, tail and reserve fit the budget, or the plan is `infeasible` and
     keeps only what must stay. Sinks, pinned blocks and the block that decoding continues from are
-    never evicted. Equal scores are ordered by block key. Deciding again on the plan's own result
+    never evicted. Equal scores are ordered by display name. Deciding again on the plan's own result
     moves nothing. Without a budget nothing is evicted. ConfigError for an unknown policy.
     """
     policy = policy_of(config)
@@ -146,4 +146,4 @@ def _choice(
     choice = choose(view, query, config)
     if not (query.requested and saves_evicted(config)):
         return choice
-    return replace(choice, scores=choice.scores + _REQUESTED * called(view.blocks, query.requested))
+    return replace(choice, scores=choice.scores + _REQUESTED * blocks_named(view.blocks, query.requested))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.model.naming import called
 from evoke_proxy.core.policy.asking import about
 from evoke_proxy.core.policy.planner import room_for
 from evoke_proxy.core.policy.turn import Turn
@@ -84,7 +84,7 @@ def quoted(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[Messag
     parts = [_HEADING]
     for run in _runs(blocks):
         text = _text(run, request, spans)
-        parts.append(f"[{run[0].key.rpartition('#')[0]}] {text}")
+        parts.append(f"[{run[0].display_name.rpartition('#')[0]}] {text}")
     return "\n".join(parts) + "\n\n"
 
 
@@ -98,7 +98,7 @@ def _needed(view: PolicyView, question: Query, config: PolicyConfig) -> list[Blo
     out = known & ~view.in_cache
     if not out.any():
         return []
-    asked = called(blocks, (*question.requested, *question.gold))
+    asked = blocks_named(blocks, (*question.requested, *question.gold))
     found = about(view, question, config)
     least = max(_LEAST, _SHARE_OF_BEST * float(found[known].max()))
     wanted = out & (asked | (found >= least))

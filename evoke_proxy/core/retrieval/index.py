@@ -253,7 +253,7 @@ class Index:
         document = self._inverted.add(block.text)
         self._phrase_texts.append(phrase_text(block.text))
         self._open_ended.append(not ends_sentence(block.text))
-        for name in {name.lower() for name in block.identity}:
+        for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
 

@@ -278,7 +278,7 @@ class Session:
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
             resident=view.resident,
-            held=view.held,
+            held=view.non_evictable,
             n_free=view.n_free,
             max_tokens=request.max_tokens,
             adopt_to=adopt_to,

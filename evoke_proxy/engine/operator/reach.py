@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
@@ -26,6 +26,6 @@ class Reach:
     conversations: Conversations
     keeper: SnapshotStrategy
     records: SessionPersistence
-    embedding: Embedding
+    embedding: EmbeddingService
     feed: Feed
     routed: LlamaClient | None

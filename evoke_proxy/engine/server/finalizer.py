@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
+from evoke_proxy.adapters.metrics import TOKEN_KINDS, Metrics
 from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.costs import is_odd
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.parsing.tenant import tenant_of
@@ -22,7 +23,6 @@ from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns.booking import book
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import UpstreamProtocolError
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class TurnFinalizer:
             path = turn.path if turn is not None else path
             self._metrics.ttft_seconds.labels(path=path).observe(way.first_byte_s)
         if turn is not None and way.books is None:
-            self._metrics.count_books({kind: getattr(turn, kind) for kind in BOOK_KINDS})
+            self._metrics.count_tokens({kind: getattr(turn, kind) for kind in TOKEN_KINDS})
 
     def _count_unmanaged(self, way: Forwarding) -> None:
         """Count an answer to a request that llama-server had refused to render: a fault of ours."""

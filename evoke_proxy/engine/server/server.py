@@ -15,6 +15,7 @@ from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.gauges import show
@@ -36,7 +37,6 @@ from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
-from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import (
     CapacityError,
     EvokeError,

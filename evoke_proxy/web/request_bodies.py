@@ -16,7 +16,7 @@ from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits, is_
 from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.errors import BodyMemoryFull, RequestError
 from evoke_proxy.web import dialects
-from evoke_proxy.web.access import ACCESS
+from evoke_proxy.web.client_access import ACCESS
 
 # What may precede a JSON text: white space and a byte order mark.
 _BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"

@@ -31,7 +31,7 @@ class ClientSite(web.BaseSite):
 
     __slots__ = ("_crowd", "_host", "_port")
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, crowd: Crowd) -> None:
+    def __init__(self, runner: web.AppRunner, host: str, port: int, crowd: ConnectionLimit) -> None:
         super().__init__(runner)
         self._host = host
         self._port = port
@@ -51,7 +51,7 @@ class ClientSite(web.BaseSite):
         )
 
 
-class Crowd:
+class ConnectionLimit:
     """The bound, and who is being told of it."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
@@ -97,7 +97,7 @@ class Crowd:
 class _Entrance(asyncio.Protocol):
     """Hands a connection to the HTTP server, or has it refused."""
 
-    def __init__(self, server: web.Server, crowd: Crowd) -> None:
+    def __init__(self, server: web.Server, crowd: ConnectionLimit) -> None:
         self._server = server
         self._crowd = crowd
         self._transport: asyncio.Transport | None = None
@@ -134,7 +134,7 @@ def _answer(most: int) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def make_room(connections: int) -> int:
+def raise_file_limit(connections: int) -> int:
     """Have the system let us open as many files as so many connections take; how many it does."""
     wanted = 2 * connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -24,7 +24,7 @@ _WORTH_IT, _OVERDUE = 500, 5000
 _FIRST_FOR_SECOND = 2
 
 
-class Garbage:
+class DeferredCollection:
     """Collects garbage when `is_idle`; `start` and `stop` are called in the event loop."""
 
     def __init__(self, is_idle: Callable[[], bool]) -> None:

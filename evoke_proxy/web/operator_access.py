@@ -20,7 +20,7 @@ from evoke_proxy.errors import Forbidden, RequestError, Unauthenticated
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Door:
+class OperatorAccess:
     """Where the admin comes in, and with which token.
 
     Until addresses are named, every address is one for the admin too: whoever makes a runner of
@@ -38,7 +38,7 @@ class Door:
         """From now on only requests to these addresses are the admin's, and to them no others."""
         self._addresses = frozenset((str(host), int(port)) for host, port, *_ in addresses)
 
-    def is_own(self, request: web.Request) -> bool:
+    def is_admin_address(self, request: web.Request) -> bool:
         """Whether a request came to an address that is the admin's alone."""
         return bool(self._addresses) and self._at(request)
 
@@ -69,7 +69,7 @@ class Door:
         return (host, port) in self._addresses or bool(every & self._addresses)
 
 
-DOOR = web.AppKey("door", Door)
+OPERATOR_ACCESS = web.AppKey("door", OperatorAccess)
 
 
 def admit(request: web.Request) -> None:
@@ -78,7 +78,7 @@ def admit(request: web.Request) -> None:
     A browser sends the token that its user has typed in as `Authorization: Bearer`, once an answer
     was 401.
     """
-    request.app[DOOR].admit(request)
+    request.app[OPERATOR_ACCESS].admit(request)
 
 
 def is_operator(request: web.Request) -> bool:
@@ -107,7 +107,7 @@ def is_ours(request: web.Request) -> bool:
 @web.middleware
 async def apart(request: web.Request, handler: Handler) -> web.StreamResponse:
     """At an address of the admin nothing goes on to llama-server: it asks nobody for a key."""
-    if request.app[DOOR].is_own(request) and not is_ours(request):
+    if request.app[OPERATOR_ACCESS].is_admin_address(request) and not is_ours(request):
         raise RequestError("this address is for the admin alone", "not_found", 404)
     return await handler(request)
 

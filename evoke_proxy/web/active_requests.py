@@ -11,7 +11,7 @@ from aiohttp import web
 from evoke_proxy.errors import Draining
 
 
-class Traffic:
+class ActiveRequests:
     """Counts them; `stopping` says whether new ones are refused."""
 
     def __init__(self, stopping: Callable[[], bool]) -> None:
@@ -49,4 +49,4 @@ class Traffic:
         return self._under_way
 
 
-TRAFFIC: web.AppKey[Traffic] = web.AppKey("TRAFFIC", Traffic)
+ACTIVE_REQUESTS: web.AppKey[ActiveRequests] = web.AppKey("ACTIVE_REQUESTS", ActiveRequests)

@@ -15,7 +15,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
@@ -35,7 +35,7 @@ class BlockVectors:
     """
 
     def __init__(
-        self, embedding: Embedding, policy: PolicyConfig, conversations: Conversations
+        self, embedding: EmbeddingService, policy: PolicyConfig, conversations: Conversations
     ) -> None:
         self._embedding = embedding
         self.policy = policy

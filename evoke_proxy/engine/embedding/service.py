@@ -47,7 +47,7 @@ class Encoder(Protocol):
     def documents(self, texts: Sequence[str]) -> Vectors: ...
 
 
-class Embedding:
+class EmbeddingService:
     """The embedder of the whole proxy; use as an async context manager.
 
     Without `embedder.directory` it is off: no question gets a vector, submitted blocks are ignored.
@@ -73,7 +73,7 @@ class Embedding:
         self._at_once = ThreadPoolExecutor(1, "embed-question")
         self._behind = ThreadPoolExecutor(1, "embed-blocks", initializer=_yield_the_processor)
 
-    async def __aenter__(self) -> Embedding:
+    async def __aenter__(self) -> EmbeddingService:
         """Load the encoder, off the event loop; ConfigError when it does not load."""
         if self._config.directory:
             loop = asyncio.get_running_loop()

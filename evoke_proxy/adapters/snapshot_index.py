@@ -98,7 +98,7 @@ class Owner:
     used: float
 
 
-class Store:
+class SnapshotIndex:
     """Snapshots and records; a process that dies loses no change.
 
     Changes raise SnapshotUnusable, and change nothing, when the disk does not take them.

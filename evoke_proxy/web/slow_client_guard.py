@@ -16,7 +16,7 @@ from evoke_proxy.config import LimitsConfig
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Patience:
+class SlowClientGuard:
     """Cuts clients off that send their request, or read their answer, too slowly."""
 
     def __init__(self, limits: LimitsConfig, metrics: Metrics) -> None:
@@ -91,13 +91,13 @@ class _BodyDue:
             self._drop(request, "slow_body")
 
 
-PATIENCE = web.AppKey("patience", Patience)
+SLOW_CLIENT_GUARD = web.AppKey("patience", SlowClientGuard)
 
 
 @web.middleware
-async def punctual(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def body_deadline(request: web.Request, handler: Handler) -> web.StreamResponse:
     """The body of every request is due."""
-    arrived = request.app[PATIENCE].body_due(request)
+    arrived = request.app[SLOW_CLIENT_GUARD].body_due(request)
     try:
         return await handler(request)
     finally:
