@@ -30,9 +30,8 @@ from bench.llama import Llama, running
 from bench.quality.sessions import TUNING, Script, scripts
 from bench.quality.stack import Range, Reading, read
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.attention import Floats, Queries, floats
-from evoke_proxy.core.policy.attention import shares as bound_shares
-from evoke_proxy.core.policy.probe import sought
+from evoke_proxy.core.policy.attention import Float32Array, Queries, bound_shares, decode_floats
+from evoke_proxy.core.policy.probe import model_relevance
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
@@ -109,17 +108,17 @@ class Session:
         evicts = [{"op": "evict", "p0": a, "p1": b} for a, b in out]
         self.llama.act("block-plan", ops=[*saves, *evicts])
 
-    def _bounds(self, spans: list[list[int]]) -> Floats:
+    def _bounds(self, spans: list[list[int]]) -> Float32Array:
         """[span, layer, 2, key]"""
         found = self.llama.act("attention", ranges=[], bounds=spans)["key_bounds"]
         shape = (len(spans), len(self.layers), 2, found["n_key"][0])
-        return floats(found["data"]).reshape(shape)
+        return decode_floats(found["data"]).reshape(shape)
 
-    def _keys(self, end: int) -> Floats:
+    def _keys(self, end: int) -> Float32Array:
         """[token, layer, key]: the bounds of single tokens are their keys."""
         spans = [[at, at + 1] for at in range(end)]
         parts = [self._bounds(spans[at : at + _AT_ONCE]) for at in range(0, end, _AT_ONCE)]
-        keys: Floats = np.concatenate(parts)[:, :, 0]
+        keys: Float32Array = np.concatenate(parts)[:, :, 0]
         return keys
 
     def _asked(
@@ -128,7 +127,7 @@ class Session:
         number: int,
         tokens: Sequence[int],
         blocks: Sequence[Range],
-        bounds: Sequence[Floats],
+        bounds: Sequence[Float32Array],
     ) -> dict[str, int]:
         """One question behind the ones before it and their answers."""
         message = self.script.turns[number - len(self.script.probes)]
@@ -147,7 +146,7 @@ class Session:
         told: Mapping[str, Any],
         n_prompt: int,
         blocks: Sequence[Range],
-        bounds: Sequence[Floats],
+        bounds: Sequence[Float32Array],
     ) -> Iterator[tuple[str, Scores]]:
         """Every way to score the blocks, by its name."""
         queries = Queries.parse(told["query_rows"], len(self.layers))
@@ -158,7 +157,7 @@ class Session:
         for name, of in {"all": list(range(len(self.layers))), **alone}.items():
             for rows, mask in (("words", words), ("asked", ~words)):
                 product = _of_layers(told["key_products"], of, mask, n_prompt)
-                scores = sought(product, np.arange(len(blocks)), len(blocks), n_prompt)
+                scores = model_relevance(product, np.arange(len(blocks)), len(blocks), n_prompt)
                 if scores is None:
                     continue
                 yield f"keys/{rows}/{name}", scores
@@ -170,7 +169,7 @@ class Session:
                     yield f"{by}_{PIECE}/{rows}/{name}", small
 
 
-def cuboids(keys: Floats, spans: Sequence[Sequence[int]]) -> Floats:
+def cuboids(keys: Float32Array, spans: Sequence[Sequence[int]]) -> Float32Array:
     """[span, layer, 2, key] of keys [token, layer, key]: the middle between the least and greatest
     values, less and more the mean distance of the keys from it."""
     found = []
@@ -179,11 +178,11 @@ def cuboids(keys: Floats, spans: Sequence[Sequence[int]]) -> Floats:
         middle = (part.min(axis=0) + part.max(axis=0)) / 2
         radius = np.abs(part - middle).mean(axis=0)
         found.append(np.stack([middle - radius, middle + radius], axis=1))
-    stacked: Floats = np.stack(found)
+    stacked: Float32Array = np.stack(found)
     return stacked
 
 
-def _peaks(rows: Floats, bounds: Floats) -> Scores:
+def _peaks(rows: Float32Array, bounds: Float32Array) -> Scores:
     """The most of the softmax of its bounds that a block has at any layer, head and row."""
     peaks: Scores = np.max([one.max(axis=(0, 1)) for one in bound_shares(rows, bounds)], axis=0)
     return peaks
@@ -194,7 +193,7 @@ def _of_layers(
 ) -> Mapping[str, Any]:
     """The products of some layers and rows, as rows of an answer's words."""
     shape = (-1, len(products["layers"]), len(products["pos"]), products["n_head"])
-    part = floats(products["data"]).reshape(shape)[:, of][:, :, mask]
+    part = decode_floats(products["data"]).reshape(shape)[:, of][:, :, mask]
     data = base64.b64encode(np.ascontiguousarray(part, "<f4").tobytes()).decode()
     named = {"layers": list(of), "pos": [n_prompt] * int(mask.sum()), "data": data}
     return {**products, **named}

@@ -70,9 +70,7 @@ def choice(scored: Callable[[PolicyView], FloatArray], window: Window) -> Choose
     def choose(view: PolicyView, _: Query, config: PolicyConfig) -> Choice:
         ages = age_scores(view)
 
-        def select(
-            candidates: Candidates, scores: FloatArray, capacity: int | None
-        ) -> WorkingSet:
+        def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             def fill(room: int) -> Mask:
                 in_place = candidates.optional & candidates.was_resident
                 local = newest(candidates, in_place, window(config, room))
@@ -103,9 +101,7 @@ def _none(_: PolicyConfig, room: int) -> int:
 register(Policy(name="h2o", choose=choice(attention_scores, _half), capture=Capture("sum")))
 register(Policy(name="snapkv", choose=choice(attention_scores, _recent), capture=Capture("snapkv")))
 register(
-    Policy(
-        name="tova", choose=choice(attention_scores, _none), capture=Capture("ewma", decay=0.0)
-    )
+    Policy(name="tova", choose=choice(attention_scores, _none), capture=Capture("ewma", decay=0.0))
 )
 register(Policy(name="scored", choose=choice(last_turn_scores, _none), capture=Capture("ewma")))
 register(

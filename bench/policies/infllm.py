@@ -13,6 +13,7 @@ as for `evoke`, and rows return to their own positions.
 
 from __future__ import annotations
 
+from bench.policies.by_age import age_scores, newest
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import FloatArray, Mask
 from evoke_proxy.core.policy.evoke import relevance_scores
@@ -28,23 +29,19 @@ from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
 
-from bench.policies.by_age import age_scores, newest
-
 # The window gets at least the room divided by this.
 _MIN_WINDOW_DIVISOR = 4
 # Orders blocks with equal relevance by age, and nothing else.
 _AGE_WEIGHT = 1e-6
 N_BLOCKS = 8
-OTHER_N_BLOCKS = (1, 2, 4, 16, 50)
+OTHER_N_BLOCKS = (1, 2, 4, 8, 16, 50)
 
 
 def choice(n_blocks: int) -> Choose:
     """Return a choice of `n_blocks` relevant blocks beside a window over the newest."""
 
     def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
-        def select(
-            candidates: Candidates, scores: FloatArray, capacity: int | None
-        ) -> WorkingSet:
+        def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             def fill(room: int) -> Mask:
                 optional, lengths = candidates.optional, candidates.lengths
                 local = newest(candidates, optional, room // _MIN_WINDOW_DIVISOR)

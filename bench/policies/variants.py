@@ -8,6 +8,9 @@ from evoke_proxy.core.policy.view import KeepWeights
 
 # The model's attention as a signal of the keep-score.
 register(evoke_policy("evoke_attention", EvokeParameters(weights=KeepWeights(attention=0.3))))
+# Without and with a larger margin for blocks that are in place.
+for _margin in (0.0, 0.2, 0.5):
+    register(evoke_policy(f"evoke_margin_{_margin:g}", EvokeParameters(margin=_margin)))
 # The keep-score by the task's focus alone, without the query.
 register(
     evoke_policy(

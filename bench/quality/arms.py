@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from evoke_proxy.config import POLICIES
+import bench.policies  # noqa: F401 -- registers what is compared with
+from evoke_proxy.config.policy_names import policy_names
 
 CEILING, OURS = "no_eviction", "evoke"
 RATIOS = (3.6, 8.0, 16.0)
 # What every claim needs beside them: one that must fail, and one that must not.
 FAILS, BEST = "discard", "oracle"
 CONTROLS = (FAILS, BEST)
+# The other policies of the proxy and of bench.policies, without their variants.
+OTHERS = (
+    "infllm", "recency", "streaming", "truncate", "h2o", "snapkv", "tova", "scored", "arkvale",
+)  # fmt: skip
 # The model itself is asked what it looks for: alone, and beside what text finds.
 RECALLS = ("model", "fused")
 
@@ -33,6 +38,11 @@ class Arm:
         """What it is called in tables and in the journal."""
         policy = f"{self.policy}+{self.label}" if self.label else self.policy
         return policy if self.ratio is None else f"{policy}@{self.ratio:g}x"
+
+    @property
+    def registered_policy(self) -> str:
+        """The name of the policy in requests; a variant of `policy` has a name of its own."""
+        return str(self.fields.get("evoke_policy", self.policy))
 
     def budget(self, tokens: int) -> int | None:
         """The budget in tokens for a session of that many."""
@@ -71,6 +81,6 @@ def plain_of(name: str) -> str | None:
 
 
 def ladder(policies: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[Arm]:
-    """Return the ceiling and every other policy that the proxy has at every compression."""
-    chosen = [name for name in policies if name in POLICIES and name != CEILING]
+    """Return the ceiling, and at every compression each other policy that the proxy can run."""
+    chosen = [name for name in policies if name in policy_names() and name != CEILING]
     return [Arm(CEILING), *(Arm(name, ratio) for name in chosen for ratio in ratios)]

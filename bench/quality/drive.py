@@ -51,7 +51,7 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         reply = chat(stack.front, body, headers)
         turns.append(read_turn(number + 1, reply))
         planned = reply.headers.get("x-evoke-policy", "no plan")
-        if planned != arm.policy:
+        if planned != arm.registered_policy:
             faults.append(f"turn {number + 1}: {planned}")
         sent = reading.prompt(end)
         if turns[-1].prompt < sent and arm.policy != "truncate":

@@ -2,7 +2,7 @@
 
 Sessions of the quality bench are sent under `evoke` with every combination of the three: text
 retrieval by words (`recall` text or fused), the model's own recall (model or fused), and attention
-as a signal of what stays (`weight_attention` 0.3 or 0). The effect of a factor is the mean over the
+as a signal of what stays (weight 0.3 or 0). The effect of a factor is the mean over the
 other two of the share of right answers with it less that without it, on the same questions; its
 interval draws whole sessions. `with_text` and `without_text` are effects of the others by whether
 text retrieval is on. Finished sessions are lines of a journal, as in `bench.quality`.
@@ -41,7 +41,6 @@ CELLS = (
 FACTORS = ("text", "model", "attention")
 _RECALL = {(True, True): "fused", (True, False): "text", (False, True): "model"}
 _DRAWS = 4000
-_ATTENTION = {"policy.weight_attention": 0.3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +59,17 @@ class Combination:
     def arm(self, ratio: float) -> Arm:
         """Our policy with just that."""
         recall = _RECALL.get((self.text, self.model), "none")
-        return Arm(OURS, ratio, self.label, {"evoke_recall": recall})
+        fields = {"evoke_recall": recall}
+        if self.attention:
+            fields["evoke_policy"] = "evoke_attention"
+        return Arm(OURS, ratio, self.label, fields)
 
 
 ALL = tuple(Combination(*on) for on in product((False, True), repeat=3))
 
 
 def batches(cells: Sequence[Cell], seed: int, ratios: Sequence[float]) -> list[Batch]:
-    """The ceiling and the eight combinations on all sessions: two proxies, with attention and
-    without."""
+    """Return the ceiling and the eight combinations on all sessions, those with attention last."""
     drawn = [
         (cell.name, script)
         for cell in cells
@@ -79,7 +80,7 @@ def batches(cells: Sequence[Cell], seed: int, ratios: Sequence[float]) -> list[B
         arms = [c.arm(ratio) for ratio in ratios for c in ALL if c.attention is attention]
         arms = arms if attention else [Arm(CEILING), *arms]
         units = [Unit(name, script, arm) for name, script in drawn for arm in arms]
-        made.append(Batch(_ATTENTION if attention else {}, units))
+        made.append(Batch({}, units))
     return made
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from bench.quality.arms import (
     BEST,
     CEILING,
-    CONTROLS,
     FAILS,
+    OTHERS,
     OURS,
     RATIOS,
     RECALLS,
@@ -20,7 +20,6 @@ from bench.quality.arms import (
     recalling,
 )
 from bench.quality.sessions import Script, scripts
-from evoke_proxy.config import POLICIES
 
 ABLATED_AT = 8.0
 
@@ -54,8 +53,7 @@ class Cell:
         if session < self.asked:
             found += [recalling(way, ratio) for way in RECALLS for ratio in ratios]
         if session < self.wide:
-            others = (name for name in POLICIES if name not in (CEILING, OURS, *CONTROLS))
-            found += [Arm(name, ABLATED_AT) for name in others]
+            found += [Arm(name, ABLATED_AT) for name in OTHERS]
         return found
 
 
@@ -166,10 +164,10 @@ def variants(embedder: str) -> list[Variant]:
     apart by questions in other words, whose facts come anywhere in a ranking by meaning.
     """
     gone = Arm(OURS, ABLATED_AT, "no_recovery", {"evoke_recovery": "discard"})
-    seen = Arm(OURS, ABLATED_AT, "attention")
+    attention = Arm(OURS, ABLATED_AT, "attention", {"evoke_policy": "evoke_attention"})
     found = [
         Variant(gone, ("facts12",)),
-        Variant(seen, ("facts12",), {"policy.weight_attention": 0.3}),
+        Variant(attention, ("facts12",)),
     ]
     return found + _by_meaning({"embedder.directory": embedder}) if embedder else found
 
@@ -188,5 +186,6 @@ def _by_meaning(setting: Mapping[str, Any]) -> list[Variant]:
         found.append(changed(OURS, ratio, f"block{size}", block_tokens=size))
     found += [changed("infllm", ratio) for ratio in dict.fromkeys(LOOK_UPS.values())]
     for blocks, ratio in LOOK_UPS.items():
-        found.append(changed("infllm", ratio, f"k{blocks}", infllm_blocks=blocks))
+        arm = Arm("infllm", ratio, f"embedder+k{blocks}", {"evoke_policy": f"infllm_k{blocks}"})
+        found.append(Variant(arm, ("paraphrase",), setting))
     return found

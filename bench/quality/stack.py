@@ -92,7 +92,15 @@ def stack(server: Path, model: Path, settings: Mapping[str, Any], logs: Path) ->
         command += ["--slot-save-path", folder]  # without it no slot can be erased
         config = Path(folder) / "evoke.yaml"
         config.write_text(yaml.safe_dump(tree), "utf-8")
-        proxy = [*proxy_command(front, upstream), "--log-level", "warning", "--config", str(config)]
+        policies = ["env", "EVOKE_POLICY_MODULES=bench.policies"]
+        proxy = [
+            *policies,
+            *proxy_command(front, upstream),
+            "--log-level",
+            "warning",
+            "--config",
+            str(config),
+        ]
         with serving(command, upstream, logs / f"{upstream}-llama-server.log"):
             with serving(proxy, front, logs / f"{upstream}-proxy.log"):
                 yield Stack(upstream, front, bool(settings.get("embedder.directory")))

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, POLICIES, Config, load
+from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, Config, load
+from evoke_proxy.config.policy_names import policy_names
 
 DESCRIPTION = "Run the proxy: forward clients to llama-server and keep sessions within a budget."
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=int, metavar="N", help="tokens that a session may keep in the KV cache"
     )
-    parser.add_argument("--policy", choices=POLICIES, help="how blocks to evict are chosen")
+    parser.add_argument("--policy", choices=policy_names(), help="how blocks to evict are chosen")
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="least severity to log")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help="log lines or JSON objects")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evoke_proxy.config.keeping import NormaliseConfig, SnapshotsConfig
+from evoke_proxy.config.policy_names import check_policy_name
 from evoke_proxy.config.pooling import PoolConfig, is_url
 from evoke_proxy.config.strict import (
     build,
@@ -26,19 +27,12 @@ from evoke_proxy.config.strict import (
 from evoke_proxy.errors import ConfigError
 
 __all__ = [
-    "BENCH_POLICIES", "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "MAX_HEADERS", "MAX_LINE_BYTES",
-    "POLICIES", "POOLINGS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig", "LimitsConfig",
+    "DEVICES", "LOG_FORMATS", "LOG_LEVELS", "MAX_HEADERS", "MAX_LINE_BYTES",
+    "POOLINGS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig", "LimitsConfig",
     "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig", "PoolConfig", "SecurityConfig",
     "SnapshotsConfig", "UpstreamConfig", "env_name", "keys", "load", "parse_listen", "value_at",
 ]  # fmt: skip
 
-POLICIES = (
-    *("evoke", "infllm", "discard", "recency", "streaming", "truncate", "no_eviction"),
-    *("h2o", "snapkv", "tova", "scored", "arkvale"),
-    "oracle",
-)
-# What only a bench may ask for: it knows the answers.
-BENCH_POLICIES = ("oracle",)
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 LOG_FORMATS = ("text", "json")
 RECALLS = ("text", "model", "fused", "none")
@@ -51,10 +45,8 @@ MAX_LINE_BYTES = 8000
 MAX_HEADERS = 90
 _MAY_BE_ZERO = frozenset(
     (
-        *("policy.sink_tokens", "policy.recent_tokens", "policy.margin", "limits.queue"),
+        *("policy.sink_tokens", "policy.recent_tokens", "limits.queue"),
         "limits.tenant_queue",
-        *("policy.residency_turns", "policy.weight_recency", "policy.weight_focus"),
-        *("policy.weight_attention", "policy.weight_relevance", "policy.probe_worth_s"),
         *("snapshots.min_free_mib", "snapshots.tenant_mib", "snapshots.min_gain"),
         *("normalise.dates_h", "limits.grammar_bytes", "limits.last_n", "limits.n_probs"),
     )
@@ -124,17 +116,8 @@ class PolicyConfig:
     recent_tokens: int = 64
     reserve_tokens: int = 256
     pin_share: float = 0.6
-    margin: float = 0.1
-    residency_turns: int = 1
-    weight_recency: float = 0.6
-    weight_focus: float = 0.4
-    weight_attention: float = 0.0
-    weight_relevance: float = 2.0
     attention_layers: int = 4
-    recall_layers: tuple[int, ...] = ()
     probe_tokens: int = 12
-    probe_worth_s: float = 2.0
-    infllm_blocks: int = 8
     writeback: bool = True
     bench_fields: bool = False
 
@@ -282,9 +265,7 @@ def _check(config: Config) -> None:
     named = config.pool.servers  # raises what is wrong with them
     least = config.pool.backoff_max_s >= config.pool.backoff_s or not named
     _require(least, "pool.backoff_max_s", "must be pool.backoff_s or more")
-    _one_of("policy.name", config.policy.name, POLICIES)
-    bench = config.policy.name not in BENCH_POLICIES or config.policy.bench_fields
-    _require(bench, "policy.name", f"{config.policy.name!r} needs policy.bench_fields")
+    check_policy_name(config.policy.name, config.policy.bench_fields)
     _one_of("policy.recovery", config.policy.recovery, RECOVERIES)
     _one_of("policy.recall", config.policy.recall, RECALLS)
     _one_of("embedder.device", config.embedder.device, DEVICES)

@@ -1,8 +1,9 @@
 """The names of the policies that a configuration or a request may choose.
 
 Policies register themselves where they are defined, see `evoke_proxy.core.policy.registry`. The
-built-in ones are imported when the names are first needed. Other modules that define policies, such
-as `bench.policies`, are named in the environment variable EVOKE_POLICY_MODULES, separated by commas.
+built-in ones are imported when the names are first needed. Other modules that define policies,
+such as `bench.policies`, are named in the environment variable EVOKE_POLICY_MODULES, separated by
+commas.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def policy_names(bench_fields: bool = True) -> tuple[str, ...]:
 
 
 def check_policy_name(name: str, bench_fields: bool = True) -> None:
-    """Raise ConfigError when no policy has this name, or `policy.bench_fields` is not set for it."""
+    """Raise ConfigError when no policy has this name, or it lacks `policy.bench_fields`."""
     names = policy_names()
     if name not in names:
         raise ConfigError(

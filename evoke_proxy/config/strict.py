@@ -30,9 +30,17 @@ _NUMBER_CHARS = 40
 # How long a pipe may be silent that is given as a file.
 _PIPE_S = 5.0
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-# Variables with our prefix that are not settings: of the server build, of tests and of clients.
+# Variables with our prefix that are not settings: of the server build, of tests and of clients, and
+# the modules that define policies.
 _OTHER_VARIABLES = frozenset(
-    ("EVOKE_CACHE", "EVOKE_KEY", "EVOKE_PATCHED_SERVER", "EVOKE_STOCK_SERVER", "EVOKE_SERVER_ARGS")
+    (
+        "EVOKE_CACHE",
+        "EVOKE_KEY",
+        "EVOKE_PATCHED_SERVER",
+        "EVOKE_POLICY_MODULES",
+        "EVOKE_SERVER_ARGS",
+        "EVOKE_STOCK_SERVER",
+    )
 )
 # Those that Kubernetes makes for a service called `evoke`, or `evoke-...`, end so or have this.
 _SERVICE_ENDS, _SERVICE_PORT = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT"), "_SERVICE_PORT_"

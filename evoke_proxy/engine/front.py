@@ -11,7 +11,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.core.policy.pins import check_room
+from evoke_proxy.core.policy.pins import check_least_budget
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.server.slot_queue import Patience
@@ -82,6 +82,6 @@ def set_budget(front: Front, budget: int | None) -> None:
     """What sessions may keep that have no budget of their own, from their next turn on; None:
     everything. BudgetTooSmall when that cannot hold what must stay."""
     policy = replace(front.config.policy, budget=budget)
-    check_room(policy)
+    check_least_budget(policy)
     front.adjust(replace(front.config, policy=policy))
     front.feed.tell("budget", budget=budget)

@@ -10,7 +10,7 @@ import pytest
 from running import RunningProxy
 from talking import Talk
 
-from evoke_proxy.core.policy.probe import Pace
+from evoke_proxy.core.policy.probe import DecodeSpeed
 
 BUDGET = 320
 STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
@@ -39,7 +39,7 @@ def asked(talk: Talk, question: str) -> tuple[str, Mapping[str, Any], Mapping[st
     )
 
 
-class _Steady(Pace):
+class _Steady(DecodeSpeed):
     """So many tokens a second, whatever is measured."""
 
     def __init__(self, speed: float) -> None:

@@ -9,9 +9,16 @@ import pytest
 from test_baselines import lasting
 from test_policies import CONFIG, FILLER, line
 
-from evoke_proxy.config import POLICIES
+import bench.policies  # noqa: F401 -- registers baselines
+from evoke_proxy.config.policy_names import policy_names
 from evoke_proxy.core.policy import registry
-from evoke_proxy.core.policy.attention import Attended, Capture, captured_for, layers_of, shares
+from evoke_proxy.core.policy.attention import (
+    AttentionTracker,
+    Capture,
+    attention_shares,
+    captured_layers,
+)
+from evoke_proxy.core.policy.registry import capture_of
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
 
@@ -56,16 +63,13 @@ def test_age_decides_until_something_was_captured(name: str) -> None:
 
 def test_scored_keeps_what_was_looked_at_last() -> None:
     turns = np.array([1.0, 9.0, 3.0, 8.0, 2.0, 4.0, 5.0, 6.0])
-    assert kept("scored", view(looked=turns)) == "0 1 3 5 6 7"
+    assert kept("scored", view(last_attended=turns)) == "0 1 3 5 6 7"
 
 
 def test_only_policies_that_look_at_attention_have_it_captured() -> None:
-    wanted = {name for name in POLICIES if captured_for(replace(CONFIG, name=name))}
-    assert wanted == LOOKING
-    keeping = replace(CONFIG, weight_attention=0.2)
-    wanted = {name for name in POLICIES if captured_for(replace(keeping, name=name))}
-    assert wanted == LOOKING | {"evoke", "discard", "oracle"}
-    assert captured_for(replace(CONFIG, name="h2o", budget=None)) is None
+    wanted = {name for name in policy_names() if capture_of(replace(CONFIG, name=name))}
+    assert wanted == LOOKING | {"evoke_attention"}
+    assert capture_of(replace(CONFIG, name="h2o", budget=None)) is None
 
 
 def test_the_op_says_what_and_of_which_layers() -> None:
@@ -86,7 +90,7 @@ def test_the_op_says_what_and_of_which_layers() -> None:
     ],
 )
 def test_layers_are_spread(possible: range, count: int, taken: tuple[int, ...]) -> None:
-    assert layers_of(possible, count) == taken
+    assert captured_layers(possible, count) == taken
 
 
 ANSWERS: list[dict[str, object]] = [{}, {"mass": [1] * 7, "n_obs": 3}, {"mass": [0] * 8}]
@@ -95,38 +99,38 @@ ANSWERS: list[dict[str, object]] = [{}, {"mass": [1] * 7, "n_obs": 3}, {"mass": 
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_an_answer_that_says_nothing_changes_nothing(answer: dict[str, object]) -> None:
     plain = view(None)
-    assert Attended().told(plain, answer, 1, 16) is plain
+    assert AttentionTracker().updated(plain, answer, 1, 16) is plain
 
 
 def test_shares_compare_tokens_with_the_mean_without_sinks() -> None:
     blocks = view().blocks
     mass = np.array([900.0, 64.0, 192.0, 0.0, 128.0, 0.0, 0.0, 0.0])
     known = np.array([True] * 5 + [False] * 3)
-    found = shares(mass, blocks, known, sink_tokens=16)
+    found = attention_shares(mass, blocks, known, sink_tokens=16)
     # the mean of 1, 3, 0, 2 a token is 1.5
     assert found[:5] == pytest.approx([14.0625 / 15.5625, 0.4, 2 / 3, 0.0, 2 / 3.5])
-    nothing = shares(np.zeros(8), blocks, known, sink_tokens=16)
+    nothing = attention_shares(np.zeros(8), blocks, known, sink_tokens=16)
     assert nothing.tolist() == [0.5] * 8
 
 
 def test_a_block_that_is_out_keeps_what_it_had() -> None:
-    memory, plain = Attended(), view(None)
-    assert memory.shown(plain) is plain
+    memory, plain = AttentionTracker(), view(None)
+    assert memory.annotated(plain) is plain
     # shares: 0.5 for the mean of 2 a token, 0 for none; block 0 has the sinks
     first = {"mass": [0, 256, 0, 256, 0, 128, 128, 128], "n_obs": 3}
-    shown = memory.told(plain, first, 4, 16)
-    assert shown.attention is not None and shown.looked is not None
+    shown = memory.updated(plain, first, 4, 16)
+    assert shown.attention is not None and shown.last_attended is not None
     assert shown.attention == pytest.approx([0, 2 / 3, 0, 2 / 3, 0, 0.5, 0.5, 0.5], abs=1e-9)
     # made in turn 1; in turn 4 these had the mean or more
-    assert shown.looked.tolist() == [1, 4, 1, 4, 1, 4, 4, 4]
+    assert shown.last_attended.tolist() == [1, 4, 1, 4, 1, 4, 4, 4]
     known = plain.in_cache.copy()
     known[1] = False
     second = {"mass": [0, 0, 64, 0, 0, 0, 0, 0], "n_obs": 4}
-    shown = memory.told(replace(plain, in_cache=known), second, 5, 16)
-    assert shown.attention is not None and shown.looked is not None
+    shown = memory.updated(replace(plain, in_cache=known), second, 5, 16)
+    assert shown.attention is not None and shown.last_attended is not None
     assert shown.attention == pytest.approx([0, 2 / 3, 6 / 7, 0, 0, 0, 0, 0], abs=1e-9)
-    assert shown.looked.tolist() == [1, 4, 5, 4, 1, 4, 4, 4]
+    assert shown.last_attended.tolist() == [1, 4, 5, 4, 1, 4, 4, 4]
     fewer = replace(plain, blocks=plain.blocks[:1], in_cache=known[:1])
-    memory.told(fewer, {"mass": [64], "n_obs": 5}, 6, 0)
-    again = memory.shown(plain)
+    memory.updated(fewer, {"mass": [64], "n_obs": 5}, 6, 0)
+    again = memory.annotated(plain)
     assert again.attention is not None and again.attention.tolist() == [0.5] + [0.5] * 7

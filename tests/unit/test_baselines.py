@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from test_policies import CONFIG, FILLER, line, moved
 
+import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import blocks_named, unknown_names
 from evoke_proxy.core.model.blocks import Span
@@ -78,7 +79,7 @@ def test_infllm_finds_k_blocks_and_spends_the_rest_on_its_window() -> None:
     texts = [FILLER[0], f"{FACT} one", f"{FACT} two", f"{FACT} three", *FILLER[4:10]]
     view = line(texts, "rsssrrrrrr", tail=64)
     for k, left in ((1, 1), (2, 2), (8, 3)):
-        plan = decided(view, config("infllm", infllm_blocks=k), ASKS)
+        plan = decided(view, config(f"infllm_k{k}"), ASKS)
         kept = lasting(view, plan).split()
         assert len(set(kept) & {"1", "2", "3"}) == len(plan.loads) == left
         assert len(kept) == 6
@@ -93,7 +94,7 @@ def test_infllm_finds_nothing_where_nothing_matches() -> None:
 
 def test_infllm_always_has_a_window() -> None:
     view = line([FACT + f" {n}" for n in range(12)], "r" * 12, tail=64)
-    kept = lasting(view, decided(view, config("infllm", infllm_blocks=50), ASKS))
+    kept = lasting(view, decided(view, config("infllm_k50"), ASKS))
     assert "10" in kept.split() and "11" in kept.split()
 
 
@@ -120,9 +121,9 @@ def test_the_oracle_has_what_evoke_has_where_that_has_the_answer(states: str, go
 @pytest.mark.parametrize("name", ["evoke", "infllm"])
 def test_what_the_client_names_comes_back_before_what_it_asks_about(name: str) -> None:
     view = line([FILLER[0], FACT, FILLER[2], *FILLER[3:9]], "rssrrrrrr", tail=64)
-    plan = decided(view, config(name, infllm_blocks=1), ASKS, requested=("user:02",))
+    plan = decided(view, config(name), ASKS, requested=("user:02",))
     assert "+s/2" in moved(plan)
-    assert "+s/2" not in moved(decided(view, config(name, infllm_blocks=1), ASKS))
+    assert "+s/2" not in moved(decided(view, config(name), ASKS))
 
 
 def test_names_are_keys_their_beginnings_and_identities() -> None:
@@ -149,5 +150,5 @@ def test_names_are_keys_their_beginnings_and_identities() -> None:
 
 
 def test_an_unknown_policy_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="'lru' is not a policy"):
+    with pytest.raises(ConfigError, match="'lru' must be one of evoke"):
         decided(line(["x"], "r"), config("lru"))

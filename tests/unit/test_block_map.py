@@ -71,26 +71,31 @@ CONFIG = PolicyConfig(budget=200, sink_tokens=10, recent_tokens=10, block_tokens
 
 def test_an_operator_pins_whole_blocks_within_the_budget() -> None:
     layout = _layout(30)
-    mine = pins.changed((), layout, Span(30, 60), True, CONFIG)
-    mine = pins.changed(mine, layout, Span(60, 90), True, CONFIG)
+    mine = pins.change_pins((), layout, Span(30, 60), True, CONFIG)
+    mine = pins.change_pins(mine, layout, Span(60, 90), True, CONFIG)
     assert mine == (Span(30, 90),)
-    shown = pins.applied(layout, mine, CONFIG)
+    shown = pins.with_pins(layout, mine, CONFIG)
     assert shown.blocks.pinned.tolist() == [False, True, True, False]
     assert [b.pinned for b in shown.blocks] == [False, True, True, False]
-    assert pins.changed(mine, layout, Span(60, 90), False, CONFIG) == (Span(30, 60),)
+    assert pins.change_pins(mine, layout, Span(60, 90), False, CONFIG) == (Span(30, 60),)
     with pytest.raises(PinBudgetExceeded):
-        pins.changed(mine, layout, Span(0, 120), True, CONFIG)
+        pins.change_pins(mine, layout, Span(0, 120), True, CONFIG)
 
 
 def test_no_request_fails_of_pins_its_client_has_not_made() -> None:
     mine = (Span(40, 120),)
     layout = _layout(40, pinned=(3,))  # 40 tokens of the client's own, 80 more are too many
-    assert pins.applied(layout, mine, CONFIG).blocks.pinned.tolist() == [False, False, False, True]
+    assert pins.with_pins(layout, mine, CONFIG).blocks.pinned.tolist() == [
+        False,
+        False,
+        False,
+        True,
+    ]
     with pytest.raises(PinBudgetExceeded):
-        pins.applied(_layout(60, pinned=(1, 2, 3)), mine, CONFIG)
+        pins.with_pins(_layout(60, pinned=(1, 2, 3)), mine, CONFIG)
 
 
 def test_pins_end_where_a_conversation_goes_another_way() -> None:
     layout = replace(_layout(), divergence=25)
-    assert pins.kept((Span(0, 10), Span(20, 40)), layout) == (Span(0, 10), Span(20, 25))
-    assert pins.kept((Span(0, 10),), _layout()) == (Span(0, 10),)
+    assert pins.valid_pins((Span(0, 10), Span(20, 40)), layout) == (Span(0, 10), Span(20, 25))
+    assert pins.valid_pins((Span(0, 10),), _layout()) == (Span(0, 10),)

@@ -12,7 +12,7 @@ import pytest
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Span, merged
 from evoke_proxy.core.model.plan import Evict, Load, Plan
-from evoke_proxy.core.policy.text_recovery import Recalled, recall
+from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
@@ -48,10 +48,10 @@ def turn_of(
 
 def recalled(
     dialect: str, body: dict[str, Any], evicted: tuple[int, ...] = (1,), **question: Any
-) -> Recalled | None:
+) -> QuotedRequest | None:
     turn = turn_of(dialect, body, evicted)
     asked = replace(Query.of(turn.request.query), **question)
-    return recall(turn, asked, json.dumps(body).encode())
+    return quote_evicted(turn, asked, json.dumps(body).encode())
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -160,8 +160,10 @@ def test_without_recall_only_what_is_named_is_quoted() -> None:
     body = {"messages": talk(user(ASKS))}
     turn = turn_of("chat", body, (1,), replace(CONFIG, recall="none"))
     question = Query.of(turn.request.query)
-    assert recall(turn, question, json.dumps(body).encode()) is None
-    found = recall(turn, replace(question, requested=("assistant:1",)), json.dumps(body).encode())
+    assert quote_evicted(turn, question, json.dumps(body).encode()) is None
+    found = quote_evicted(
+        turn, replace(question, requested=("assistant:1",)), json.dumps(body).encode()
+    )
     assert found is not None and [block.message for block in found.blocks] == [1]
 
 
@@ -183,7 +185,7 @@ def test_what_is_quoted_fits_a_share_of_the_budget() -> None:
     for budget in (160, 320, 2000):
         config = replace(CONFIG, budget=budget, sink_tokens=0)
         turn = turn_of("chat", body, tuple(range(28)), config)
-        found = recall(turn, Query.of(ASKS), json.dumps(body).encode())
+        found = quote_evicted(turn, Query.of(ASKS), json.dumps(body).encode())
         counts.append(len(found.blocks) if found else 0)
     assert 0 < counts[0] < counts[1] <= counts[2] <= 8
 

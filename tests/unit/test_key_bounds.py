@@ -12,8 +12,8 @@ from test_baselines import lasting
 from test_policies import CONFIG, FILLER, line
 
 from evoke_proxy.core.policy import registry
-from evoke_proxy.core.policy.attention import Attended, captured_for
-from evoke_proxy.core.policy.attention import KeyBounds, Queries
+from evoke_proxy.core.policy.attention import AttentionTracker, KeyBounds, Queries
+from evoke_proxy.core.policy.registry import capture_of
 from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]
@@ -62,7 +62,7 @@ def test_no_key_is_above_its_bound() -> None:
     memory, blocks = KeyBounds(), VIEW.blocks[:2]
     data = text(np.stack([limits, single]))
     given = {"layers": [0], "n_key": [SIZE], "known": [True, True], "data": data}
-    memory.take(given, blocks.labels)
+    memory.add(given, blocks.labels)
     found = memory.importance(Queries(rows), blocks)
     share = found / (1 - found) / 2
     bound = np.log(share[0] / share[1]) + keys[0, 3, 0, 0] @ rows[0, 0, 0] / np.sqrt(SIZE)
@@ -75,7 +75,7 @@ def test_no_key_is_above_its_bound() -> None:
 def test_the_block_that_is_looked_for_is_the_most_important(wanted: int) -> None:
     keys = random_keys()
     memory = KeyBounds()
-    memory.take(bounds_answer(keys, [True] * 8), VIEW.blocks.labels)
+    memory.add(bounds_answer(keys, [True] * 8), VIEW.blocks.labels)
     found = memory.importance(Queries(looking_at(keys, wanted)), VIEW.blocks)
     assert found.argmax() == wanted and found[wanted] > 0.5
     assert np.all((found >= 0) & (found < 1))
@@ -84,12 +84,12 @@ def test_the_block_that_is_looked_for_is_the_most_important(wanted: int) -> None
 def test_what_is_not_known_is_asked_for_again() -> None:
     keys, memory = random_keys(), KeyBounds()
     known = [True, False] + [True] * 6
-    memory.take(bounds_answer(keys, known), VIEW.blocks.labels)
-    assert memory.lacking(VIEW.blocks) == [1]
+    memory.add(bounds_answer(keys, known), VIEW.blocks.labels)
+    assert memory.missing(VIEW.blocks) == [1]
     found = memory.importance(Queries(looking_at(keys, 3)), VIEW.blocks)
     assert np.isnan(found).tolist() == [not there for there in known]
-    memory.keep(VIEW.blocks[:3])
-    assert memory.lacking(VIEW.blocks) == [1, 3, 4, 5, 6, 7]
+    memory.retain(VIEW.blocks[:3])
+    assert memory.missing(VIEW.blocks) == [1, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("answer", [None, {}, {"pos": []}])
@@ -98,17 +98,17 @@ def test_no_queries_are_none(answer: object) -> None:
 
 
 def test_arkvale_brings_back_what_queries_look_for() -> None:
-    keys, memory = random_keys(), Attended()
-    config = replace(CONFIG, name="arkvale", margin=0.0)
-    capture = captured_for(config)
+    keys, memory = random_keys(), AttentionTracker()
+    config = replace(CONFIG, name="arkvale")
+    capture = capture_of(config)
     assert capture is not None
-    body = memory.question(VIEW, capture)
+    body = memory.request(VIEW, capture)
     assert body["with_queries"] and len(body["bounds"]) == 8
     answer = {"mass": [1.0] * 8, "n_obs": 3, "layers": [0, 2]}
     answer |= {"query_rows": queries_answer(looking_at(keys, 1))}
     answer |= {"key_bounds": bounds_answer(keys, [True] * 8)}
-    seen = memory.told(VIEW, answer, 1, 16)
-    assert memory.question(VIEW, capture)["bounds"] == []
+    seen = memory.updated(VIEW, answer, 1, 16)
+    assert memory.request(VIEW, capture)["bounds"] == []
     plan = registry.decide(seen, Query.of("anything"), config)
     assert [load.label for load in plan.loads] == ["s/1"]
     assert "1" in lasting(seen, plan).split()

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.model.counts import MAX_TOKENS, token_count
-from evoke_proxy.core.policy.probe import Pace
+from evoke_proxy.core.policy.probe import DecodeSpeed
 from evoke_proxy.core.reply.sse import ReplyObserver
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.costs import cost_of, is_odd
@@ -47,7 +47,7 @@ def test_any_usage_gives_three_counts(timings: dict[str, Any], usage: dict[str, 
 @example({"prompt_n": 5, "prompt_ms": 10**400})
 @example({"prompt_n": 10**12, "prompt_ms": 1e-300})
 def test_any_timings_give_a_pace(timings: dict[str, Any]) -> None:
-    pace = Pace()
+    pace = DecodeSpeed()
     pace.note(timings)
     pace.note({"prompt_n": 5, "prompt_ms": 10.0, "predicted_n": 5, "predicted_ms": 10.0})
     assert 0 <= pace.seconds(100, 10) < math.inf

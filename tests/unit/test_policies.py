@@ -10,13 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, SlotModel, seen, states_of, total
 
-from evoke_proxy.config import POLICIES, PolicyConfig
+import bench.policies  # noqa: F401 -- registers baselines
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.config.policy_names import policy_names
 from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy import registry
-from evoke_proxy.core.policy import planner
-from evoke_proxy.core.policy.registry import recovers
+from evoke_proxy.core.policy import planner, registry
+from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
@@ -25,7 +26,7 @@ from evoke_proxy.errors import ConfigError
 
 WORDS = ["vault", "code", "oslo", "river", "bridge", "config", "port", "8080"]
 CONFIG = PolicyConfig(
-    budget=512, block_tokens=64, sink_tokens=16, recent_tokens=32, reserve_tokens=64, margin=0.1
+    budget=512, block_tokens=64, sink_tokens=16, recent_tokens=32, reserve_tokens=64
 )
 
 
@@ -65,7 +66,7 @@ def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
     return PolicyView(
         *seen(blocks, states),
         attention=looked,
-        looked=None if looked is None else (10 * looked).round(),
+        last_attended=None if looked is None else (10 * looked).round(),
         n_tokens=at + loose + draw(st.integers(1, 4)),
         n_past=0 if adopts else known_end + loose,
         resident=merged(rows),
@@ -98,7 +99,7 @@ def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
 
 
 # Those that evict: each holds the same contract.
-NAMES = [name for name in POLICIES if name != "no_eviction"]
+NAMES = [name for name in policy_names() if "_" not in name]  # no variants, not no_eviction
 each = pytest.mark.parametrize("name", NAMES)
 CONFIGS = st.builds(
     PolicyConfig,
@@ -108,7 +109,6 @@ CONFIGS = st.builds(
     sink_tokens=st.integers(0, 20),
     recent_tokens=st.integers(0, 60),
     reserve_tokens=st.integers(1, 300),
-    margin=st.sampled_from([0.0, 0.1, 1.0]),
 )
 QUERIES = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
 
@@ -146,7 +146,7 @@ def after(view: PolicyView, plan: Plan) -> tuple[PolicyView, SlotModel]:
 
 
 def resident_tokens(view: PolicyView) -> int:
-    return total(view.kept_rows)
+    return total(view.reused_rows)
 
 
 def reserve(view: PolicyView, config: PolicyConfig) -> int:
@@ -185,7 +185,7 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
         assert not plan.evicts and not plan.infeasible
         assert plan.stream == DecodeBudget(0)
         return
-    needed = resident_tokens(then) + view.tail + reserve(view, config)
+    needed = resident_tokens(then) + view.n_to_decode + reserve(view, config)
     if plan.crowded:
         least = (config.budget - config.least_budget) // 2
         stays = total(block.span for block in must_stay(then, config))
@@ -221,14 +221,17 @@ def test_infeasible_means_that_what_must_stay_does_not_fit(
     held = [
         block
         for block, state in zip(view.blocks, states_of(view), strict=True)
-        if (state.resident or (recovers(config) and state.saved and block.span.end <= view.n_past))
+        if (
+            state.resident
+            or (saves_evicted(config) and state.saved and block.span.end <= view.n_past)
+        )
         and (block.pinned or block.span.start < sinks(config) or view.n_past - 1 in block.span)
     ]
     loose = resident_tokens(view) - sum(
         len(b.span) for b, s in zip(view.blocks, states_of(view), strict=True) if s.resident
     )
     needed = sum(len(block.span) for block in held) + loose
-    assert plan.infeasible == (needed + view.tail + reserve(view, config) > config.budget)
+    assert plan.infeasible == (needed + view.n_to_decode + reserve(view, config) > config.budget)
 
 
 @each
@@ -276,13 +279,13 @@ def test_evicting_saves_first_once_or_not_at_all(
     saved = {save.label for save in plan.saves}
     had = {b.label for b, s in zip(view.blocks, states_of(view), strict=True) if s.saved}
     evicted = {evict.label for evict in plan.evicts if evict.label is not None}
-    if recovers(config):
+    if saves_evicted(config):
         assert saved == evicted - had
     else:
         assert not saved and not plan.loads
         assert had <= {drop.label for drop in plan.drops}
     assert set(view.stale) <= {drop.label for drop in plan.drops}
-    if recovers(config):
+    if saves_evicted(config):
         assert {drop.label for drop in plan.drops} == set(view.stale)
 
 
@@ -307,7 +310,7 @@ def test_every_prompt_position_is_in_one_book(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
-    if view.adopt_to and not recovers(config):
+    if view.adopt_to and not saves_evicted(config):
         return  # a session never offers what its policy cannot do
     plan = decide(view, query, config)
     books = forecast(view, plan)
@@ -435,8 +438,8 @@ def test_a_small_difference_is_not_worth_a_move() -> None:
     view = line(FILLER[:8], "rsrrrrrr")
     first, second, *others = view.blocks
     view = replace(view, blocks=BlockTable([first, replace(second, preferred=True), *others]))
-    assert moved(decide(view, "", replace(CONFIG, margin=0.0))) == "-s/2 -s/3 +s/1"
-    assert moved(decide(view, "", replace(CONFIG, margin=0.5))) == "-s/2"
+    assert moved(decide(view, "", replace(CONFIG, name="evoke_margin_0"))) == "-s/2 -s/3 +s/1"
+    assert moved(decide(view, "", replace(CONFIG, name="evoke_margin_0.5"))) == "-s/2"
 
 
 def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_about_another() -> None:
@@ -446,7 +449,7 @@ def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_abou
     blocks = [replace(block, priority=0.3) for block in view.blocks]
     blocks[1] = replace(blocks[1], priority=0.8)
     view = replace(view, blocks=BlockTable(blocks))
-    config = replace(CONFIG, margin=0.2)
+    config = replace(CONFIG, name="evoke_margin_0.2")
     lately = replace(view, recovered=np.array([i > 1 for i in range(8)]))
     assert "+s/1" in moved(decide(view, "", config))
     assert "+s/1" not in moved(decide(lately, "", config))
@@ -611,8 +614,8 @@ def test_sorting_only_what_may_fit_takes_the_same(
     )
     worth = np.array([values.draw(st.integers(0, 5)) for _ in lengths], np.float64)
     wanted = np.array([values.draw(st.booleans()) for _ in lengths])
-    whole = working_set.first_fit(working_set.by_value(wanted, worth, table), table.lengths, room)
+    whole = planner.first_fit(planner.by_score(wanted, worth, table), table.lengths, room)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(working_set, "_SORTED", 4)
-        found = working_set.best_that_fit(wanted, worth, table, room)
+        patch.setattr(planner, "_SORTED_AT_ONCE", 4)
+        found = planner.best_fit(wanted, worth, table, room)
     assert found.tolist() == whole.tolist()

@@ -16,7 +16,7 @@ def rows_of(spans: tuple[Span, ...]) -> set[int]:
 def test_rows_are_the_prompts_or_strange_except_the_last(rows: set[int], n_past: int) -> None:
     resident = merged(Span(row, row + 1) for row in rows)
     view = PolicyView(*seen((), ()), n_tokens=31, n_past=n_past, resident=resident)
-    assert rows_of(view.kept_rows) == {row for row in rows if row < n_past}
+    assert rows_of(view.reused_rows) == {row for row in rows if row < n_past}
     strange = {row for row in rows if row >= n_past}
     assert rows_of(view.foreign_rows) == strange - {max(rows, default=-1)}
-    assert view.tail == 31 - n_past
+    assert view.n_to_decode == 31 - n_past

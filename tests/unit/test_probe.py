@@ -10,20 +10,21 @@ import numpy.typing as npt
 import pytest
 from test_policies import CONFIG, FILLER, line
 
+import bench.policies  # noqa: F401 -- registers variants
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Evict, Load, Plan
 from evoke_proxy.core.policy import registry
-from evoke_proxy.core.policy.attention import Attended, Capture, captured_for
-from evoke_proxy.core.policy.attention import KeyBounds, Queries
+from evoke_proxy.core.policy.attention import AttentionTracker, Capture, KeyBounds, Queries
 from evoke_proxy.core.policy.probe import (
-    Pace,
-    Probed,
-    declined,
-    likeliest,
-    outside,
-    reachable,
-    sought,
+    DecodeSpeed,
+    ProbeResult,
+    blocks_with_rows,
+    evicted_with_copy,
+    model_relevance,
+    most_likely,
+    reason_to_skip,
 )
+from evoke_proxy.core.policy.registry import capture_of
 from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]
@@ -40,14 +41,14 @@ def answer(products: Floats, known: list[bool], pos: list[int]) -> dict[str, obj
 
 
 def test_only_what_the_configuration_asks_for_is_captured() -> None:
-    assert captured_for(CONFIG) is None
-    assert captured_for(FUSED) == Capture("ewma", queries=12, read="")
-    keeping = replace(FUSED, weight_attention=0.3, recall_layers=(3,))
-    assert captured_for(keeping) == Capture("ewma", queries=12, read="masses", layers=(3,))
-    assert captured_for(replace(FUSED, recovery="discard")) is None
-    assert captured_for(replace(FUSED, budget=None)) is None
+    assert capture_of(CONFIG) is None
+    assert capture_of(FUSED) == Capture("ewma", queries=12, read="")
+    keeping = replace(FUSED, name="evoke_attention")
+    assert capture_of(keeping) == Capture("ewma", queries=12, read="masses")
+    assert capture_of(replace(FUSED, recovery="discard")) is None
+    assert capture_of(replace(FUSED, budget=None)) is None
     # What the queries of a probe are is not what those of arkvale are: the masses are read.
-    assert "with_queries" not in Attended().question(VIEW, Capture("ewma", queries=12))
+    assert "with_queries" not in AttentionTracker().request(VIEW, Capture("ewma", queries=12))
 
 
 @pytest.mark.parametrize(
@@ -67,15 +68,17 @@ def test_only_what_the_configuration_asks_for_is_captured() -> None:
 def test_a_probe_pays_for_what_text_is_not_sure_of(
     recall: str, seconds: float, confidence: float, reason: str
 ) -> None:
-    assert declined(VIEW, replace(CONFIG, recall=recall), seconds, confidence) == reason
+    assert reason_to_skip(VIEW, replace(CONFIG, recall=recall), seconds, confidence) == reason
 
 
 def test_a_probe_needs_something_that_is_out_and_room_for_it() -> None:
-    assert outside(VIEW).tolist() == [1, 2]
-    assert reachable(VIEW).tolist() == list(range(8))
-    assert declined(line(FILLER[:8], "rrrrbbrr"), FUSED, 0.0, 0.0) == "nothing_out"
-    assert declined(line(FILLER[:8], "rddrrrrr"), FUSED, 0.0, 0.0) == "nothing_out"
-    assert declined(replace(VIEW, n_tokens=VIEW.n_tokens + 200), FUSED, 0.0, 0.0) == "long_tail"
+    assert evicted_with_copy(VIEW).tolist() == [1, 2]
+    assert blocks_with_rows(VIEW).tolist() == list(range(8))
+    assert reason_to_skip(line(FILLER[:8], "rrrrbbrr"), FUSED, 0.0, 0.0) == "nothing_out"
+    assert reason_to_skip(line(FILLER[:8], "rddrrrrr"), FUSED, 0.0, 0.0) == "nothing_out"
+    assert (
+        reason_to_skip(replace(VIEW, n_tokens=VIEW.n_tokens + 200), FUSED, 0.0, 0.0) == "long_tail"
+    )
 
 
 def test_what_the_heads_of_a_layer_look_for_at_any_word_of_the_answer_is_sought() -> None:
@@ -87,7 +90,7 @@ def test_what_the_heads_of_a_layer_look_for_at_any_word_of_the_answer_is_sought(
     at = np.arange(8)
     n_tokens = 100
     told = answer(products, [True] * 8, [98, 99, 100])
-    found = sought(told, at, len(VIEW.blocks), n_tokens)
+    found = model_relevance(told, at, len(VIEW.blocks), n_tokens)
     assert found is not None
     assert found.argmax() == 2 and found[2] > 0.99
     assert np.all((found >= 0) & (found <= 1)) and found[3] < 0.6 and found[5] < 0.6
@@ -99,11 +102,13 @@ def test_what_the_heads_of_a_layer_look_for_at_any_word_of_the_answer_is_sought(
 def test_what_is_not_known_is_not_sought_and_no_products_say_nothing() -> None:
     products = np.ones((2, LAYERS, ROWS, HEADS), np.float32)
     told = answer(products, [True, False, True], [9, 10, 11])
-    found = sought(told, np.array([1, 4, 6]), 8, 10)
+    found = model_relevance(told, np.array([1, 4, 6]), 8, 10)
     assert found is not None and np.flatnonzero(found).tolist() == [1, 6]
-    assert sought(None, np.array([1]), 8, 10) is None
-    assert sought(answer(products[:0], [False], []), np.array([1]), 8, 10) is None
-    assert sought(answer(products, [True, True], [1, 2, 3]), np.array([1, 2]), 8, 10) is None
+    assert model_relevance(None, np.array([1]), 8, 10) is None
+    assert model_relevance(answer(products[:0], [False], []), np.array([1]), 8, 10) is None
+    assert (
+        model_relevance(answer(products, [True, True], [1, 2, 3]), np.array([1, 2]), 8, 10) is None
+    )
 
 
 def test_of_many_blocks_bounds_say_which_are_held_against_their_keys() -> None:
@@ -113,27 +118,27 @@ def test_of_many_blocks_bounds_say_which_are_held_against_their_keys() -> None:
     data = base64.b64encode(np.delete(keys, 4, axis=0).astype("<f4").tobytes()).decode()
     known = [i != 4 for i in range(8)]
     told = {"layers": [0, 1], "n_key": [2 * SIZE] * 2, "known": known, "data": data}
-    bounds.take(told, VIEW.blocks.labels)
+    bounds.add(told, VIEW.blocks.labels)
     rows = np.zeros((LAYERS, 1, HEADS, SIZE), np.float32)
     rows[1, 0, 1, 3] = 9.0
     # What looks best by its bounds, and what has none: it could be anything.
-    assert likeliest(VIEW, bounds, Queries(rows), 2).tolist() == [4, 6]
-    assert likeliest(VIEW, bounds, Queries(rows), 8).tolist() == list(range(8))
+    assert most_likely(VIEW, bounds, Queries(rows), 2).tolist() == [4, 6]
+    assert most_likely(VIEW, bounds, Queries(rows), 8).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("recall", ["model", "fused"])
 def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) -> None:
-    config = replace(CONFIG, recall=recall, margin=0.0)
+    config = replace(CONFIG, recall=recall, name="evoke_margin_0")
     texts = [FILLER[0], "my residence is amber falcon", *FILLER[2:8]]
     view = line(texts, "rsrrrrrr", tail=64)
     question = Query.of("where do I live?")
     assert registry.decide(view, question, config).loads == ()
     found = np.zeros(8)
     found[1] = 0.9
-    plan = registry.decide(replace(view, sought=found), question, config)
+    plan = registry.decide(replace(view, model_relevance=found), question, config)
     assert [load.label for load in plan.loads] == ["s/1"]
     text_only = replace(config, recall="text")
-    assert registry.decide(replace(view, sought=found), question, text_only).loads == ()
+    assert registry.decide(replace(view, model_relevance=found), question, text_only).loads == ()
 
 
 def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
@@ -142,14 +147,16 @@ def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
     found = np.zeros(8)
     found[1] = 0.9
     question = Query.of("what is the oslo vault code?")
-    config = replace(FUSED, margin=0.0)
-    plan = registry.decide(replace(view, sought=found), question, config)
+    config = replace(FUSED, name="evoke_margin_0")
+    plan = registry.decide(replace(view, model_relevance=found), question, config)
     assert {load.label for load in plan.loads} == {"s/1", "s/2"}
     for recall, label in (("text", "s/2"), ("model", "s/1")):
         alone = replace(config, recall=recall)
-        plan = registry.decide(replace(view, sought=found), question, alone)
+        plan = registry.decide(replace(view, model_relevance=found), question, alone)
         assert [load.label for load in plan.loads] == [label]
-    nothing = registry.decide(replace(view, sought=found), question, replace(config, recall="none"))
+    nothing = registry.decide(
+        replace(view, model_relevance=found), question, replace(config, recall="none")
+    )
     assert nothing.loads == ()
 
 
@@ -158,21 +165,23 @@ def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
     view = line(texts, "ssrrrrrr")
 
     def sure(text: str) -> float:
-        return view.index.confidence(Query.of(text), view.blocks, view.own)
+        return view.index.confidence(Query.of(text), view.blocks, view.first_new_block)
 
     assert sure("what is the oslo vault code?") > 0.9
     assert sure("what is the oslo vault code, and where do I live?") < 0.2
     assert sure("where do I live?") < 0.2
-    assert view.index.confidence(Query(), view.blocks, view.own) == 0.0
+    assert view.index.confidence(Query(), view.blocks, view.first_new_block) == 0.0
 
 
 def test_text_is_not_sure_of_a_word_that_many_blocks_have() -> None:
     texts = [f"some heavy filler number{i}" for i in range(11)] + ["my weight is 19605"]
     view = line(texts, "s" * 11 + "r")
-    sure = view.index.confidence(Query.of("how heavy am I?"), view.blocks, view.own)
+    sure = view.index.confidence(Query.of("how heavy am I?"), view.blocks, view.first_new_block)
     assert 0 < sure < 0.6
     rare = line(["some heavy filler", *FILLER[1:12]], "s" * 11 + "r")
-    assert rare.index.confidence(Query.of("how heavy am I?"), rare.blocks, rare.own) > 0.9
+    assert (
+        rare.index.confidence(Query.of("how heavy am I?"), rare.blocks, rare.first_new_block) > 0.9
+    )
 
 
 def test_text_is_never_sure_of_what_it_finds_by_meaning_alone() -> None:
@@ -184,14 +193,14 @@ def test_text_is_never_sure_of_what_it_finds_by_meaning_alone() -> None:
     def sure(text: str) -> float:
         question = Query.of(text).embedded([near[1][0]])
         assert view.index.relevance(question, view.blocks).argmax() == 31
-        return view.index.confidence(question, view.blocks, view.own)
+        return view.index.confidence(question, view.blocks, view.first_new_block)
 
     assert 0.6 < sure("how heavy am I?") <= 0.8
     assert sure("what is my weight?") > 0.9
 
 
 def test_the_pace_is_that_of_the_replies() -> None:
-    pace = Pace()
+    pace = DecodeSpeed()
     assert pace.seconds(1000, 12) == 0.0
     pace.note(None)
     pace.note({"prompt_n": 200, "prompt_ms": 100.0, "predicted_n": 10, "predicted_ms": 200.0})
@@ -202,6 +211,6 @@ def test_what_a_probe_brought_back_before_is_told_as_far_as_it_stayed() -> None:
     spans = [Span(0, 64), Span(64, 128), Span(128, 192)]
     first = Plan(loads=tuple(Load(f"s/{i}", span) for i, span in enumerate(spans[:2])))
     later = Plan(evicts=(Evict(spans[1], "s/1"),), loads=(Load("s/2", spans[2]),))
-    probed = Probed(first, 70, 0.0123)
-    assert probed.kept(later) == [spans[0]]
-    assert probed.shown(later) == {"decoded": 70, "brought": 64, "ms": 12.3}
+    probed = ProbeResult(first, 70, 0.0123)
+    assert probed.remaining_spans(later) == [spans[0]]
+    assert probed.summary(later) == {"decoded": 70, "brought": 64, "ms": 12.3}

@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slot_model import BlockState, seen
 
-from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.policy.view import keep_scores
-from evoke_proxy.core.policy.view import Task
-from evoke_proxy.core.policy.view import PolicyView
+from evoke_proxy.core.policy.view import KeepWeights, PolicyView, Task, keep_scores
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 
@@ -22,7 +19,7 @@ BLOCK = Block("user:0#0", "s/0", Span(64, 128), Role.USER, 1, 0, "")
 
 def score(block: Block) -> float:
     view = PolicyView(*seen((block,), (BlockState.RESIDENT,)), N_TOKENS, N_TOKENS - 1)
-    return float(keep_scores(view, PolicyConfig(sink_tokens=16))[0])
+    return float(keep_scores(view, 16)[0])
 
 
 def at(end: int, role: Role = Role.USER) -> Block:
@@ -79,43 +76,40 @@ def test_preferred_and_priority_raise_a_score_but_not_above_1() -> None:
 def test_scores_are_in_the_blocks_order() -> None:
     blocks = tuple(at(end) for end in (300, 9_000, 70_000))
     view = PolicyView(*seen(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
-    assert keep_scores(view, PolicyConfig(sink_tokens=16)).argsort().tolist() == [0, 1, 2]
-    assert keep_scores(PolicyView(*seen((), ()), 1, 0), PolicyConfig()).tolist() == []
+    assert keep_scores(view, 16).argsort().tolist() == [0, 1, 2]
+    assert keep_scores(PolicyView(*seen((), ()), 1, 0), 16).tolist() == []
 
 
-OTHERS = replace(PolicyConfig(), weight_recency=0.0, weight_focus=0.0, weight_attention=0.0)
-
-
-def placed(config: PolicyConfig, **seen_too: object) -> list[float]:
+def placed(weights: KeepWeights, **seen_too: object) -> list[float]:
     blocks = tuple(replace(at(end, Role.TOOL), label=f"s/{end}") for end in (300, 9_000, 70_000))
     view = PolicyView(*seen(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
     index = Index()
     index.relevance(Query(), view.blocks)
     index.add_vectors([("s/300", EAST[None]), ("s/9000", -EAST[None])])
-    return keep_scores(replace(view, index=index, **seen_too), config).tolist()  # type: ignore[arg-type]
+    return keep_scores(replace(view, index=index, **seen_too), 16, weights).tolist()  # type: ignore[arg-type]
 
 
 EAST = np.array([1.0, 0.0], np.float32)
 
 
 def test_a_block_of_the_task_is_worth_more_and_one_without_a_vector_half() -> None:
-    focus = replace(OTHERS, weight_focus=1.0)
+    focus = KeepWeights(recency=0.0, focus=1.0)
     assert placed(focus, task=Task(EAST)) == pytest.approx([1.0, 0.0, 0.5])
     assert placed(focus) == [0.0, 0.0, 0.0]
-    assert placed(OTHERS, task=Task(EAST)) == [0.0, 0.0, 0.0]
+    assert placed(KeepWeights(0.0, 0.0), task=Task(EAST)) == [0.0, 0.0, 0.0]
 
 
 def test_attention_counts_once_it_is_there_and_as_much_as_configured() -> None:
-    config = replace(OTHERS, weight_attention=1.0, weight_focus=3.0)
+    weights = KeepWeights(recency=0.0, focus=3.0, attention=1.0)
     looked = np.array([0.0, 1.0, 0.5])
-    assert placed(config, attention=looked, task=Task(EAST)) == pytest.approx([0.75, 0.25, 0.5])
-    assert placed(replace(config, weight_focus=0.0), attention=looked) == looked.tolist()
+    assert placed(weights, attention=looked, task=Task(EAST)) == pytest.approx([0.75, 0.25, 0.5])
+    assert placed(replace(weights, focus=0.0), attention=looked) == looked.tolist()
 
 
 def test_what_came_before_a_boundary_is_old_at_once_and_keeps_its_order() -> None:
-    config = replace(OTHERS, weight_recency=1.0)
-    before, after = placed(config), placed(config, task=Task(begins=69_000))
+    weights = KeepWeights(recency=1.0, focus=0.0)
+    before, after = placed(weights), placed(weights, task=Task(begins=69_000))
     assert after[2] == before[2]
     assert 0 < after[0] < before[0] and 0 < after[1] < before[1] and after[0] < after[1]
-    near = placed(config, task=Task(begins=N_TOKENS))
+    near = placed(weights, task=Task(begins=N_TOKENS))
     assert near[2] <= 512 / (9 * 512)

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import Refused, SlotModel, seen, total
 
-from evoke_proxy.config import POLICIES, PolicyConfig
+import bench.policies  # noqa: F401 -- registers baselines
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.config.policy_names import policy_names
 from evoke_proxy.core.model.blocks import Role, Span, common
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy.pins import effective
-from evoke_proxy.core.policy.registry import recovers
-from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.policy.registry import saves_evicted
+from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
@@ -301,7 +302,7 @@ def test_a_row_under_a_checkpoint_keeps_itself_and_not_its_block() -> None:
 
 def test_strange_rows_under_a_checkpoint_are_left_alone() -> None:
     view = PolicyView(
-        *seen([], []), n_tokens=9, n_past=4, resident=(Span(0, 20),), held=(Span(9, 10),)
+        *seen([], []), n_tokens=9, n_past=4, resident=(Span(0, 20),), non_evictable=(Span(9, 10),)
     )
     assert view.foreign_rows == (Span(4, 9), Span(10, 19))
 
@@ -426,7 +427,7 @@ def test_useless_copies_are_dropped() -> None:
 
 def test_a_client_may_lower_the_budget_and_choose_the_policy() -> None:
     def given_(**tags: Any) -> PolicyConfig:
-        return effective(CONFIG, replace(talk_of(1), tags=tags).request())
+        return effective_config(CONFIG, replace(talk_of(1), tags=tags).request())
 
     assert given_() == CONFIG
     assert given_(evoke_budget=300).budget == 300
@@ -435,7 +436,7 @@ def test_a_client_may_lower_the_budget_and_choose_the_policy() -> None:
     assert given_(evoke_recovery="discard").recovery == "discard"
     unlimited = replace(CONFIG, budget=None)
     talk = replace(talk_of(1), tags={"evoke_budget": 300})
-    assert effective(unlimited, talk.request()).budget == 300
+    assert effective_config(unlimited, talk.request()).budget == 300
 
 
 def test_a_budget_that_holds_no_block_is_refused() -> None:
@@ -583,7 +584,7 @@ def test_a_slot_does_not_keep_the_budget_of_the_session_before() -> None:
     assert house.slot.stream == DecodeBudget(0)
 
 
-EVICTING = [name for name in POLICIES if name != "no_eviction"]
+EVICTING = [name for name in policy_names() if "_" not in name]  # no variants, not no_eviction
 EVENTS = st.sampled_from(
     ["go on", "go on", "go on", "tool loop", "edit", "retry", "reword", "hand over", "steal"]
     + ["copy behind", "restart", "forget a copy", "break off", "long"]
@@ -615,7 +616,7 @@ def test_any_conversation_keeps_the_budget_and_the_books(
         happen(house, talk, event, seed)
         books = house.turn(talk, words(seed, seed % 90), heard=event != "break off")
         assert total(house.slot.view([]).resident) <= (budget or cells)
-        assert books.omitted == 0 or budget is not None or not recovers(config)
+        assert books.omitted == 0 or budget is not None or not saves_evicted(config)
         talk.say(Role.USER, words(seed + 1, 1 + seed % 70))
 
 

@@ -187,7 +187,7 @@ class KeyBounds:
         self._bounds = {k: self._bounds[k] for k in blocks.labels if k in self._bounds}
 
     def importance(self, queries: Queries, blocks: BlockTable) -> FloatArray:
-        """Return the importance of each block [n], 0 to 1, with 0.5 for the mean; NaN without bounds.
+        """Return the importance of each block [n], 0 to 1, with mean 0.5; NaN without bounds.
 
         It is s / (s + 1) for s, the mean over layers, heads and rows of the softmax over the
         blocks' bounds, times the number of blocks.

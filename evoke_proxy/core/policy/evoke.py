@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import ROLES, FloatArray, Positions, Mask
+from evoke_proxy.core.model.block_table import ROLES, FloatArray, Mask, Positions
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.policy.planner import (
@@ -57,9 +57,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         was_recovered = view.recovered if view.recovered is not None else False
         margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
 
-        def select(
-            candidates: Candidates, scores: FloatArray, capacity: int | None
-        ) -> WorkingSet:
+        def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return choose_best(candidates, scores, capacity, margin)
 
         scored = _scorer(view, query, config, parameters)

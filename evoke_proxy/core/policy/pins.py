@@ -23,7 +23,7 @@ _MIN_PIN_DIVISOR = 4
 
 
 def check_least_budget(config: PolicyConfig) -> int:
-    """Return the fewest tokens a budget must hold; BudgetTooSmall when the configured one is less."""
+    """Return the fewest tokens a budget must hold; BudgetTooSmall when it is smaller."""
     needed = config.least_budget
     if config.budget is not None and config.budget < needed:
         raise BudgetTooSmall(config.budget, needed)
@@ -31,7 +31,7 @@ def check_least_budget(config: PolicyConfig) -> int:
 
 
 def check_budget(layout: Layout, config: PolicyConfig) -> None:
-    """Raise BudgetTooSmall or PinBudgetExceeded when pinned blocks leave no room to move a block."""
+    """Raise BudgetTooSmall or PinBudgetExceeded when pins leave no room to move a block."""
     if config.budget is None:
         return
     needed = check_least_budget(config)
@@ -45,9 +45,7 @@ def check_budget(layout: Layout, config: PolicyConfig) -> None:
         raise PinBudgetExceeded(pinned, limit)
 
 
-def change_pins(
-    pins: Pins, layout: Layout, span: Span, pinned: bool, config: PolicyConfig
-) -> Pins:
+def change_pins(pins: Pins, layout: Layout, span: Span, pinned: bool, config: PolicyConfig) -> Pins:
     """Return the operator's pins with a span, or without it when `pinned` is false.
 
     Raises BudgetTooSmall, and PinBudgetExceeded when these were too many.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions, Mask
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
 from evoke_proxy.core.model.blocks import Block, count, merged
-from evoke_proxy.core.model.plan import Adopt, Drop, Evict, Load, Plan, Save, DecodeBudget
+from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 from evoke_proxy.core.policy.view import PolicyView
 
 # A longer answer than the budget divided by this is left to the stream: room for tokens that may
@@ -379,7 +379,9 @@ def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
     if len(equal):
         for first in np.setdiff1d(equal, equal + 1).tolist():
             end = first + int((ranked[first:] == ranked[first]).sum())
-            order[first:end] = sorted(order[first:end].tolist(), key=lambda i: blocks[i].display_name)
+            order[first:end] = sorted(
+                order[first:end].tolist(), key=lambda i: blocks[i].display_name
+            )
     return order
 
 

@@ -17,12 +17,11 @@ import numpy as np
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import FloatArray, Positions
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.model.counts import seconds_of, token_count
+from evoke_proxy.core.model.counts import Rate, seconds_of, token_count
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.attention import Float32Array, KeyBounds, Queries, decode_floats
 from evoke_proxy.core.policy.registry import probes
 from evoke_proxy.core.policy.view import PolicyView
-from evoke_proxy.core.snapshots.costs import Rate
 
 # This many blocks are compared with the keys themselves; of more, bounds select the best. Bounds
 # are loose (bench/results/recall.json: `bounds` beside `keys`), so that more are kept than return.
@@ -77,8 +76,11 @@ class ProbeResult:
         evicted = {evict.span for evict in later.evicts}
         return [span for span in loaded if span not in evicted]
 
-    def usage(self, later: Plan) -> dict[str, Any]:
-        """TODO"""
+    def summary(self, later: Plan) -> dict[str, Any]:
+        """Return what the client is told: `brought` tokens were loaded because of the probe."""
+        brought = sum(len(load.span) for load in later.loads)
+        ms = round(self.seconds * 1000, 1)
+        return {"decoded": self.decoded, "brought": brought, "ms": ms}
 
 
 def reason_to_skip(

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.config.policy_names import add_policy_name, check_policy_name
-from evoke_proxy.core.model.block_table import FloatArray
-from evoke_proxy.core.model.block_table import blocks_named
-from evoke_proxy.core.model.plan import Drop, Plan, DecodeBudget
+from evoke_proxy.core.model.block_table import FloatArray, blocks_named
+from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
 from evoke_proxy.core.policy.attention import MAX_QUERIES, Capture
 from evoke_proxy.core.policy.planner import Choice, make_plan
 from evoke_proxy.core.policy.view import PolicyView, keep_scores
@@ -146,4 +145,6 @@ def _choice(
     choice = choose(view, query, config)
     if not (query.requested and saves_evicted(config)):
         return choice
-    return replace(choice, scores=choice.scores + _REQUESTED * blocks_named(view.blocks, query.requested))
+    return replace(
+        choice, scores=choice.scores + _REQUESTED * blocks_named(view.blocks, query.requested)
+    )

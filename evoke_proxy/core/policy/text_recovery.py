@@ -1,9 +1,9 @@
-"""Recovery by text: what was evicted is quoted in the last message, and decoded again there.
+"""Recovery by text: quotes evicted blocks in the last message, where they are decoded again.
 
-No plan copies rows to host memory, and what the engine itself saves while it decodes is dropped in
-the next turn. The rows of such a block stay missing for good; its text costs its tokens once more,
-and the exchange it was quoted in is decoded again in the next turn, as the client does not know
-of the quotation. Both are in the books as `decoded`.
+No plan saves rows to the host pool, and what llama-server saves itself while it decodes is dropped
+in the next turn. The rows of a quoted block stay missing. Its text costs its tokens once more, and
+the exchange with the quotation is decoded again in the next turn, because the client does not know
+of the quotation. Token accounting counts both as `decoded`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.policy.asking import about
-from evoke_proxy.core.policy.planner import room_for
+from evoke_proxy.core.policy.evoke import relevance_scores
+from evoke_proxy.core.policy.planner import by_score, candidates_of, room_for_blocks
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
-from evoke_proxy.core.policy.planner import by_value, candidates
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.core.request.chat import ChatRequest
@@ -28,81 +27,92 @@ from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.splice import prepend
 from evoke_proxy.core.retrieval.query import Query
 
-# A block is worth its tokens when it has at least half as much to do with the question as the best
-# of all blocks, resident or not, and something at all. In 204 questions of the quality bench's
-# tuning sessions that quotes every block with a fact, with 48 tokens a question; six tenths lose
-# the first of them, and the second number makes no difference from 0.1 to 0.3.
-_SHARE_OF_BEST = 0.5
-_LEAST = 0.2
-_MOST_BLOCKS = 8
-_MAX_BUDGET_SHARE = 2
-# What a quotation has beside the tokens of its block: its heading, and words it shares with others.
+# A block is quoted when its relevance is at least this share of the best block's, resident or not,
+# and at least _MIN_RELEVANCE. In 204 questions of the quality bench's tuning sessions that quotes
+# every block with a fact, with 48 tokens a question; with a share of 0.6 the first facts are lost,
+# and the minimum makes no difference from 0.1 to 0.3.
+_MIN_SHARE_OF_BEST = 0.5
+_MIN_RELEVANCE = 0.2
+_MAX_BLOCKS = 8
+# Quotations take at most the budget divided by this.
+_MAX_BUDGET_DIVISOR = 2
+# Tokens of a quotation beside those of its block: its heading, and words shared with other blocks.
 _EXTRA_TOKENS = 32
-_ASKED_FOR = 10.0
+# Added to the relevance of a block that the client requests: more than any relevance.
+_REQUESTED = 10.0
 _HEADING = "Recovered context, from earlier in this conversation:"
 
-# Of each dialect the list of its items, and what kind of part holds text in an item of a user.
-_LISTS = {"chat": ("messages", "text"), "responses": ("input", "input_text")}
-_LISTS |= {"messages": ("messages", "text")}
-_ANSWERABLE = ("user", "tool", "function")
+# Of each dialect the list of its items, and the type of a part with text in an item of a user.
+_LISTS = {
+    "chat": ("messages", "text"),
+    "responses": ("input", "input_text"),
+    "messages": ("messages", "text"),
+}
+_ANSWERABLE_ROLES = ("user", "tool", "function")
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
-    """A request with the text of these blocks in its last message, and what it is then."""
+class QuotedRequest:
+    """A request with quoted blocks.
+
+    Attributes:
+        body: The bytes of the request.
+        request: What they say.
+        blocks: The quoted blocks.
+    """
 
     body: bytes
     request: ChatRequest
     blocks: tuple[Block, ...]
 
 
-def recall(turn: Turn, question: Query, body: bytes) -> Recalled | None:
-    """The turn's request with the evicted text that its question needs; None when there is none.
+def quote_evicted(turn: Turn, query: Query, body: bytes) -> QuotedRequest | None:
+    """Return the turn's request with the evicted text that its query needs; None if there is none.
 
-    The text goes to the beginning of the last user message or tool result, where every template
+    The text is put at the beginning of the last user message or tool result, where every template
     has a place for it, and never into an answer that the client has begun. Together with the rest
-    of the prompt it fits the budget, as far as its tokens can be told from those it had.
+    of the prompt it fits the budget, as far as its tokens can be estimated from its blocks.
     """
     request = turn.request
-    blocks = _needed(turn.view, question, turn.config)
-    place = _place(request.dialect, body) if blocks else None
-    at = _last_said(request)
-    if place is None or at is None:
+    blocks = _blocks_to_quote(turn.view, query, turn.config)
+    insertion = _insertion_point(request.dialect, body) if blocks else None
+    at = _last_answerable(request)
+    if insertion is None or at is None:
         return None
-    path, kind = place
-    note = quoted(blocks, request, turn.rendered.spans)
-    changed = prepend(body, path, note, {"type": kind, "text": note})
+    path, part_type = insertion
+    note = quotation(blocks, request, turn.rendered.spans)
+    changed = prepend(body, path, note, {"type": part_type, "text": note})
     if changed == body:
         return None
     messages = list(request.messages)
     messages[at] = replace(messages[at], text=note + messages[at].text)
-    return Recalled(changed, replace(request, messages=messages), tuple(blocks))
+    return QuotedRequest(changed, replace(request, messages=messages), tuple(blocks))
 
 
-def quoted(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
-    """The text of these blocks in their order, each under the name of what it is from."""
+def quotation(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
+    """Return the text of these blocks in their order, each under the name of its source."""
     parts = [_HEADING]
     for run in _runs(blocks):
-        text = _text(run, request, spans)
-        parts.append(f"[{run[0].display_name.rpartition('#')[0]}] {text}")
+        source = run[0].display_name.rpartition("#")[0]
+        parts.append(f"[{source}] {_text_of(run, request, spans)}")
     return "\n".join(parts) + "\n\n"
 
 
-def _needed(view: PolicyView, question: Query, config: PolicyConfig) -> list[Block]:
-    """Blocks that are nowhere and that the question is about by `policy.recall`, in their order.
+def _blocks_to_quote(view: PolicyView, query: Query, config: PolicyConfig) -> list[Block]:
+    """Return the evicted blocks that the query needs by `policy.recall`, in prompt order.
 
-    Blocks that the client names come with every kind of recall.
+    Blocks that the client requests are quoted with every kind of recall.
     """
     blocks = view.blocks
-    known = blocks.ends <= view.n_past
-    out = known & ~view.in_cache
-    if not out.any():
+    is_earlier = blocks.ends <= view.n_past
+    is_out = is_earlier & ~view.in_cache
+    if not is_out.any():
         return []
-    asked = blocks_named(blocks, (*question.requested, *question.gold))
-    found = about(view, question, config)
-    least = max(_LEAST, _SHARE_OF_BEST * float(found[known].max()))
-    wanted = out & (asked | (found >= least))
-    order = by_value(wanted, found + _ASKED_FOR * asked, blocks)[:_MOST_BLOCKS]
+    requested = blocks_named(blocks, (*query.requested, *query.gold))
+    relevance = relevance_scores(view, query, config)
+    least = max(_MIN_RELEVANCE, _MIN_SHARE_OF_BEST * float(relevance[is_earlier].max()))
+    wanted = is_out & (requested | (relevance >= least))
+    order = by_score(wanted, relevance + _REQUESTED * requested, blocks)[:_MAX_BLOCKS]
     room, taken = _room(view, config), list[int]()
     for i in order.tolist():
         cost = int(blocks.lengths[i]) + _EXTRA_TOKENS
@@ -113,16 +123,17 @@ def _needed(view: PolicyView, question: Query, config: PolicyConfig) -> list[Blo
 
 
 def _room(view: PolicyView, config: PolicyConfig) -> int:
-    room = room_for(view.tail, view.max_tokens, config)
+    """Return how many tokens quotations may take."""
+    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
     if room is None or config.budget is None:
-        return view.n_free - view.tail
-    given = candidates(view, config.sink_tokens, recovers=False)
-    stays = int(given.lengths[given.must].sum()) + given.loose_rows
-    return min(room - stays, config.budget // _MAX_BUDGET_SHARE)
+        return view.n_free - view.n_to_decode
+    candidates = candidates_of(view, config.sink_tokens, recovers=False)
+    n_required = candidates.n_rows(candidates.required)
+    return min(room - n_required, config.budget // _MAX_BUDGET_DIVISOR)
 
 
 def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Blocks that follow each other in one message, together."""
+    """Group the blocks that follow each other in one message."""
     runs: list[list[Block]] = []
     for block in blocks:
         before = runs[-1][-1] if runs else None
@@ -133,46 +144,46 @@ def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
     return runs
 
 
-def _text(run: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
-    """What a run of blocks says, in whole words."""
+def _text_of(run: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
+    """Return the text of a run of blocks, in complete words."""
     part = Span(run[0].span.start, run[-1].span.end)
     item = spans[min(bisect_right(spans, part.start, key=_span_end), len(spans) - 1)]
     if not (item.index == run[0].message < len(request.messages) and item.span.encloses(part)):
         return " ".join(block.text for block in run)
-    shown = request.messages[item.index].shown
-    text = Shares(shown, item.span).of(part)
-    if not shown.startswith(text):
+    message = request.messages[item.index].shown
+    text = Shares(message, item.span).of(part)
+    if not message.startswith(text):
         text = text.partition(" ")[2] or text
-    if not shown.endswith(text):
+    if not message.endswith(text):
         text = text.rpartition(" ")[0] or text
     return text.strip()
 
 
-def _last_said(request: ChatRequest) -> int | None:
-    """The index of the last message that is not the assistant's own."""
+def _last_answerable(request: ChatRequest) -> int | None:
+    """Return the index of the last message of a user or a tool."""
     for at in range(len(request.messages) - 1, -1, -1):
         if request.messages[at].role in (Role.USER, Role.TOOL):
             return at
     return None
 
 
-def _place(dialect: str, body: bytes) -> tuple[list[str | int], str] | None:
-    """Where the text of that message is in the body, and what a part of it is called."""
-    key, kind = _LISTS[dialect]
+def _insertion_point(dialect: str, body: bytes) -> tuple[list[str | int], str] | None:
+    """Return the path in the body of that message's text, and the type of a part with text."""
+    key, part_type = _LISTS[dialect]
     items = parsed_json(body).get(key)
     if isinstance(items, str):
-        return [key], kind
+        return [key], part_type
     for at in range(len(items) - 1, -1, -1) if isinstance(items, list) else ():
         item = items[at]
         if isinstance(item, dict) and item.get("type") == "function_call_output":
-            return [key, at, "output"], kind
-        if isinstance(item, dict) and item.get("role") in _ANSWERABLE:
-            return [key, at, *_within(item, dialect)], kind
+            return [key, at, "output"], part_type
+        if isinstance(item, dict) and item.get("role") in _ANSWERABLE_ROLES:
+            return [key, at, *_text_path(item, dialect)], part_type
     return None
 
 
-def _within(item: Mapping[str, Any], dialect: str) -> list[str | int]:
-    """Where in an item: its last tool result has the last word in the messages dialect."""
+def _text_path(item: Mapping[str, Any], dialect: str) -> list[str | int]:
+    """Return the path of an item's text; in the messages dialect, of its last tool result."""
     content = item.get("content")
     parts = content if dialect == "messages" and isinstance(content, list) else []
     results = [

@@ -54,7 +54,7 @@ class DecidedTurn:
 
 
 def effective_config(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
-    """Return the configured policy as one request wants it; it may lower the budget, not raise it."""
+    """Return the configured policy as a request wants it; it may lower the budget, not raise it."""
     tags = request.tags
     if not tags.given:
         return config

@@ -80,8 +80,8 @@ class PolicyView:
         index: The search index of the session.
         task: The task that the turn belongs to.
         recovered: [n] blocks recovered in this turn or the last ones; None: no block.
-        attention: [n] share of attention that each block got last, 0 to 1, with mean 0.5; None while
-            none was captured.
+        attention: [n] share of attention that each block got last, 0 to 1, with mean 0.5; None
+            while none was captured.
         last_attended: [n] turn in which each block last got at least the mean share, or was cut;
             None while no attention was captured.
         model_relevance: [n] how much the model attended to each block when it began to answer

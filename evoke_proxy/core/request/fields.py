@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECALLS, RECOVERIES
+from evoke_proxy.config import RECALLS, RECOVERIES
+from evoke_proxy.config.policy_names import policy_names
 from evoke_proxy.core.request.messages import lists_of
 from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
@@ -72,11 +73,10 @@ def parse_options(body: Mapping[str, Any], marked: bool, bench: bool) -> Request
     for key in body:
         if key.startswith("evoke_") and key not in OURS:
             _refuse_name(key)
-    policies = POLICIES if bench else [name for name in POLICIES if name not in BENCH_POLICIES]
     return RequestOptions(
         enabled=_flag(body, "evoke", True),
         budget=_budget(body),
-        policy=_one_of(body, "evoke_policy", policies),
+        policy=_one_of(body, "evoke_policy", policy_names(bench)),
         recovery=_one_of(body, "evoke_recovery", RECOVERIES),
         recall=_one_of(body, "evoke_recall", RECALLS),
         priority=_priority(body),

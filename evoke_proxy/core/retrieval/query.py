@@ -42,7 +42,7 @@ class Query:
         clauses: The clauses of `text`, each of which may need a block of its own, then clauses of
             the turn before that are needed to understand it.
         vectors: One unit vector [d] or None for each clause; empty without an embedder.
-        requested: Names of blocks that the client asks to recover, see `naming.called`.
+        requested: Names of blocks that the client asks to recover, see `blocks_named`.
         gold: Names or message indexes of the blocks that hold the answer; only benches give them.
         has_context_clause: Whether the last clause comes from the turn before, which this turn may
             or may not continue.

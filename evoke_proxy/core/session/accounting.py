@@ -80,7 +80,7 @@ def forecast(view: PolicyView, plan: Plan) -> TokenAccounting:
     else:
         recovered = _below(cursor, (load.span for load in plan.loads))
         evicted = _below(cursor, (evict.span for evict in plan.evicts))
-        before = count(view.kept_rows) - evicted
+        before = count(view.reused_rows) - evicted
     return TokenAccounting(
         decoded=view.n_tokens - cursor,
         recovered=recovered,

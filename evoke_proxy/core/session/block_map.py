@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evoke_proxy.core.model.block_table import FloatArray
 from evoke_proxy.core.model.blocks import Block, Span, clipped, count, merged, without
-from evoke_proxy.core.policy.view import Scores
 from evoke_proxy.core.prompt.layout import Layout
 
 RESIDENT, SAVED_RAM, SAVED_DISK, OMITTED = "resident", "saved_ram", "saved_disk", "omitted"
@@ -59,7 +59,7 @@ class Whereabouts:
 
 
 def block_map(
-    layout: Layout, where: Whereabouts, scores: Scores | None, pins: Sequence[Span], names: bool
+    layout: Layout, where: Whereabouts, scores: FloatArray | None, pins: Sequence[Span], names: bool
 ) -> list[dict[str, Any]]:
     """Every block in its order; `score` is null when nobody knows it. The answer, which is cut into
     blocks when the next prompt has it, comes last as one."""

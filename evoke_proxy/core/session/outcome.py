@@ -10,7 +10,7 @@ import numpy as np
 from evoke_proxy.core.model.block_table import Mask, blocks_named, unknown_names
 from evoke_proxy.core.model.blocks import Block
 from evoke_proxy.core.model.plan import Plan
-from evoke_proxy.core.policy.registry import recovers_text
+from evoke_proxy.core.policy.registry import quotes_evicted
 from evoke_proxy.core.policy.turn import Turn
 
 
@@ -22,7 +22,7 @@ def outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str, Any]
     the conversation, and those of which something is missing when the answer begins.
     """
     said: dict[str, Any] = {}
-    if recovers_text(turn.config):
+    if quotes_evicted(turn.config):
         tokens = sum(len(block.span) for block in quoted)
         said["as_text"] = {"blocks": len(quoted), "tokens": tokens}
     names = turn.request.tags.recover

@@ -17,12 +17,10 @@ from evoke_proxy.core.model.block_table import ROLES
 from evoke_proxy.core.model.blocks import Role, Span, clipped
 from evoke_proxy.core.model.plan import Plan, Save
 from evoke_proxy.core.policy import pins
-from evoke_proxy.core.policy.attention import Attended
-from evoke_proxy.core.policy.pins import effective
-from evoke_proxy.core.policy.registry import decide, recovers
-from evoke_proxy.core.policy.view import Task
-from evoke_proxy.core.policy.turn import Decided, Turn
-from evoke_proxy.core.policy.view import PolicyView
+from evoke_proxy.core.policy.attention import AttentionTracker
+from evoke_proxy.core.policy.registry import decide, saves_evicted
+from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
+from evoke_proxy.core.policy.view import PolicyView, Task
 from evoke_proxy.core.prompt.layout import Layout, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
@@ -31,6 +29,9 @@ from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.accounting import TokenAccounting, agree, forecast
 from evoke_proxy.core.session.recorded import Recorded
+
+# For this many turns a recovered block has a higher margin against being evicted again.
+_RESIDENCY_TURNS = 1
 
 
 class Session:
@@ -52,11 +53,11 @@ class Session:
         self._decoded: Tokens = self.layout.tokens
         self.index = Index()
         self._task = Task()
-        self.attention = Attended()
+        self.attention = AttentionTracker()
         self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, tuple[bool, float]] = {}
         self.pins: pins.Pins = ()
-        self.decided: Decided | None = None
+        self.decided: DecidedTurn | None = None
         self._planned: tuple[PolicyView, Plan] | None = None
         self._doubtful: dict[str, Span] = {}
         self._left: tuple[Span, ...] = ()
@@ -104,7 +105,7 @@ class Session:
         Calling it again for the same request is no new turn. Raises BudgetTooSmall or
         PinBudgetExceeded, and then has changed nothing that a later request would notice.
         """
-        config = effective(self.config, request)
+        config = effective_config(self.config, request)
         number = self.turns + 1
         marks = (request.tags.pinned, request.tags.priority)
         self._turn_marks = {k: v for k, v in self._turn_marks.items() if k != number}
@@ -112,8 +113,8 @@ class Session:
             self._turn_marks[number] = marks
         layout, adopt_to = self._reconciled(rendered, view, request, number, config)
         before = self.pins
-        kept = pins.kept(before, layout)
-        shown = pins.applied(layout, kept, config)
+        kept = pins.valid_pins(before, layout)
+        shown = pins.with_pins(layout, kept, config)
         self.layout = layout
         if self.pins is before:  # an operator may have changed them meanwhile
             self.pins = kept
@@ -126,16 +127,16 @@ class Session:
             request=request,
             rendered=rendered,
             slot=view,
-            view=self.attention.shown(self._policy_view(shown, view, request, adopt_to, task)),
+            view=self.attention.annotated(self._policy_view(shown, view, request, adopt_to, task)),
             config=config,
             divergence=layout.divergence,
-            question=question,
+            query=question,
             task=task,
         )
 
     def plan(self, turn: Turn) -> Plan:
         """What to do before the turn's prompt is decoded; changes nothing."""
-        return decide(turn.view, turn.question, turn.config)
+        return decide(turn.view, turn.query, turn.config)
 
     def applied(self, turn: Turn, plan: Plan) -> None:
         """llama-server has run the whole plan."""
@@ -147,9 +148,9 @@ class Session:
         self._outdated = frozenset(older.union(b.label for b in self.layout.blocks.pick(again)))
         self.layout = replace(self.layout, guessed=frozenset())
         self._planned, self._left = (turn.view, plan), ()
-        self.decided = Decided(turn.view, turn.question, turn.config)
+        self.decided = DecidedTurn(turn.view, turn.query, turn.config)
         self._task = turn.task
-        self._recovered |= dict.fromkeys(turn.view.came_back(plan), turn.number)
+        self._recovered |= dict.fromkeys(turn.view.recovered_labels(plan), turn.number)
 
     def failed(self, unknown: Collection[str] = ()) -> None:
         """llama-server refused a plan and changed nothing; these labels it does not know, or knows
@@ -248,7 +249,7 @@ class Session:
         n_past = view.n_past(len(rendered.tokens))
         # Copies that end before that cannot take an adopted slot any further than it is.
         far = self.layout.copies_end >= n_past + config.block_tokens
-        if self._adopts and far and recovers(config):
+        if self._adopts and far and saves_evicted(config):
             # On a slot that holds somebody else a few tokens may agree by chance: blocks are
             # not to be split there when their copies are to come back.
             empty = on(replace(view, n_common=0, resident=()))
@@ -269,7 +270,7 @@ class Session:
     def _policy_view(
         self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int, task: Task
     ) -> PolicyView:
-        oldest = self.turns + 1 - self.config.residency_turns
+        oldest = self.turns + 1 - _RESIDENCY_TURNS
         self._recovered = {k: turn for k, turn in self._recovered.items() if turn >= oldest}
         return PolicyView(
             blocks=layout.blocks,
@@ -278,11 +279,11 @@ class Session:
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
             resident=view.resident,
-            held=view.non_evictable,
+            non_evictable=view.non_evictable,
             n_free=view.n_free,
             max_tokens=request.max_tokens,
             adopt_to=adopt_to,
-            left=self._left if adopt_to else (),
+            pre_restart_resident=self._left if adopt_to else (),
             stale=tuple(sorted(layout.stale)),
             index=self.index,
             task=task,

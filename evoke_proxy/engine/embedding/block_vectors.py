@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.pins import effective
-from evoke_proxy.core.policy.registry import asks
+from evoke_proxy.core.policy.registry import uses_query
+from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
@@ -107,7 +107,7 @@ class BlockVectors:
         if not self._embedding.on:
             return False
         own = (k.own_budget and k.session.config.budget for k in self._conversations)
-        return asks(effective(self.policy, request)) or any(own)
+        return uses_query(effective_config(self.policy, request)) or any(own)
 
     async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
         clauses = query_of(request).clauses

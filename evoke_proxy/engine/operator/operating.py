@@ -14,8 +14,8 @@ from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
 from evoke_proxy.core.model.blocks import Span, clipped, count
 from evoke_proxy.core.model.plan import Drop, Evict, Plan
 from evoke_proxy.core.policy import pins
-from evoke_proxy.core.policy.pins import check_room
-from evoke_proxy.core.policy.registry import worth
+from evoke_proxy.core.policy.pins import check_least_budget
+from evoke_proxy.core.policy.registry import block_scores
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
 from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
@@ -103,7 +103,7 @@ class Operator:
         known = self._live(id)
         policy = self._its.watch.config.policy
         config = replace(known.session.config, budget=budget if own else policy.budget)
-        check_room(config)
+        check_least_budget(config)
         known.own_budget, known.session.config = own, config
         self._its.records.reordered(known)
         self._its.feed.tell("session", session=id, budget=config.budget)
@@ -116,7 +116,7 @@ class Operator:
         own = [block.span for block in blocks.pick(blocks.within([span]))]
         if not own:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
-        session.pins = pins.changed(session.pins, session.layout, span, pinned, session.config)
+        session.pins = pins.change_pins(session.pins, session.layout, span, pinned, session.config)
         self._its.records.reordered(known)
         self._its.feed.tell("block", session=id, pinned=pinned, spans=spans(own))
 
@@ -185,7 +185,7 @@ class Operator:
             layout, turn = session.layout, session.decided
             scores = None
             if turn is not None and len(turn.view.blocks) == len(layout.blocks):
-                scores = worth(turn.view, turn.question, turn.config)
+                scores = block_scores(turn.view, turn.query, turn.config)
             return block_map(layout, where, scores, session.pins, names)
 
         return await known.computed(mapped, len(session.layout.blocks) > _MOST_BLOCKS)

@@ -12,7 +12,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import BodyParts
 from evoke_proxy.core.model.blocks import Block, Span
 from evoke_proxy.core.model.plan import Plan
-from evoke_proxy.core.policy.probe import Probed
+from evoke_proxy.core.policy.probe import ProbeResult
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.reply.sse import ReplyObserver
@@ -75,7 +75,7 @@ class Forwarding:
     turn: Turn | None = None
     held: int | None = None
     plan: Plan = Plan.EMPTY
-    probe: Probed | None = None
+    probe: ProbeResult | None = None
     observer: ReplyObserver = field(default_factory=ReplyObserver)
     first_byte_s: float | None = None
     waits: dict[str, float] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Forwarding:
             return
         loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
         if self.probe is not None:
-            loads += self.probe.kept(plan)
+            loads += self.probe.remaining_spans(plan)
         self.headers = {
             "X-Evoke-Session": self.conversation.name or self.conversation.id,
             "X-Evoke-Policy": turn.config.name,
@@ -170,7 +170,7 @@ class Forwarding:
         }
         self.outcome = outcome(turn, plan, quoted)
         if self.probe is not None:
-            self.outcome["probe"] = self.probe.shown(plan)
+            self.outcome["probe"] = self.probe.summary(plan)
         if "as_text" in self.outcome:
             self.headers["X-Evoke-As-Text"] = _counted([block.span for block in quoted])
 

@@ -10,7 +10,8 @@ from typing import Any
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.attention import NO_CAPTURE, Capture, captured_for, layers_of
+from evoke_proxy.core.policy.attention import NO_CAPTURE, Capture, captured_layers
+from evoke_proxy.core.policy.registry import capture_of
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.server.conversations import Conversation
@@ -43,7 +44,7 @@ class AttentionReader:
 
     def wanted(self, config: PolicyConfig, known: Conversation) -> Capture | None:
         """What a turn's policy needs, as far as this server can capture it for the session."""
-        return captured_for(config) if self.can_capture(known) else None
+        return capture_of(config) if self.can_capture(known) else None
 
     def ops(self, config: PolicyConfig, known: Conversation) -> list[dict[str, Any]]:
         """What a plan has to say about it: that it begins, goes on, or ends."""
@@ -51,8 +52,7 @@ class AttentionReader:
         if wanted is None:
             return [NO_CAPTURE] if known.capture is not None else []
         possible = self._server().capturable
-        named = tuple(layer for layer in wanted.layers if layer in possible)
-        return [wanted.op(named or layers_of(possible, config.attention_layers))]
+        return [wanted.op(captured_layers(possible, config.attention_layers))]
 
     async def seen(self, turn: Turn, known: Conversation, client: Mapping[str, str]) -> Turn:
         """The turn with what was captured in its slot since it was last asked.
@@ -66,9 +66,9 @@ class AttentionReader:
         if not wanted.read:
             return turn
         memory, session = known.session.attention, known.session
-        body = memory.question(turn.view, wanted) | {"tenant": known.tenant}
+        body = memory.request(turn.view, wanted) | {"tenant": known.tenant}
         answer = await self.ask(turn.slot.id, body, "bounds", client)
-        view = memory.told(turn.view, answer, session.turns, turn.config.sink_tokens)
+        view = memory.updated(turn.view, answer, session.turns, turn.config.sink_tokens)
         return replace(turn, view=view)
 
     async def ask(

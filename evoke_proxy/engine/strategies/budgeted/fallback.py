@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.policy.pins import effective
+from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -84,7 +84,7 @@ class FallbackPlanner:
             way.decision += ":held"
         elif isinstance(error, UpstreamError) and not error.reached:
             return  # nor will the request be: another server decides again
-        elif effective(self._policy_of(way), request).budget is not None:
+        elif effective_config(self._policy_of(way), request).budget is not None:
             self._metrics.breaches.inc()
 
     def _policy_of(self, way: Forwarding) -> PolicyConfig:

@@ -17,11 +17,10 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy.pins import effective
-from evoke_proxy.core.policy.registry import recovers_text
-from evoke_proxy.core.policy.text_recovery import Recalled, recall
+from evoke_proxy.core.policy.registry import policy_of, quotes_evicted
+from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
-from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
@@ -195,7 +194,7 @@ class Planner:
         view = slot_in(rendered, way.lease.slot)
         if known.epoch != view.epoch:
             view = await self._without_foreign_holes(view, known, client)
-        config = effective(known.session.config, request)
+        config = effective_config(known.session.config, request)
         stream = _unplanned(config)
         epoch = await self._blocks.run_plan(
             PlanCall(Plan(stream=stream), view, known.owner), client
@@ -209,8 +208,8 @@ class Planner:
     ) -> tuple[ChatRequest, bool]:
         """The request without its oldest messages, where that is the policy."""
         assert way.conversation is not None
-        config = effective(way.conversation.session.config, request)
-        if config.name != "truncate" or config.budget is None:
+        config = effective_config(way.conversation.session.config, request)
+        if not policy_of(config).truncates or config.budget is None:
             return request, False
         reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens
         limit = prompt_limit(config.budget, reserve)
@@ -257,7 +256,7 @@ class Planner:
         if seen is not turn:
             turn, plan = seen, await self._computed(way, rendered, partial(session.plan, seen))
         recalled = None
-        if recovers_text(turn.config):
+        if quotes_evicted(turn.config):
             turn, plan, recalled = await self._with_text(way, turn, plan, client)
         else:
             way.stage = "probe"
@@ -275,13 +274,13 @@ class Planner:
 
     async def _with_text(
         self, way: Forwarding, turn: Turn, plan: Plan, client: Mapping[str, str]
-    ) -> tuple[Turn, Plan, Recalled | None]:
+    ) -> tuple[Turn, Plan, QuotedRequest | None]:
         """The turn with the evicted text it needs in its last message, if that fits the budget and
         leaves the answer its place in the context."""
         assert way.conversation is not None
         request = turn.request
         recalled = await self._computing.run(
-            way.conversation, is_large(way.body), partial(recall, turn, turn.question, way.body)
+            way.conversation, is_large(way.body), partial(quote_evicted, turn, turn.query, way.body)
         )
         if recalled is None:
             return turn, plan, None
@@ -374,7 +373,7 @@ class Planner:
 
 def _unplanned(config: PolicyConfig) -> DecodeBudget:
     """How the engine holds a budget that nobody has planned for."""
-    if config.budget is None or config.name == "no_eviction":
+    if config.budget is None or policy_of(config).choose is None:
         return DecodeBudget(0)
     return DecodeBudget(
         config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens

@@ -15,21 +15,20 @@ from typing import Any
 from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.model.block_table import Positions
+from evoke_proxy.core.model.block_table import FloatArray, Positions
 from evoke_proxy.core.model.counts import token_count
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.attention import Queries
 from evoke_proxy.core.policy.probe import (
-    MOST_BLOCKS,
-    Pace,
-    Probed,
-    declined,
-    likeliest,
-    reachable,
-    sought,
+    MAX_COMPARED_BLOCKS,
+    DecodeSpeed,
+    ProbeResult,
+    blocks_with_rows,
+    model_relevance,
+    most_likely,
+    reason_to_skip,
+    spans_of,
 )
-from evoke_proxy.core.policy.probe import spans as spans_of
-from evoke_proxy.core.policy.view import Scores
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -57,7 +56,7 @@ class Prober:
         self._metrics = metrics
         self._attending = attending
         self._server = server
-        self.pace = Pace()
+        self.pace = DecodeSpeed()
 
     async def looked(
         self, way: Forwarding, turn: Turn, plan: Plan, client: Client
@@ -79,12 +78,12 @@ class Prober:
         first = known.session.plan(roomy)
         if first.infeasible or first.crowded:
             return turn, plan
-        way.probe = Probed(first, 0, 0.0)  # tried: not again, should it be refused
+        way.probe = ProbeResult(first, 0, 0.0)  # tried: not again, should it be refused
         more = [*self._attending.ops(turn.config, known), PROBE]
         call = PlanCall(first, turn.slot, known.owner, turn.rendered.tokens, more)
         epoch = await self._blocks.run_plan(call, client)
         known.session.applied(roomy, first)
-        cursor = turn.view.adopt_to or turn.view.n_past
+        cursor = turn.view.decode_from
         decoded = await way.keep_alive(self._decode(turn, epoch, known, client))
         # Of nobody's copies: it is only asked what is resident.
         now = SlotView.parse(await self._blocks.slot(turn.slot.id, "", client, LATEST))
@@ -92,9 +91,9 @@ class Prober:
             turn.rendered, replace(now, n_common=cursor), turn.request, way.vectors
         )
         found = await self._sought(later, known, client)
-        later = replace(later, view=replace(later.view, sought=found))
+        later = replace(later, view=replace(later.view, model_relevance=found))
         seconds = asyncio.get_running_loop().time() - began
-        way.probe = Probed(first, decoded, seconds)
+        way.probe = ProbeResult(first, decoded, seconds)
         self._metrics.probe_tokens.inc(decoded)
         self._metrics.probe_seconds.observe(seconds)
         return later, known.session.plan(later)
@@ -106,13 +105,13 @@ class Prober:
         if not self._attending.can_capture(known):
             return "off"
         self.pace.note(known.timings)
-        tail = view.n_tokens - (view.adopt_to or view.n_past)
+        tail = view.n_tokens - (view.decode_from)
         seconds = self.pace.seconds(tail, turn.config.probe_tokens)
-        reason = declined(view, turn.config, seconds, 0.0)
+        reason = reason_to_skip(view, turn.config, seconds, 0.0)
         if reason or turn.config.recall != "fused":
             return reason
-        sure = view.index.confidence(turn.question, view.blocks, view.own)
-        return declined(view, turn.config, seconds, sure)
+        sure = view.index.confidence(turn.query, view.blocks, view.first_new_block)
+        return reason_to_skip(view, turn.config, seconds, sure)
 
     async def _decode(self, turn: Turn, epoch: int, known: Conversation, client: Client) -> int:
         """The probe itself: how many tokens it decoded."""
@@ -135,25 +134,25 @@ class Prober:
             known.session.learn(evicted)
         return sum(token_count(timings.get(name)) for name in ("prompt_n", "predicted_n"))
 
-    async def _sought(self, turn: Turn, known: Conversation, client: Client) -> Scores | None:
+    async def _sought(self, turn: Turn, known: Conversation, client: Client) -> FloatArray | None:
         """What the queries of the probe say of all blocks that have rows anywhere."""
-        view, at = turn.view, reachable(turn.view)
-        if len(at) > MOST_BLOCKS:
+        view, at = turn.view, blocks_with_rows(turn.view)
+        if len(at) > MAX_COMPARED_BLOCKS:
             at = await self._likeliest(turn, known, client)
         asked = {"ranges": [], "products": spans_of(view, at), "tenant": known.tenant}
         answer = await self._attending.ask(turn.slot.id, asked, "products", client)
-        return sought(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
+        return model_relevance(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
 
     async def _likeliest(self, turn: Turn, known: Conversation, client: Client) -> Positions:
         view, bounds = turn.view, known.session.attention.bounds
-        bounds.keep(view.blocks)
-        lacking = [i for i in bounds.lacking(view.blocks) if view.blocks.ends[i] <= view.n_past]
+        bounds.retain(view.blocks)
+        lacking = [i for i in bounds.missing(view.blocks) if view.blocks.ends[i] <= view.n_past]
         spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
         asked = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": known.tenant}
         answer = await self._attending.ask(turn.slot.id, asked, "bounds", client)
-        bounds.take(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
+        bounds.add(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
         queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
-        return likeliest(view, bounds, queries)
+        return most_likely(view, bounds, queries)
 
 
 def _with_room(turn: Turn) -> Turn:

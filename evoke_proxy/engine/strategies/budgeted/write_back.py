@@ -16,7 +16,7 @@ from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan, Save
-from evoke_proxy.core.policy.registry import recovers
+from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
@@ -58,7 +58,7 @@ class WriteBack:
         """A request has given its slot back; `client` are the headers our calls are made with."""
         known, turn = way.conversation, way.turn
         if known is not None and turn is not None and way.books is not None:
-            if turn.config.writeback and recovers(turn.config) and not known.passing:
+            if turn.config.writeback and saves_evicted(turn.config) and not known.passing:
                 self._waiting[known.id] = (known, client)
         if len(self._waiting) > len(self._slots.pool):  # some have lost their slots
             slot_of, waiting = self._slots.pool.slot_of, self._waiting
