@@ -55,9 +55,9 @@ _COMMANDS = {
 _ELSEWHERE = {
     "demo": "evoke_proxy.demo.cli",
     "build-server": "evoke_proxy.server_build.cli",
-    "doctor": "evoke_proxy.commands.doctor",
-    "sessions": "evoke_proxy.commands.sessions",
-    "keys": "evoke_proxy.commands.keys",
+    "doctor": "evoke_proxy.cli.doctor",
+    "sessions": "evoke_proxy.cli.sessions",
+    "keys": "evoke_proxy.cli.keys",
 }
 
 

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from evoke_proxy.cli.main import _parser
 
-from evoke_proxy.__main__ import _parser
 from evoke_proxy.config import Config, env_name, keys, load
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from evoke_proxy.cli.main import _parser, main
 
-from evoke_proxy.__main__ import _parser, main
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import keys
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evoke_proxy.core.snapshots.held import Memory, SlotStatus
 from test_state_file import cache, file
 from test_vault import vault
 
@@ -16,7 +17,6 @@ from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
 from evoke_proxy.core.request.ahead import USER
-from evoke_proxy.core.snapshots.held import Memory, SlotStatus
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe

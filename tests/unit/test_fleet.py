@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evoke_proxy.cli.main import main
 from hypothesis import given
 from hypothesis import strategies as st
 from test_recorded import seated
 
-from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from evoke_proxy.core.snapshots.held import Held, Memory, SlotStatus, restarted
 
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.snapshots.held import Held, Memory, SlotStatus, restarted
 
 
 def tokens(*ids: int) -> Tokens:

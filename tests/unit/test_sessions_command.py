@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evoke_proxy.cli.main import main
 from test_vault import TOKENS, kept, vault
 
-from evoke_proxy.__main__ import main
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.core.request.ahead import STEP
 

@@ -107,9 +107,7 @@ class StockApi:
         """Return the tokens of a text; `special` adds what the vocabulary begins texts with."""
         body = {"content": text, "add_special": special, "parse_special": True}
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
-        answer = await self._client.call(
-            "POST", "/tokenize", body, headers, "render", check=check
-        )
+        answer = await self._client.call("POST", "/tokenize", body, headers, "render", check=check)
         try:
             tokens = answer["tokens"]
             if isinstance(tokens, list) and len(tokens) > _TOKENS_PER_STEP:
@@ -120,9 +118,7 @@ class StockApi:
 
     async def list_slots(self, headers: Headers) -> Sequence[SlotStatus] | None:
         """Return the status of every slot; None when the server does not show them."""
-        async with self._client.open(
-            "GET", "/slots", self._client.own_headers(headers)
-        ) as reply:
+        async with self._client.open("GET", "/slots", self._client.own_headers(headers)) as reply:
             raw = await reply.read()
         if reply.status in (403, 404, 501):
             return None

@@ -109,9 +109,7 @@ class ServerBehaviour:
             kept = common_prefix(contents.tokens, tokens) - contents.ahead_from
             self.lookahead.record(promised, kept)
 
-    def note_slots(
-        self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None
-    ) -> None:
+    def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
         """Record whether the server has emptied the slot that held these contents."""
         if contents is None:
             return
@@ -144,6 +142,4 @@ class ServerBehaviour:
 def has_restarted(contents: Iterable[SlotContents], slots: Sequence[SlotStatus]) -> bool:
     """Return whether another server instance left these contents: task numbers begin at 0."""
     latest = max((status.task for status in slots if status.task is not None), default=-1)
-    return any(
-        item.status is not None and (item.status.task or 0) > latest for item in contents
-    )
+    return any(item.status is not None and (item.status.task or 0) > latest for item in contents)

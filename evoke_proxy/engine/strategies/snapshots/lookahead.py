@@ -180,9 +180,7 @@ class Lookahead:
         )
         set_contents(conversation, with_status(complete, slots))
 
-    async def _save(
-        self, turn: SnapshotTurn, conversation: Conversation, tokens: Tokens
-    ) -> None:
+    async def _save(self, turn: SnapshotTurn, conversation: Conversation, tokens: Tokens) -> None:
         """Save what was decoded ahead, if that is worth it and nothing has changed it."""
         if self._transfers.reason_not_to_save(turn.request.tenant, tokens):
             return
@@ -202,7 +200,5 @@ class Lookahead:
                 return
             if await self._probe.is_same_server(headers):
                 lease.check()
-                label = self._placement.label(
-                    turn.request.tenant, turn.branch, STEP, len(tokens)
-                )
+                label = self._placement.label(turn.request.tenant, turn.branch, STEP, len(tokens))
                 await self._transfers.save(contents.slot, tokens, label, headers)

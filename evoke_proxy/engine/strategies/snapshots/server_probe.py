@@ -91,9 +91,7 @@ class ServerProbe:
     async def _learn(self, headers: Headers, own: SlotLease | None) -> None:
         stated = await self._api.fingerprint(headers)
         self._without_tools = await probe_template(self._api, False, headers) or _UNKNOWN
-        self._with_tools = (
-            await probe_template(self._api, True, headers) or self._without_tools
-        )
+        self._with_tools = await probe_template(self._api, True, headers) or self._without_tools
         # The most careful assumptions, until a file shows what memory it is.
         behaviour = ServerBehaviour(is_dense=False, has_windows=True)
         lease = self._slots.others(own)

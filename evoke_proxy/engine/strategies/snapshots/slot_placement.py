@@ -125,9 +125,7 @@ class SlotPlacement:
             scope.turn = turn
         return turn
 
-    async def _list_slots(
-        self, lease: SlotLease, headers: Headers
-    ) -> Sequence[SlotStatus] | None:
+    async def _list_slots(self, lease: SlotLease, headers: Headers) -> Sequence[SlotStatus] | None:
         """List the slots; notice when they are those of another server instance."""
         slots = await self._api.list_slots(headers)
         contents = [
@@ -315,9 +313,7 @@ def set_contents(conversation: Conversation, contents: SlotContents | None) -> N
     conversation.snapshots = replace(conversation.snapshots, contents=contents)
 
 
-def with_status(
-    contents: SlotContents, slots: Sequence[SlotStatus] | None
-) -> SlotContents:
+def with_status(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> SlotContents:
     """Return the contents with the status that their slot has now."""
     return replace(
         contents, status=next((item for item in slots or () if item.id == contents.slot), None)

@@ -216,9 +216,7 @@ class SnapshotStrategy:
             return await self._prepare_unmanaged(scope, chat, "miscounted")
         scope.trace.stage = "session"
         rendered = Rendered(turn.prompt, len(turn.boundary), ())
-        conversation = self._conversations.of_request(
-            chat, rendered, request.hint, request.tenant
-        )
+        conversation = self._conversations.of_request(chat, rendered, request.hint, request.tenant)
         arrival = Arrival(rendered, request.hint)
         scope.join(conversation)
         scope.turn = replace(scope.turn, conversation=conversation, arrival=arrival)
@@ -293,9 +291,7 @@ class SnapshotStrategy:
         self._metrics.drifts.labels(cause=found.cause).inc()
         _log.info("session %s departs from what it was: %s", conversation.id, found.summary())
 
-    def _request_before(
-        self, conversation: Conversation, sent: SentRequest
-    ) -> SentRequest | None:
+    def _request_before(self, conversation: Conversation, sent: SentRequest) -> SentRequest | None:
         """Return the request that this one is expected to continue.
 
         For a new conversation, the latest of the same name, or with the same opening: when the
@@ -346,9 +342,7 @@ class SnapshotStrategy:
         return self._slots.is_closed
 
 
-def _slots_for(
-    request: ParsedRequest, chat: ChatRequest, n_slots: int
-) -> Sequence[int | None]:
+def _slots_for(request: ParsedRequest, chat: ChatRequest, n_slots: int) -> Sequence[int | None]:
     """The slots of a request in ascending order, so that two never wait for each other.
 
     None is a slot that llama-server chooses.

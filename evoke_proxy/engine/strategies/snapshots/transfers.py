@@ -137,9 +137,7 @@ class SnapshotTransfers:
         """Return the seconds until a save does not stall the server too often; 0 or less: now."""
         return self._probe.costs.next_save_at - time.monotonic()
 
-    async def save(
-        self, slot: int, tokens: Tokens, label: SnapshotLabel, headers: Headers
-    ) -> bool:
+    async def save(self, slot: int, tokens: Tokens, label: SnapshotLabel, headers: Headers) -> bool:
         """Save a slot that holds exactly `tokens`; return False when it was not saved.
 
         The file becomes a snapshot in the background. Raises UpstreamError when llama-server cannot
