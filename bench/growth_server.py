@@ -10,13 +10,14 @@ import base64
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
+from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.core.model.grown import Grown
 
 Tokens = npt.NDArray[np.int32]
@@ -65,6 +66,9 @@ class Talk:
         return orjson.dumps({"messages": self.messages, "max_tokens": 16, "temperature": 0})
 
 
+_DEFAULT_OPTIONS = CallOptions()
+
+
 class SilentServer:
     """What answers the proxy's calls. `talk` is what is rendered next; the prompt of a request has
     four tokens behind its last message. `n_ctx` is the context of its slot."""
@@ -85,21 +89,21 @@ class SilentServer:
         method: str,
         target: str,
         body: object = None,
-        client: Mapping[str, str] | None = None,
-        name: str = "other",
-        patient: bool = False,
-        check: Callable[[bytes], None] | None = None,
+        options: CallOptions = _DEFAULT_OPTIONS,
     ) -> dict[str, Any]:
-        """As `LlamaClient.call`: to encode the question and to read the answer is the proxy's, the
-        latter in `parsing_s`; what is not, in `own_s`."""
+        """Replaces `LlamaClient.call`.
+
+        Encoding the body and parsing the reply is work of the proxy (the latter is counted in
+        `parsing_s`); everything else is counted in `own_s`.
+        """
         parts = (body,) if isinstance(body, bytes) else body
         data = b"".join(parts) if isinstance(parts, tuple) else orjson.dumps(parts)
         began = time.thread_time()
         raw = self._answer(target, data)
         self.own_s += time.thread_time() - began
         began = time.thread_time()
-        if check is not None:
-            check(raw)
+        if options.check is not None:
+            options.check(raw)
         answer: dict[str, Any] = orjson.loads(raw)
         self.parsing_s += time.thread_time() - began
         return answer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.llama.stock_api import Copied, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import load
@@ -95,7 +95,9 @@ class _Examination:
             clears = await self._clears(calls, slot, one, other)
         finally:
             with suppress(UpstreamRejected):  # it cannot, without --slot-save-path
-                await self.upstream.call("POST", f"/slots/{slot}?action=erase", {}, name="erase")
+                await self.upstream.call(
+                    "POST", f"/slots/{slot}?action=erase", {}, CallOptions(label="erase")
+                )
         plain = await probed(calls, False, None) or Stability(False, False)
         return Findings(
             build=str(props.get("build_info")),

@@ -333,7 +333,7 @@ def _check_heads(limits: LimitsConfig) -> None:
 
 
 def _check_bodies(limits: LimitsConfig) -> None:
-    """The largest body must fit into what one tenant may hold: see engine/intake/body_budget.py."""
+    """The largest body must fit the share of one tenant, see engine/parsing/body_budget.py."""
     least = -(-4 * limits.body_bytes // (1 << 20))
     message = f"must be at least {least}, four times limits.body_bytes, so that one such body fits"
     _require(limits.bodies_mib >= least, "limits.bodies_mib", message)

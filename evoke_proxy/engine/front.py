@@ -7,7 +7,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
-from evoke_proxy.adapters.llama.client import Body, LlamaClient, Reply
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.policy.bounds import check_room

@@ -13,13 +13,13 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from evoke_proxy.adapters.llama.client import Parts, Reply
+from evoke_proxy.adapters.llama.transport import BodyParts, Reply
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.splice import inserted
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.identity import Hint
-from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.parsing.body_cache import CachedBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ParsedRequest:
     # The request brings several prompts.
     is_batch: bool = False
     # The body as the next request of the conversation is compared with it; None for short bodies.
-    cached_body: Kept | None = None
+    cached_body: CachedBody | None = None
     # The rendering of the earlier body that this one continues.
     previous: Rendered | None = None
 
@@ -90,7 +90,7 @@ class ForwardedBody:
     members: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
-    def content(self) -> bytes | Parts:
+    def content(self) -> bytes | BodyParts:
         """The bytes to send."""
         return inserted(self.body, self.members) if self.members else self.body
 
@@ -152,7 +152,7 @@ class Outcome:
     # The reply said that it is complete.
     is_finished: bool
     # The token accounting of a patched server; None when the reply carries none.
-    accounting: Books | None = None
+    accounting: TokenAccounting | None = None
     timings: Mapping[str, Any] | None = None
     usage: Mapping[str, Any] | None = None
     # The error object of the reply.

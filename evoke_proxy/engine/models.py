@@ -7,9 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
-from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.engine.intake.large import read_apart
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.errors import EvokeError, RequestError
@@ -68,7 +68,7 @@ class Models(Generic[E]):
         `tell` is called every so many seconds of loading when the request is for a stream.
         """
         try:
-            asked = await read_apart(body, parse_object, body)
+            asked = await run_off_loop(body, parse_object, body)
             engine = await self._named(str(asked.get("model")), client)
             if engine is not None:
                 streams = asked.get("stream") is True
@@ -111,7 +111,7 @@ class Models(Generic[E]):
             raise
 
     async def _list(self, client: Mapping[str, str]) -> None:
-        answer = await self._router.call("GET", "/v1/models", client=client)
+        answer = await self._router.call("GET", "/v1/models", None, CallOptions(client))
         for item in answer.get("data") or ():
             for name in (item.get("id"), *(item.get("aliases") or ())):
                 self._names[str(name)] = str(item.get("id"))

@@ -21,8 +21,8 @@ from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
 _AT_ONCE = 1024
-# Blocks that are cut into texts in one callback of the event loop: about a millisecond.
-_IN_ONE_STEP = 32
+# Blocks that are cut into texts in one callback of the event loop: half a millisecond.
+_IN_ONE_STEP = 16
 # Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
 Arrived = list[tuple[str, Sequence[Vectors] | Vectors]]
 

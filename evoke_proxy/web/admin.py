@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.operator.exposition import exposition
+from evoke_proxy.engine.operator.exposition import UpstreamMetrics
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files, relay
 from evoke_proxy.web.admin_api import json_answer, same_site
@@ -26,12 +26,13 @@ def routes(engine: Front) -> list[web.RouteDef]:
     """The paths that are ours; every other path belongs to llama-server."""
 
     readiness = _Readiness(engine)
+    upstream_metrics = UpstreamMetrics(engine.uplinks, engine.metrics)
 
     async def ready(request: web.Request) -> web.StreamResponse:
         return await readiness.answer(request)
 
     async def metrics(_: web.Request) -> web.StreamResponse:
-        theirs = await exposition(engine.uplinks, engine.metrics)
+        theirs = await upstream_metrics.scrape()
         headers = relay.end_to_end(theirs.headers)
         headers["Content-Type"] = _EXPOSITION
         return web.Response(body=theirs.text + engine.metrics.exposition(), headers=headers)

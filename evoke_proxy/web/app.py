@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.intake.body_budget import BodyBudget
-from evoke_proxy.engine.intake.checking import BodyChecker
+from evoke_proxy.engine.parsing.body_budget import BodyBudget
+from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, dialects, logs, relay
 from evoke_proxy.web.access import ACCESS, Access, guarded

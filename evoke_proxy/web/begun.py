@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.llama.client import Reply
+from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 from evoke_proxy.web import dialects

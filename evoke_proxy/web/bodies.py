@@ -11,9 +11,9 @@ from aiohttp import web
 
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.shape import Scan
-from evoke_proxy.engine.intake.body_budget import BodyBudget, BodyShare
-from evoke_proxy.engine.intake.checking import BodyChecker, body_limits, is_decoded, is_form
-from evoke_proxy.engine.intake.reading import tenant_of
+from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
+from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits, is_form, server_decodes
+from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.errors import BodyMemoryFull, RequestError
 from evoke_proxy.web import dialects
 from evoke_proxy.web.access import ACCESS
@@ -46,7 +46,7 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
     coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
     if coding.lower() != "identity" and config.security.keys_file:
         raise RequestError("send the request body without Content-Encoding", "content_encoding")
-    if is_decoded(coding):
+    if server_decodes(coding):
         return await _read(request, None, share)
     content_type = _content_type(request)
     if is_form(content_type) and request.path not in dialects.FORM_PATHS:

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.intake.body_budget import COPIES
+from evoke_proxy.engine.parsing.body_budget import COPIES
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -10,9 +11,9 @@ from typing import Any
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.llama.client import PIECE_BYTES, Reply
-from evoke_proxy.core.reply.large import TAIL_BYTES, WHOLE_BYTES
-from evoke_proxy.core.reply.usage import StreamEdit, with_books, with_books_in_tail
+from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
+from evoke_proxy.core.reply.large import MAX_PARSED_BYTES, TAIL_BYTES
+from evoke_proxy.core.reply.usage import UsageEditor, with_accounting, with_accounting_in_tail
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.access import ACCESS
@@ -176,7 +177,7 @@ async def _with_books(
         return chunks
     parts = [chunk async for chunk in chunks]
     tail = _tail_of(parts)
-    edit = with_books_in_tail if parts else with_books
+    edit = with_accounting_in_tail if parts else with_accounting
     parts.append(edit(tail, outcome))
     response.content_length = sum(map(len, parts))
     return _each(parts)
@@ -185,7 +186,7 @@ async def _with_books(
 def _tail_of(parts: list[bytes]) -> bytes:
     """All the parts as one when they are not large, else the last ones; they are taken out."""
     taken, size = list[bytes](), 0
-    whole = sum(map(len, parts)) <= WHOLE_BYTES
+    whole = sum(map(len, parts)) <= MAX_PARSED_BYTES
     while parts and (whole or size < TAIL_BYTES):
         taken.append(parts.pop())
         size += len(taken[-1])
@@ -193,7 +194,7 @@ def _tail_of(parts: list[bytes]) -> bytes:
 
 
 async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    edit = StreamEdit(outcome)
+    edit = UsageEditor(outcome)
     async for chunk in chunks:
         # An empty chunk would be the end of the answer.
         if out := edit.feed(chunk):
@@ -203,10 +204,14 @@ async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> A
 
 
 async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
-    """The parts, none of them large: a large one is written as it would be received."""
+    """The parts in pieces, between which the event loop serves other requests.
+
+    A client that reads as fast as this writes would otherwise get all of it in one callback.
+    """
     for part in parts:
         for at in range(0, len(part), PIECE_BYTES):
             yield part[at : at + PIECE_BYTES]
+            await asyncio.sleep(0)
 
 
 def _without(headers: CIMultiDict[str], dropped: frozenset[str]) -> CIMultiDict[str]:

@@ -19,7 +19,7 @@ from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.engine import Server, front
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.intake.body_budget import BodyBudget
+from evoke_proxy.engine.parsing.body_budget import BodyBudget
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.web.bodies import BODY_BUDGET

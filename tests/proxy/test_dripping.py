@@ -153,7 +153,7 @@ def test_an_answer_to_a_call_of_ours_is_bounded(monkeypatch: pytest.MonkeyPatch)
         else:
             await exchange.say(ANSWER)
 
-    monkeypatch.setattr("evoke_proxy.adapters.llama.client.ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr("evoke_proxy.adapters.llama.transport.ANSWER_BYTES", 1 << 20)
     with (
         fake_upstream(pour, patched=True) as fake,
         proxy(fake.port, policy__budget=320) as run,

@@ -46,7 +46,7 @@ def test_a_host_that_vanishes_is_noticed_by_the_system() -> None:
     seen: list[tuple[int, ...]] = []
 
     async def behave(exchange: Exchange) -> None:
-        connector = running.engine.upstream._client.connector  # type: ignore[union-attr]
+        connector = running.engine.upstream._transport._session.connector  # type: ignore[union-attr]
         for protocol in connector._acquired:  # type: ignore[union-attr]
             ours = protocol.transport.get_extra_info("socket")
             asked = [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options]

@@ -26,7 +26,7 @@ from running import (
 )
 from talking import ENDLESS, FILLER, Talk, endless
 
-from evoke_proxy.adapters.llama.client import Reply
+from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from evoke_proxy.core.model.block_table import BlockTable, Mask
 from evoke_proxy.core.model.blocks import Block, Span, merged
-from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.prompt.rendered import SlotView
@@ -91,7 +91,7 @@ class SlotModel:
     tokens: list[int] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)
     store: dict[str, tuple[Span, tuple[int, ...]]] = field(default_factory=dict)
-    stream: Stream = field(default_factory=lambda: Stream(0))
+    stream: DecodeBudget = field(default_factory=lambda: DecodeBudget(0))
     loaded: set[int] = field(default_factory=set)
     auto_evicted: list[tuple[int, int, str]] = field(default_factory=list)
     epoch: int = 1
@@ -161,7 +161,7 @@ class SlotModel:
     def taken_by(self, tokens: Sequence[int], epoch: int) -> None:
         """Somebody else's request ran on the slot, unmarked."""
         self.tokens, self.rows, self.epoch = list(tokens), set(range(len(tokens))), epoch
-        self.stream, self.loaded, self.auto_evicted, self.held = Stream(0), set(), [], []
+        self.stream, self.loaded, self.auto_evicted, self.held = DecodeBudget(0), set(), [], []
         self.peak = len(self.rows)
 
     def _goes_on_from(self, prompt: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.servers.affinity import Affinity, Bound, trail_of
+from evoke_proxy.core.servers.affinity import Affinity, Route, prefix_hashes
 
 LONG = "the quick brown fox jumps over the lazy dog. " * 8
 
@@ -16,10 +16,10 @@ def _trail(*texts: str) -> list[bytes]:
     roles = ("user", "assistant")
     messages = [{"role": "system", "content": "You are a helpful assistant. " * 20}]
     messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    return list(trail_of(parse_chat("chat", {"messages": messages}).messages))
+    return list(prefix_hashes(parse_chat("chat", {"messages": messages}).messages))
 
 
-def _said(affinity: Affinity, known: Bound, name: str | None, trail: list[bytes]) -> Bound:
+def _said(affinity: Affinity, known: Route, name: str | None, trail: list[bytes]) -> Route:
     with affinity.heard(known, "t", name, trail):
         pass
     return known
@@ -77,7 +77,7 @@ def test_nobody_without_a_name_speaks_twice_at_once() -> None:
 
 def test_short_requests_leave_no_trail() -> None:
     request = parse_chat("chat", {"messages": [{"role": "user", "content": "Hi"}]})
-    assert list(trail_of(request.messages)) == []
+    assert list(prefix_hashes(request.messages)) == []
 
 
 def test_a_prompt_that_only_the_system_has_said_leaves_none() -> None:

@@ -19,8 +19,8 @@ from evoke_proxy.core.request.ahead import (
     kind_of,
     next_turns,
     probes,
+    snapshot_obstacle,
     stability,
-    unkept,
 )
 from evoke_proxy.core.request.chat import parse_chat
 
@@ -66,14 +66,14 @@ def _chat(**fields: Any) -> Any:
 
 def test_what_has_no_boundary_is_not_kept() -> None:
     begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    assert unkept(_chat()) == ""
-    assert unkept(_chat(messages=begun)) == "continues"
-    assert unkept(_chat(add_generation_prompt=False)) == "continues"
-    assert unkept(_chat(lora=[])) == "lora"
-    assert unkept(_chat(n=2)) == "n"
-    assert unkept(_chat(cache_prompt=False)) == "cache_prompt"
-    assert unkept(_chat(evoke=False)) == "disabled"
-    assert unkept(parse_chat("completions", {"prompt": "x"})) == "dialect"
+    assert snapshot_obstacle(_chat()) == ""
+    assert snapshot_obstacle(_chat(messages=begun)) == "continues"
+    assert snapshot_obstacle(_chat(add_generation_prompt=False)) == "continues"
+    assert snapshot_obstacle(_chat(lora=[])) == "lora"
+    assert snapshot_obstacle(_chat(n=2)) == "n"
+    assert snapshot_obstacle(_chat(cache_prompt=False)) == "cache_prompt"
+    assert snapshot_obstacle(_chat(evoke=False)) == "disabled"
+    assert snapshot_obstacle(parse_chat("completions", {"prompt": "x"})) == "dialect"
 
 
 def test_a_boundary_behind_a_tool_is_a_step() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.errors import PlanRefused
@@ -24,8 +23,8 @@ class Server:
     def __init__(self) -> None:
         self.calls: list[Mapping[str, Any]] = []
 
-    async def run(
-        self, slot: int, action: str, body: Mapping[str, Any], client: Mapping[str, str]
+    async def call(
+        self, _method: str, _target: str, body: Mapping[str, Any], _options: object
     ) -> dict[str, Any]:
         self.calls.append(body)
         answer: dict[str, Any] = {"mass": [1.0] * len(body["ranges"]), "layers": [0]}
@@ -43,14 +42,10 @@ class Server:
 
 def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
     server = Server()
-    attending = AttentionReader(_as_upstream(server), lambda: UNKNOWN_SERVER)
+    client: Any = server
+    attending = AttentionReader(client, lambda: UNKNOWN_SERVER)
     body = {"ranges": [[0, 4]] * 3, key: spans, "tenant": "t"}
     return server, asyncio.run(attending.ask(0, body, key, {}))
-
-
-def _as_upstream(server: Any) -> LlamaClient:
-    upstream: LlamaClient = server
-    return upstream
 
 
 def values(part: Mapping[str, Any]) -> list[float]:

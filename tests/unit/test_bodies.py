@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evoke_proxy.engine.intake.bodies import Bodies, Kept, Read
+from evoke_proxy.engine.parsing.body_cache import BodyCache, CachedBody, ReadBody
 
 # What looks like the structure around it, inside and outside of strings.
 NASTY = st.text(st.sampled_from('"\\{}[],: ab\n\u00e9\U0001f642'), max_size=12)
@@ -53,12 +53,12 @@ def talks(draw: st.DrawFn) -> list[bytes]:
 @settings(max_examples=60)
 @given(talks())
 def test_what_is_read_is_what_is_said(talk: list[bytes]) -> None:
-    bodies, kept = Bodies(least=1), list[Kept | None]()
+    bodies, kept = BodyCache(least=1), list[CachedBody | None]()
     for body in talk:
         whole = orjson.loads(body)
         read = bodies.read(body, "t")
         if read is None:
-            read = Read(body, whole)
+            read = ReadBody(body, whole)
         assert read.parsed == whole and list(read.parsed) == list(whole)
         for name, count in read.known.items():
             assert read.before is not None
@@ -72,8 +72,8 @@ def talk(n: int, **more: object) -> bytes:
 
 
 def test_only_what_is_new_is_parsed() -> None:
-    bodies = Bodies(least=1)
-    kept = bodies.keep(Read(talk(8), orjson.loads(talk(8))), "t")
+    bodies = BodyCache(least=1)
+    kept = bodies.keep(ReadBody(talk(8), orjson.loads(talk(8))), "t")
     for n in (10, 11, 20, 21):
         read = bodies.read(talk(n), "t")
         assert read is not None and read.before is kept and kept is not None
@@ -84,11 +84,11 @@ def test_only_what_is_new_is_parsed() -> None:
 
 
 def test_nothing_is_known_of_other_tenants_short_bodies_and_those_that_were_let_go() -> None:
-    bodies = Bodies(least=len(talk(8)))
-    kept = bodies.keep(Read(talk(8), orjson.loads(talk(8))), "t")
+    bodies = BodyCache(least=len(talk(8)))
+    kept = bodies.keep(ReadBody(talk(8), orjson.loads(talk(8))), "t")
     assert bodies.read(talk(9), "t") is not None
     assert bodies.read(talk(9), "other") is None
-    assert bodies.keep(Read(talk(7), orjson.loads(talk(7))), "t") is None
+    assert bodies.keep(ReadBody(talk(7), orjson.loads(talk(7))), "t") is None
     assert bodies.read(talk(9, model="another"), "t") is None
     del kept
     assert bodies.read(talk(9), "t") is None and not bodies._latest
@@ -104,9 +104,9 @@ def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.Mon
     inside = [{"messages": []}] * 500
     said = [{"role": "user", "content": "x" * 100}] * 2
     first, later = (orjson.dumps({"x": inside, "messages": said[:n]}) for n in (1, 2))
-    bodies = Bodies(least=1)
-    kept = bodies.keep(Read(first, orjson.loads(first)), "t")
-    monkeypatch.setattr("evoke_proxy.engine.intake.bodies._parsed", counted)
+    bodies = BodyCache(least=1)
+    kept = bodies.keep(ReadBody(first, orjson.loads(first)), "t")
+    monkeypatch.setattr("evoke_proxy.engine.parsing.body_cache._parsed", counted)
     assert bodies.read(later, "t") is None
     assert kept is not None and len(parsed) < 10
 
@@ -115,7 +115,7 @@ def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.Mon
 def test_what_may_be_too_deep_to_be_compared_is_read_all_the_same(depth: int) -> None:
     deep = b"[" * depth + b"]" * depth
     first, later = (talk(n).replace(b'"m"', deep) for n in (8, 9))
-    bodies = Bodies(least=1)
-    kept = bodies.keep(Read(first, orjson.loads(first)), "t")
+    bodies = BodyCache(least=1)
+    kept = bodies.keep(ReadBody(first, orjson.loads(first)), "t")
     read = bodies.read(later, "t")
     assert kept is not None and (read is not None or depth > 100)

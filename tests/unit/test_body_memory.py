@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import orjson
 import pytest
 
-from evoke_proxy.engine.intake.bodies import Kept
 from evoke_proxy.engine.operator import feed
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory
 
 MIB = 1 << 20
@@ -72,7 +72,7 @@ def test_the_estimate_is_near_what_a_body_takes(message: object) -> None:
     size = len(json.dumps(message))
     body = orjson.dumps({"messages": [message] * max(1, 2_000_000 // size)})
     tracemalloc.start()
-    kept = Kept(bytes(bytearray(body)), orjson.loads(body))
+    kept = CachedBody(bytes(bytearray(body)), orjson.loads(body))
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     # orjson's own allocations are traced, too.

@@ -6,9 +6,9 @@ import pytest
 from slot_model import seen
 
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.model.plan import Adopt, Evict, Load, Plan, Stream
+from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Evict, Load, Plan
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.session.accounting import Books, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 
 GIVEN: dict[str, Any] = {
     "epoch": 7,
@@ -28,7 +28,7 @@ GIVEN: dict[str, Any] = {
 
 
 def test_books_are_read_from_timings() -> None:
-    assert Books.parse({"cache_n": 70, "evoke": GIVEN}) == Books(
+    assert TokenAccounting.parse({"cache_n": 70, "evoke": GIVEN}) == TokenAccounting(
         decoded=25,
         recovered=20,
         resident_before=50,
@@ -58,10 +58,10 @@ def test_books_are_read_from_timings() -> None:
     ],
 )
 def test_timings_without_books_have_none(timings: Any) -> None:
-    assert Books.parse(timings) is None
+    assert TokenAccounting.parse(timings) is None
 
 
-def counts(books: Books) -> tuple[int, int, int, int]:
+def counts(books: TokenAccounting) -> tuple[int, int, int, int]:
     return books.decoded, books.recovered, books.resident_before, books.omitted
 
 
@@ -70,7 +70,7 @@ def test_a_forecast_counts_each_token_once() -> None:
     plan = Plan(
         evicts=(Evict(Span(0, 10), "a"), Evict(Span(85, 90))),
         loads=(Load("b", Span(30, 45)),),
-        stream=Stream(96),
+        stream=DecodeBudget(96),
     )
     books = forecast(view, plan)
     assert counts(books) == (20, 15, 40, 25)

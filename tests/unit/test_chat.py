@@ -10,7 +10,7 @@ from evoke_proxy.core.request.chat import (
     MESSAGE_FIELDS,
     TOP_LEVEL_FIELDS,
     ChatRequest,
-    Tags,
+    RequestOptions,
     parse_chat,
 )
 from evoke_proxy.errors import RequestError
@@ -30,7 +30,7 @@ def query(*messages: tuple[str, str]) -> str:
 def test_a_plain_request_has_the_defaults() -> None:
     request = chat()
     assert request == ChatRequest(
-        "chat", request.messages, None, False, 1, False, cache_prompt=True, tags=Tags(),
+        "chat", request.messages, None, False, 1, False, cache_prompt=True, tags=RequestOptions(),
         keys=request.keys,
     )  # fmt: skip
     assert [message.role for message in request.messages] == [Role.USER]
@@ -131,7 +131,9 @@ def test_tags_are_read() -> None:
         evoke_task_boundary=True,
         evoke_session="a/b:1",
     ).tags
-    assert tags == Tags(True, 512, "discard", "discard", 2.0, True, True, "a/b:1", given=True)
+    assert tags == RequestOptions(
+        True, 512, "discard", "discard", 2.0, True, True, "a/b:1", given=True
+    )
 
 
 @pytest.mark.parametrize("field", TOP_LEVEL_FIELDS)
@@ -141,7 +143,7 @@ def test_a_null_tag_is_no_tag_or_an_error_but_never_a_value(field: str) -> None:
     except RequestError as error:
         assert error.code == f"{field}_invalid"
     else:
-        assert tags == Tags(given=True)
+        assert tags == RequestOptions(given=True)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import NormaliseConfig
-from evoke_proxy.engine.intake.normalising import Normaliser
+from evoke_proxy.engine.parsing.normalizer import Normalizer
 
 DAY = 86_400.0
 JUMPS = [30 * DAY, 3600.0, -3600.0, -30 * DAY]
@@ -100,7 +100,7 @@ def test_one_time_that_cannot_be_right_expires_nothing_else(tmp_path: Path, wron
 
 
 def test_dates_that_are_kept_are_kept_for_as_long_whatever_the_clock_says(jump: Any) -> None:
-    normaliser = Normaliser(NormaliseConfig(dates_h=1.0), Metrics())
+    normaliser = Normalizer(NormaliseConfig(dates_h=1.0), Metrics())
 
     def told(day: int) -> bytes:
         body = b'{"messages":[{"role":"system","content":"Today is 2026-11-%02d."}]}' % day

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
 from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import kind_of, unkept
+from evoke_proxy.core.request.ahead import kind_of, snapshot_obstacle
 from evoke_proxy.core.request.chat import freed, parse_chat
 from evoke_proxy.core.request.parameters import BodyLimits
-from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.query import asked
 from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.intake.checking import check_body
-from evoke_proxy.engine.intake.normalising import Normaliser
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.body_checks import check_body
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.normalizer import Normalizer
 from evoke_proxy.errors import RequestError
 
 DIALECTS = ("chat", "responses", "messages", "completions")
@@ -72,12 +72,12 @@ def _only_request_errors(body: dict[str, Any]) -> None:
             continue
         asked(request)
         freed(text, parsed)
-        is_side(request, 10, True, True)
-        unkept(request)
+        is_side_request(request, 10, True, True)
+        snapshot_obstacle(request)
         kind_of(request)
         [message.shown for message in request.messages]
         settings = NormaliseConfig(billing=True, dates_h=1.0, tools=True)
-        Normaliser(settings, Metrics()).apply(text, dialect, "")
+        Normalizer(settings, Metrics()).apply(text, dialect, "")
     for as_chat in (responses.as_chat, anthropic.as_chat):
         chat = as_chat(parsed)
         parse_chat_or_refuse(chat)

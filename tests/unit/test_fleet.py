@@ -20,7 +20,7 @@ from evoke_proxy.adapters.store import Record
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.core.servers.affinity import Bound
+from evoke_proxy.core.servers.affinity import Route
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.fleet.fleet import Fleet, _asked
@@ -239,7 +239,7 @@ def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
         fleet.servers.pool.members[0].failures = 1
         fleet.servers[0].conversations.recall(seated())
         (here,) = fleet.servers[0].conversations
-        known, way = Bound(1, "there"), Forwarding(b"", 0.0, conversation=here)
+        known, way = Route(1, "there"), Forwarding(b"", 0.0, conversation=here)
 
         async def send(way: Forwarding, _: LlamaClient) -> str:
             return way.server

@@ -5,14 +5,13 @@ from __future__ import annotations
 from test_recorded import seated
 
 from evoke_proxy.config import Config
-from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.server.server import Server
 
 
 def test_gauges_sum_over_all_models() -> None:
     outer = Server(Config())
     for number, name in enumerate(("small", "large"), 1):
-        inner = Server(outer.config, outer.shared, OneModel(outer.upstream, name))
+        inner = Server(outer.config, outer.shared, outer.upstream.bound_to(name))
         outer._models._known[name] = inner
         inner.conversations.recall(seated())
         for known in inner.conversations:

@@ -15,7 +15,7 @@ import pytest
 
 from evoke_proxy.core.request import json_pieces
 from evoke_proxy.core.request.splice import edit_top_level
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.errors import RequestError
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.operator.exposition import exposition
+from evoke_proxy.engine.operator.exposition import UpstreamMetrics
 from evoke_proxy.errors import UpstreamRejected
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
@@ -60,7 +60,7 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
             raise UpstreamRejected(502, b"<html>\r\n<h1>Bad gateway</h1>\r\n</html>")
 
     servers = {"": Gateway(UpstreamConfig())}
-    text = asyncio.run(exposition(servers, Metrics())).text.decode()
+    text = asyncio.run(UpstreamMetrics(servers, Metrics()).scrape()).text.decode()
     assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1
 
 
@@ -77,14 +77,15 @@ def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
 
     async def scrapes() -> None:
         servers = {"": Slow(UpstreamConfig())}
-        servers[""].wakes_for_metrics = True
-        await exposition(servers, metrics)
+        scraper = UpstreamMetrics(servers, metrics)
+        scraper.woken_by_scrapes.add("")
+        await scraper.scrape()
         assert up() == 1
         async with asyncio.TaskGroup() as tasks:
-            abandoned = tasks.create_task(exposition(servers, metrics))
+            abandoned = tasks.create_task(scraper.scrape())
             await asyncio.sleep(0)
             assert up() == 1, "one that has just begun knows nothing"
-            await exposition(servers, metrics)
+            await scraper.scrape()
             assert up() == 1
             abandoned.cancel()
         assert up() == 1

@@ -12,8 +12,8 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, LimitsConfig
-from evoke_proxy.engine.intake.checking import BodyChecker, body_limits
-from evoke_proxy.engine.intake.reader import Reader
+from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits
+from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
 
@@ -46,7 +46,7 @@ async def _read(body: bytes, limits: LimitsConfig) -> None:
     """Check and read a body as the proxy does."""
     await BodyChecker().check(body, "application/json", body_limits(limits))
     way = Forwarding(body, 0.0)
-    await Reader(Config(), Metrics()).read(way, "chat", {})
+    await RequestParser(Config(), Metrics()).read(way, "chat", {})
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -66,7 +66,7 @@ def test_the_loop_is_busy_for_moments_only(name: str) -> None:
 
 
 def test_threads_read_one_conversation_at_once_and_agree() -> None:
-    reader = Reader(Config(), Metrics())
+    reader = RequestParser(Config(), Metrics())
     messages = [{"role": "user", "content": f"{i} " + "word " * 2000} for i in range(60)]
     kept: list[object] = []
 

@@ -14,8 +14,8 @@ import pytest
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import large_json
 from evoke_proxy.core.request.splice import edit_top_level
-from evoke_proxy.engine.intake.checking import body_limits, check_body
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.body_checks import body_limits, check_body
+from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
 

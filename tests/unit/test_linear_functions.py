@@ -16,7 +16,7 @@ from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.prompt.segment import Shares, cut
 from evoke_proxy.core.request import anthropic, normalise, responses
 from evoke_proxy.core.request.chat import freed, parse_chat
-from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.edges import closed, cut_off
 from evoke_proxy.core.retrieval.names import Names
 from evoke_proxy.core.retrieval.phrases import phrases, spaced
@@ -25,8 +25,8 @@ from evoke_proxy.core.retrieval.terms import spelled, terms
 from evoke_proxy.core.retrieval.words import Postings
 from evoke_proxy.core.session.drift import drift
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.intake.bodies import Bodies, Read
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
+from evoke_proxy.engine.parsing.json_object import parse_object
 
 # Text that patterns and splits may stumble over, each repeated.
 UNITS = (
@@ -110,7 +110,7 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
     "dated": normalise.is_dated,
     "billing": normalise.without_billing,
     "clock": lambda text: normalise.Clock().stopped(text + "date 1", "", 0.0, 1.0),
-    "side": lambda text: is_side(parse_chat("chat", _chat(text)), 10, True, True),
+    "side": lambda text: is_side_request(parse_chat("chat", _chat(text)), 10, True, True),
     "hint": lambda text: hint_of({"X-Session-Id": text}, {"metadata": {"user_id": text}}),
     "drift": lambda text: drift(_chat(text + "a" + text), _chat(text + "b" + text)),
     "parsed": lambda text: parse_object(json.dumps(_chat(text), ensure_ascii=False).encode()),
@@ -154,10 +154,10 @@ def _cut_results(n: int) -> None:
 
 
 def _bodies(n: int) -> None:
-    bodies = Bodies(0)
+    bodies = BodyCache(0)
     first = json.dumps({"messages": _messages(n)}).encode()
     second = json.dumps({"messages": _messages(n + 1)}).encode()
-    kept = bodies.keep(Read(first, parse_object(first)), "")
+    kept = bodies.keep(ReadBody(first, parse_object(first)), "")
     assert bodies.read(second, "") is not None and kept is not None
 
 

@@ -114,7 +114,7 @@ def test_an_engine_that_is_cancelled_while_it_is_entered_is_left(monkeypatch: An
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
-        client = engine.upstream._client
+        client = engine.upstream._transport._session
         assert client is not None and client.closed
 
     asyncio.run(run())

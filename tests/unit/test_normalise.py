@@ -23,7 +23,7 @@ from evoke_proxy.core.request.normalise import (
     with_texts,
     without_billing,
 )
-from evoke_proxy.engine.intake.normalising import Normaliser
+from evoke_proxy.engine.parsing.normalizer import Normalizer
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.86.d24; cc_entrypoint=cli; cch=a5145;"
 
@@ -189,7 +189,7 @@ def test_no_system_prompt_takes_the_event_loop_for_long(name: str, n_texts: int)
     took = []
     for _ in range(4):
         config = NormaliseConfig(billing=True, dates_h=1.0)
-        normaliser = Normaliser(config, Metrics())
+        normaliser = Normalizer(config, Metrics())
         began = time.thread_time()
         normaliser.apply(body.encode(), "chat", "t")
         took.append(time.thread_time() - began)

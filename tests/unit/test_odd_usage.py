@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.model.counts import MAX_TOKENS, token_count
 from evoke_proxy.core.policy.probe import Pace
-from evoke_proxy.core.reply.sse import Observer
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.reply.sse import ReplyObserver
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.costs import cost_of, is_odd
 
 _JSON = st.recursive(
@@ -55,7 +55,7 @@ def test_any_timings_give_a_pace(timings: dict[str, Any]) -> None:
 
 @given(_objects(_BOOK_KEYS))
 def test_any_books_are_read_or_refused(stated: dict[str, Any]) -> None:
-    books = Books.parse({"evoke": stated})
+    books = TokenAccounting.parse({"evoke": stated})
     if books is not None:
         assert 0 <= books.decoded <= MAX_TOKENS
 
@@ -77,7 +77,7 @@ def test_the_usage_of_a_real_server_is_not_odd() -> None:
 
 @pytest.mark.parametrize("text", ["1e999", "-1e999", "NaN", "1" * 4000, "-7", "0.5", '"5"', "[[]]"])
 def test_odd_numbers_are_no_counts(text: str) -> None:
-    observer = Observer()
+    observer = ReplyObserver()
     observer.feed(b'{"usage":{"input_tokens":%b}}' % text.encode())
     observer.close()
     stated = (observer.usage or {}).get("input_tokens")

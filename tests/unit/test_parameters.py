@@ -11,7 +11,7 @@ from cpu_time import exponent
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.parameters import BodyLimits, nesting
-from evoke_proxy.engine.intake.checking import body_limits, check_body
+from evoke_proxy.engine.parsing.body_checks import body_limits, check_body
 from evoke_proxy.errors import RequestError
 
 LIMITS = BodyLimits()

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from evoke_proxy.adapters.llama.block_calls import batches_of_names
+from evoke_proxy.adapters.llama.block_api import batches_of_names
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.model.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
+from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 
 VICTIM = Block("user:1#0", "d", Span(128, 192), Role.USER, 1, 1, "text")
 FULL = Plan(
@@ -13,7 +13,7 @@ FULL = Plan(
     evicts=(Evict(Span(0, 64), "a"), Evict(Span(70, 72))),
     loads=(Load("b", Span(64, 70)), Load("c", Span(80, 90))),
     drops=(Drop("old"), Drop("older")),
-    stream=Stream(512, 4, 32, 64, (Span(64, 70),), (VICTIM,)),
+    stream=DecodeBudget(512, 4, 32, 64, (Span(64, 70),), (VICTIM,)),
 )
 
 
@@ -51,7 +51,7 @@ def test_what_is_gone_on_from_is_said_before_anything_moves() -> None:
 
 
 def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
-    assert Plan(stream=Stream(512), drops=(Drop("x"),)).moves_nothing
+    assert Plan(stream=DecodeBudget(512), drops=(Drop("x"),)).moves_nothing
     assert not FULL.moves_nothing
     assert not Plan(adopt=Adopt(64, ("a",))).moves_nothing
 
@@ -64,7 +64,7 @@ def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
 def test_one_call_has_no_more_than_llama_server_takes() -> None:
     spans = tuple(Span(2 * i, 2 * i + 1) for i in range(20_000))
     blocks = tuple(replace(VICTIM, span=span) for span in spans)
-    (op,) = Plan(stream=Stream(50_000, protect=spans, order=blocks)).ops()
+    (op,) = Plan(stream=DecodeBudget(50_000, protect=spans, order=blocks)).ops()
     assert len(op["protect"]) == 4096 and len(op["order"]) == 16_384
     batches = [len(names) for names in batches_of_names([f"b{i}" for i in range(40_000)])]
     assert sum(batches) == 40_000 and max(batches) == 16_384

@@ -13,7 +13,7 @@ from slot_model import BlockState, SlotModel, seen, states_of, total
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
-from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import registry, working_set
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.registry import recovers
@@ -182,7 +182,7 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
     )
     if config.budget is None:
         assert not plan.evicts and not plan.infeasible
-        assert plan.stream == Stream(0)
+        assert plan.stream == DecodeBudget(0)
         return
     needed = resident_tokens(then) + view.tail + reserve(view, config)
     if plan.crowded:
@@ -556,7 +556,7 @@ def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
     view = replace(line(FILLER[:9], "rssrrrrrr"), stale=("old",))
     plan = decide(view, "number1", replace(CONFIG, name="no_eviction"))
     assert plan.moves_nothing
-    assert plan.stream == Stream(0)
+    assert plan.stream == DecodeBudget(0)
     assert [drop.label for drop in plan.drops] == ["old"]
 
 

@@ -18,5 +18,5 @@ def test_rows_are_the_prompts_or_strange_except_the_last(rows: set[int], n_past:
     view = PolicyView(*seen((), ()), n_tokens=31, n_past=n_past, resident=resident)
     assert rows_of(view.kept_rows) == {row for row in rows if row < n_past}
     strange = {row for row in rows if row >= n_past}
-    assert rows_of(view.strange_rows) == strange - {max(rows, default=-1)}
+    assert rows_of(view.foreign_rows) == strange - {max(rows, default=-1)}
     assert view.tail == 31 - n_past

@@ -10,13 +10,13 @@ import orjson
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.engine.intake.reader import Reader
+from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 LONG = "word " * 5000
 
 
-def _read(reader: Reader, messages: list[dict[str, Any]]) -> tuple[ChatRequest, Forwarding]:
+def _read(reader: RequestParser, messages: list[dict[str, Any]]) -> tuple[ChatRequest, Forwarding]:
     way = Forwarding(orjson.dumps({"messages": messages}), 0.0)
     request = asyncio.run(reader.read(way, "chat", {}))
     assert isinstance(request, ChatRequest)
@@ -25,7 +25,7 @@ def _read(reader: Reader, messages: list[dict[str, Any]]) -> tuple[ChatRequest, 
 
 def test_only_of_plain_requests_anything_is_remembered() -> None:
     """Of what goes on from one with marks of ours, the marks count again."""
-    reader = Reader(Config(), Metrics())
+    reader = RequestParser(Config(), Metrics())
     marked = [{"role": "user", "content": LONG, "evoke_keep": "pin"}]
     plain = [{"role": "user", "content": "x" + LONG}]
     more = {"role": "user", "content": "And then?"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
+from evoke_proxy.adapters.llama.block_api import LATEST
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.server.conversations import Conversation, Conversations

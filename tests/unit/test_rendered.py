@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.model.blocks import Role, Span, role_named
+from evoke_proxy.core.model.blocks import Role, Span, parse_role
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, common_prefix
 from evoke_proxy.errors import UpstreamProtocolError
 
@@ -129,7 +129,7 @@ def test_common_prefix_counts_equal_tokens_at_the_beginning(a: list[int], b: lis
     ],
 )
 def test_roles_are_mapped_to_the_four_we_know(name: str, role: Role) -> None:
-    assert role_named(name) is role
+    assert parse_role(name) is role
 
 
 @pytest.mark.parametrize("n", [0, 511, 512, 70_000, 200_000])
@@ -168,4 +168,4 @@ def test_another_conversation_goes_on_from_rows_that_saw_all_before_them(
     answer = {"id": 0, "epoch": 1, "n_tokens": 100, "n_common": n_common, "n_free": 5}
     answer |= {"resident": resident}
     answer |= {} if n_reusable is None else {"n_reusable": n_reusable}
-    assert SlotView.parse(answer).whole_to == edge
+    assert SlotView.parse(answer).adoptable_end == edge

@@ -15,14 +15,14 @@ from slot_model import Refused, SlotModel, seen, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
 from evoke_proxy.core.model.blocks import Role, Span, common
-from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.bounds import effective
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.registry import recovers
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.core.session.accounting import Books, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
@@ -97,18 +97,18 @@ class House:
             return turn, plan
         raise AssertionError("no plan was ever accepted")
 
-    def turn(self, talk: Talk, answer: Sequence[int], heard: bool = True) -> Books:
+    def turn(self, talk: Talk, answer: Sequence[int], heard: bool = True) -> TokenAccounting:
         strange = len(self.slot.rows)
         turn, plan = self.planned(talk)
         timings = self.slot.answer(turn.rendered.tokens.tolist(), answer)
-        books = Books.parse(timings)
+        books = TokenAccounting.parse(timings)
         assert books is not None
         assert self.session.finish(books if heard else None)
         self.check(turn, plan, books, strange)
         talk.say(Role.ASSISTANT, answer)
         return books
 
-    def check(self, turn: Turn, plan: Plan, books: Books, rows_before: int) -> None:
+    def check(self, turn: Turn, plan: Plan, books: TokenAccounting, rows_before: int) -> None:
         parts = books.decoded + books.recovered + books.resident_before + books.omitted
         assert parts == books.n_prompt == len(turn.rendered.tokens)
         promised = forecast(turn.view, plan)
@@ -303,7 +303,7 @@ def test_strange_rows_under_a_checkpoint_are_left_alone() -> None:
     view = PolicyView(
         *seen([], []), n_tokens=9, n_past=4, resident=(Span(0, 20),), held=(Span(9, 10),)
     )
-    assert view.strange_rows == (Span(4, 9), Span(10, 19))
+    assert view.foreign_rows == (Span(4, 9), Span(10, 19))
 
 
 def test_a_slot_lost_without_saving_means_decoding_what_has_no_copy() -> None:
@@ -580,7 +580,7 @@ def test_a_slot_does_not_keep_the_budget_of_the_session_before() -> None:
     assert house.slot.stream.budget == 512
     house.session = Session("t", "", replace(CONFIG, budget=None))
     house.turn(talk_of(90), words(1, 5))
-    assert house.slot.stream == Stream(0)
+    assert house.slot.stream == DecodeBudget(0)
 
 
 EVICTING = [name for name in POLICIES if name != "no_eviction"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.request.side import MAX_ANSWER, MAX_TOKENS, is_side
+from evoke_proxy.core.request.side import MAX_ANSWER, MAX_TOKENS, is_side_request
 
 
 def side(
@@ -18,7 +18,9 @@ def side(
     **more: Any,
 ) -> bool:
     messages = [{"role": role, "content": text} for role, text in said]
-    return is_side(parse_chat("chat", {"messages": messages, **more}), n_tokens, beside, family)
+    return is_side_request(
+        parse_chat("chat", {"messages": messages, **more}), n_tokens, beside, family
+    )
 
 
 HELLO = ("user", "How do I sort a list?")

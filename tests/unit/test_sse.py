@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.reply import sse
 from evoke_proxy.core.reply.large import KeyIndex
-from evoke_proxy.core.reply.sse import Observer
+from evoke_proxy.core.reply.sse import ReplyObserver
 
 TIMINGS = {"cache_n": 40, "prompt_n": 2, "evoke": {"epoch": 7, "omitted": 3}}
 USAGE = {"prompt_tokens": 42, "completion_tokens": 5}
@@ -82,8 +82,8 @@ STREAMS = {
 }
 
 
-def observe(data: bytes, cuts: list[int] | None = None) -> Observer:
-    observer = Observer()
+def observe(data: bytes, cuts: list[int] | None = None) -> ReplyObserver:
+    observer = ReplyObserver()
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts or []), len(data)]
     for start, stop in zip(edges, edges[1:], strict=False):
         observer.feed(data[start:stop])
@@ -91,7 +91,7 @@ def observe(data: bytes, cuts: list[int] | None = None) -> Observer:
     return observer
 
 
-def seen(observer: Observer) -> tuple[object, ...]:
+def seen(observer: ReplyObserver) -> tuple[object, ...]:
     return observer.timings, observer.usage, observer.finish, observer.done, observer.error
 
 
@@ -184,9 +184,9 @@ def test_what_cannot_be_read_is_ignored(data: bytes) -> None:
 @pytest.mark.parametrize("start", [b"data: ", b"{"])
 def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100_000)
-    for name in ("WHOLE_BYTES", "HEAD_BYTES", "TAIL_BYTES"):
+    for name in ("MAX_PARSED_BYTES", "HEAD_BYTES", "TAIL_BYTES"):
         monkeypatch.setattr(sse, name, 100_000)
-    observer = Observer()
+    observer = ReplyObserver()
     observer.feed(start)
     chunk = b'"timings" ' * 1000
     tracemalloc.start()
@@ -203,7 +203,7 @@ def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_many_data_lines_of_one_event_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100)
-    observer = Observer()
+    observer = ReplyObserver()
     for _ in range(50):
         observer.feed(b'data: "0123456789"\n')
         assert len(observer._event) <= 100
@@ -223,7 +223,7 @@ def test_a_large_body_is_read_at_its_ends_without_being_parsed(kind: str) -> Non
     body = LARGE[kind] | {"usage": USAGE, "timings": TIMINGS}
     data = json.dumps(body).replace("@", text).encode()
     assert len(data) > 3 * 2**20
-    observer = Observer()
+    observer = ReplyObserver()
     for at in range(0, len(data), 100_000):
         observer.feed(data[at : at + 100_000])
         assert len(observer._body) < 2_200_000
@@ -239,7 +239,7 @@ def test_a_large_event_is_read_at_its_ends(monkeypatch: pytest.MonkeyPatch) -> N
     event = {"content": "a" * 1_500_000, "timings": TIMINGS, "usage": USAGE}
     data = b"data: " + json.dumps(event).encode() + b"\n\n"
     monkeypatch.setattr(sse.json, "loads", refused)
-    observer = Observer()
+    observer = ReplyObserver()
     observer.feed(data)
     assert (observer.timings, observer.usage) == (TIMINGS, USAGE)
 
@@ -253,7 +253,7 @@ def test_the_keys_of_a_large_answer_are_found_in_one_pass() -> None:
 
 
 def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
-    observer = Observer()
+    observer = ReplyObserver()
     for piece in (b'{"content":"', *[b"status reason error stop " * 10_000] * 20, b'"}'):
         observer.feed(piece)
     began = time.thread_time()

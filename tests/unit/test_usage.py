@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply import usage
-from evoke_proxy.core.reply.usage import StreamEdit, with_books
+from evoke_proxy.core.reply.usage import UsageEditor, with_accounting
 
 BOOKS = {
     "decoded": 3,
@@ -51,17 +51,17 @@ def expected(document: bytes) -> bytes:
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_books_come_into_the_usage_and_nothing_else_changes(document: bytes) -> None:
-    assert with_books(document, {}) == expected(document) != document
+    assert with_accounting(document, {}) == expected(document) != document
 
 
 @pytest.mark.parametrize("document", UNTOUCHED)
 def test_a_document_without_both_stays(document: bytes) -> None:
-    assert with_books(document, {}) == document
+    assert with_accounting(document, {}) == document
 
 
 def test_no_budget_is_null() -> None:
     timings: dict[str, Any] = {"evoke": BOOKS | {"budget": 0}}
-    edited = json.loads(with_books(json.dumps({"usage": {}, "timings": timings}).encode(), {}))
+    edited = json.loads(with_accounting(json.dumps({"usage": {}, "timings": timings}).encode(), {}))
     assert edited["usage"]["evoke"]["budget"] is None
 
 
@@ -74,13 +74,13 @@ OUT = b": ping\n\nevent: x\r\n" + b"\r\n\r\n".join(EDITED) + b'\n\nretry: 1\n\nd
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]
-    edit = StreamEdit({})
+    edit = UsageEditor({})
     out = [edit.feed(STREAM[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     assert b"".join(out) + edit.close() == OUT
 
 
 def test_whole_lines_do_not_wait() -> None:
-    edit = StreamEdit({})
+    edit = UsageEditor({})
     assert edit.feed(b": ping\n\n") == b": ping\n\n"
     assert edit.feed(b"data: {}\n\nda") == b"data: {}\n\n"
     assert edit.feed(b"ta: {}\n") == b"data: {}\n"
@@ -88,7 +88,7 @@ def test_whole_lines_do_not_wait() -> None:
 
 def test_a_line_without_end_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "_MAX_LINE_BYTES", 10)
-    edit = StreamEdit({})
+    edit = UsageEditor({})
     assert edit.feed(b"data: 1") == b""
     assert edit.feed(b"2345") == b"data: 12345"
     assert edit.feed(b"6") == b"6"
@@ -109,4 +109,4 @@ def test_a_large_document_is_edited_near_its_end_without_being_parsed(
 
     if len(large) > 1_000_000:
         monkeypatch.setattr(usage.json, "loads", refused)
-    assert with_books(large, {}) == wanted
+    assert with_accounting(large, {}) == wanted

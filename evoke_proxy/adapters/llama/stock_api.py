@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import orjson
 
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.prompt.rendering_limit import TokenListLimit
@@ -94,12 +94,12 @@ class StockApi:
 
     async def apply_template(self, body: bytes, headers: Headers) -> str:
         """Return the text of a chat request."""
-        answer = await self._client.call("POST", "/apply-template", body, headers, "render")
+        answer = await self._client.call("POST", "/apply-template", body, CallOptions(headers, "render"))
         return str(answer.get("prompt"))
 
     async def count_tokens(self, path: str, body: bytes, headers: Headers) -> int:
         """Return how many tokens llama-server counts in a request; -1 when it does not say."""
-        answer = await self._client.call("POST", path, body, headers, "render")
+        answer = await self._client.call("POST", path, body, CallOptions(headers, "render"))
         count = answer.get("input_tokens")
         return count if isinstance(count, int) else -1
 
@@ -147,9 +147,8 @@ class StockApi:
             body["id_slot"] = slot
         if epoch is not None:
             body["evoke"] = {"epoch": epoch}
-        answer = await self._client.call(
-            "POST", "/completion", body, headers, "prefill", patient=True
-        )
+        options = CallOptions(headers, "prefill", is_long=True)
+        answer = await self._client.call("POST", "/completion", body, options)
         try:
             timings = answer["timings"]
             cached, decoded = int(timings["cache_n"]), int(timings["prompt_n"])
@@ -176,13 +175,13 @@ class StockApi:
         self, slot: int, action: str, body: Mapping[str, str], headers: Headers
     ) -> dict[str, Any]:
         target = f"/slots/{slot}?action={action}"
-        return await self._client.call("POST", target, body, headers, action)
+        return await self._client.call("POST", target, body, CallOptions(headers, action))
 
     async def fingerprint(self, headers: Headers) -> str:
         """Return a digest of all that a snapshot taken now depends on; updates `n_ctx`."""
-        props = await self._client.call("GET", "/props", client=headers)
+        props = await self._client.call("GET", "/props", None, CallOptions(headers))
         self.n_ctx = _n_ctx(props)
-        models = await self._client.call("GET", "/v1/models", client=headers)
+        models = await self._client.call("GET", "/v1/models", None, CallOptions(headers))
         async with self._client.open(
             "GET", "/lora-adapters", self._client.own_headers(headers)
         ) as reply:

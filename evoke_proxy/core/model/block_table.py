@@ -19,7 +19,7 @@ from evoke_proxy.core.model.grown import Grown
 
 Mask = npt.NDArray[np.bool_]
 Positions = npt.NDArray[np.int64]
-Numbers = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
 # So many labels are compared at once.
@@ -111,7 +111,7 @@ class BlockTable(Sequence[Block]):
         return self._column(6)
 
     @property
-    def priority(self) -> Numbers:
+    def priority(self) -> FloatArray:
         """The priority of each block."""
         return self._column(7)
 

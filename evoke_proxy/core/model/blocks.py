@@ -47,7 +47,7 @@ class Role(StrEnum):
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "function": Role.TOOL}
 
 
-def role_named(name: str) -> Role:
+def parse_role(name: str) -> Role:
     """The role a template's name stands for; USER for an unknown one."""
     return _ROLES.get(name, Role.USER)
 

@@ -46,7 +46,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class DecodeBudget:
     """How llama-server itself holds the slot's budget: counts are tokens, budget 0 is off.
 
     The blocks of `order` are saved under their labels and evicted, first to last, then the oldest
@@ -96,7 +96,7 @@ class Plan:
     evicts: tuple[Evict, ...] = ()
     loads: tuple[Load, ...] = ()
     drops: tuple[Drop, ...] = ()
-    stream: Stream | None = None
+    stream: DecodeBudget | None = None
     adopt: Adopt | None = None
     reuse: int | None = None
     infeasible: bool = False
@@ -138,7 +138,7 @@ def _names_op(op: str, labels: Iterable[str]) -> list[dict[str, Any]]:
     return [{"op": op, "names": names}] if names else []
 
 
-def _stream_op(stream: Stream) -> dict[str, Any]:
+def _stream_op(stream: DecodeBudget) -> dict[str, Any]:
     return {
         "op": "stream",
         "budget": stream.budget,

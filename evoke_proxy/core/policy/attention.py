@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable, Mask, Numbers
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask
 from evoke_proxy.core.policy.key_bounds import KeyBounds, Queries
 from evoke_proxy.core.policy.policy_view import PolicyView
 
@@ -129,7 +129,7 @@ class Attended:
         looked = np.maximum(view.blocks.turns, values[:, 1])
         return replace(view, attention=values[:, 0], looked=looked)
 
-    def _take(self, blocks: BlockTable, share: Numbers, known: Mask, turn: int) -> None:
+    def _take(self, blocks: BlockTable, share: FloatArray, known: Mask, turn: int) -> None:
         fresh = dict(self._known)
         for label, value, seen in zip(blocks.labels, share.tolist(), known.tolist(), strict=True):
             if seen:
@@ -138,7 +138,7 @@ class Attended:
         self._known = {label: fresh[label] for label in blocks.labels if label in fresh}
 
 
-def shares(mass: Numbers, blocks: BlockTable, known: Mask, sink_tokens: int) -> Numbers:
+def shares(mass: FloatArray, blocks: BlockTable, known: Mask, sink_tokens: int) -> FloatArray:
     """How much each block was looked at, 0 to 1, 0.5 being the mean of those known.
 
     Of d, the mass of a block's tokens each, and m, the mean of that without the sinks, which get
@@ -147,5 +147,5 @@ def shares(mass: Numbers, blocks: BlockTable, known: Mask, sink_tokens: int) -> 
     density = mass / np.maximum(1, blocks.lengths)
     counted = known & (blocks.starts >= sink_tokens)
     middle = float(density[counted].mean()) if counted.any() else 0.0
-    share: Numbers = density / (density + middle) if middle > 0 else np.full(len(blocks), _MEAN)
+    share: FloatArray = density / (density + middle) if middle > 0 else np.full(len(blocks), _MEAN)
     return share

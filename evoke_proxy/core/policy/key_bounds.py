@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.model.block_table import BlockTable, Numbers
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 
 Floats = npt.NDArray[np.float32]
 
@@ -57,7 +57,7 @@ class KeyBounds:
         """Forget all others."""
         self._known = {k: self._known[k] for k in blocks.labels if k in self._known}
 
-    def importance(self, queries: Queries, blocks: BlockTable) -> Numbers:
+    def importance(self, queries: Queries, blocks: BlockTable) -> FloatArray:
         """Of each block, 0 to 1, 0.5 the mean; NaN where its bounds are not known.
 
         The softmax over the blocks of their bounds, mean of all layers, heads and rows; of that
@@ -71,7 +71,7 @@ class KeyBounds:
             found[fits] = share / (share + 1.0)
         return found
 
-    def peaks(self, queries: Queries, blocks: BlockTable) -> Numbers:
+    def peaks(self, queries: Queries, blocks: BlockTable) -> FloatArray:
         """Of each block the most of that softmax at any layer, head and row, 0 to 1; NaN where its
         bounds are not known."""
         found = np.full(len(blocks), np.nan)
@@ -94,14 +94,14 @@ class KeyBounds:
         return fits, np.stack([self._known[blocks[i].label] for i in fits])
 
 
-def shares(rows: Floats, bounds: Floats) -> Iterator[Numbers]:
+def shares(rows: Floats, bounds: Floats) -> Iterator[FloatArray]:
     """Of each layer [kv head, row and head, block], the softmax over the blocks of their bounds: of
     rows [layer, row, head, channel] and bounds [block, layer, 2, key]."""
     for layer, queries in enumerate(rows):
         yield _weights(queries, bounds[:, layer])
 
 
-def _weights(queries: Floats, bounds: Floats) -> Numbers:
+def _weights(queries: Floats, bounds: Floats) -> FloatArray:
     """[kv head, row and head, block], summing to 1 over the blocks, of queries [row, head, channel]
     and bounds [block, 2, key]."""
     size = queries.shape[-1]
@@ -112,7 +112,7 @@ def _weights(queries: Floats, bounds: Floats) -> Numbers:
     limits = np.maximum(grouped, 0) @ most + np.minimum(grouped, 0) @ least
     limits = limits / np.sqrt(size)
     weights = np.exp(limits - limits.max(axis=-1, keepdims=True))
-    shares: Numbers = weights / weights.sum(axis=-1, keepdims=True)
+    shares: FloatArray = weights / weights.sum(axis=-1, keepdims=True)
     return shares
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import Mask
 from evoke_proxy.core.model.blocks import Block, count, merged
-from evoke_proxy.core.model.plan import Adopt, Drop, Evict, Load, Plan, Save, Stream
+from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.score import Scores
 from evoke_proxy.core.policy.working_set import (
@@ -66,7 +66,7 @@ def plan(view: PolicyView, config: PolicyConfig, choice: Choice) -> Plan:
     out = given.resident & ~chosen.chosen
     loads = _loads(view, config, given, choice.values, chosen)
     protected = chosen.chosen if crowded else loads
-    rows = view.strange_rows if loads.any() and config.budget is not None else ()
+    rows = view.foreign_rows if loads.any() and config.budget is not None else ()
     return Plan(
         saves=_saves(view, out) if choice.recovers else (),
         evicts=(*_evicts(view, out), *(Evict(span) for span in rows)),
@@ -143,7 +143,7 @@ def _loads(
     freed = int(given.lengths[out].sum())
     free, left = view.n_free + freed, None
     if config.budget is not None:
-        strange = count(view.strange_rows)
+        strange = count(view.foreign_rows)
         free += strange
         left = config.budget - (count(view.resident) - freed - strange)
     room = _room_in_cells(free, view.tail, left)
@@ -168,17 +168,17 @@ def _drops(view: PolicyView, recovers: bool) -> tuple[Drop, ...]:
 
 def _stream(
     view: PolicyView, config: PolicyConfig, choice: Choice, resident: Mask, loads: Mask
-) -> Stream:
+) -> DecodeBudget:
     """How the engine holds the budget once decoding starts; off without a budget.
 
     What was just recovered is protected, as far as the budget allows, so that the answer begins
     with it in place.
     """
     if config.budget is None:
-        return Stream(0)
+        return DecodeBudget(0)
     room = config.budget - config.sink_tokens - config.recent_tokens - config.block_tokens
     protected = _protected(view, choice.values, resident, loads, room)
-    return Stream(
+    return DecodeBudget(
         budget=config.budget,
         sink=config.sink_tokens,
         recent=config.recent_tokens,

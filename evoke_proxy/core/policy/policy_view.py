@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from evoke_proxy.core.model.block_table import BlockTable, Mask, Numbers
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask
 from evoke_proxy.core.model.blocks import Span, clipped, without
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.task import Task
@@ -42,9 +42,9 @@ class PolicyView:
     index: Index = field(default_factory=Index)
     task: Task = field(default_factory=Task)
     recovered: Mask | None = None
-    attention: Numbers | None = None
-    looked: Numbers | None = None
-    sought: Numbers | None = None
+    attention: FloatArray | None = None
+    looked: FloatArray | None = None
+    sought: FloatArray | None = None
 
     @property
     def tail(self) -> int:
@@ -62,7 +62,7 @@ class PolicyView:
         return clipped(self.resident, Span(0, self.n_past))
 
     @property
-    def strange_rows(self) -> tuple[Span, ...]:
+    def foreign_rows(self) -> tuple[Span, ...]:
         """Resident rows of another text; the last row of the slot and held ones are not among them.
 
         llama-server does not evict those.

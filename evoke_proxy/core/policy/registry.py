@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.naming import called
-from evoke_proxy.core.model.plan import Drop, Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
 from evoke_proxy.core.policy import attended, evoke, infllm, moves, oracle, window
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.score import Scores, keep_scores
@@ -32,7 +32,7 @@ def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
     if config.name == "no_eviction":
         # A slot must not go on holding the budget of the session it had before.
         drops = tuple(Drop(label) for label in sorted(view.stale))
-        return Plan(drops=drops, stream=Stream(0), reason=config.name)
+        return Plan(drops=drops, stream=DecodeBudget(0), reason=config.name)
     if config.name == "recency":
         config = replace(config, sink_tokens=0)
     return moves.plan(view, config, _choice(view, question, config))

@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evoke_proxy.core.model.blocks import Role, role_named
+from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.json_pieces import parse_in_pieces
 from evoke_proxy.core.request.json_places import parsed_json
+from evoke_proxy.core.request.large_json import cut_long_strings
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
 from evoke_proxy.core.request.splice import remove_elements
 
@@ -78,7 +80,8 @@ def _pinned(messages: Sequence[Message], indexes: Collection[int]) -> bool:
 
 def _items(body: bytes, dialect: str) -> list[_Item]:
     key, read = _LISTS[dialect]
-    parsed = parsed_json(body)
+    # Only the structure counts here, so long strings are left out.
+    parsed = parse_in_pieces(cut_long_strings(body).rest, parsed_json)
     given = parsed.get(key) if isinstance(parsed, dict) else None
     if not isinstance(given, list):
         return []
@@ -103,7 +106,7 @@ def _role(element: object, found: Sequence[Message]) -> Role:
     if Role.TOOL in roles:
         return Role.TOOL
     named = element.get("role") if isinstance(element, dict) else ""
-    return roles[0] if roles else role_named(str(named))
+    return roles[0] if roles else parse_role(str(named))
 
 
 def _units(items: Sequence[_Item]) -> list[list[int]]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pybase64
 
 from evoke_proxy.core.model.block_table import ROLES, Positions
-from evoke_proxy.core.model.blocks import Role, Span, merged, role_named
+from evoke_proxy.core.model.blocks import Role, Span, merged, parse_role
 from evoke_proxy.core.model.grown import Grown, same_memory
 from evoke_proxy.errors import UpstreamProtocolError
 
@@ -72,7 +72,7 @@ class SlotView:
             raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
 
     @property
-    def whole_to(self) -> int | None:
+    def adoptable_end(self) -> int | None:
         """Where the rows end that another conversation may go on from; None when all of those that
         are common are such rows. Behind it a row is missing, or was decoded behind a missing one.
         """
@@ -212,7 +212,7 @@ class _Columns(Sequence[MessageSpan]):
         edges = np.concatenate([[since], ends])
         if (edges[1:] < edges[:-1]).any() or (len(edges) > 1 and edges[-1] != generation):
             raise ValueError("spans do not ascend to the generation prompt")
-        code = {name: ROLES.index(role_named(str(name))) for name in set(names)}
+        code = {name: ROLES.index(parse_role(str(name))) for name in set(names)}
         roles = np.array([code[name] for name in names], np.int8)
         if before is None:
             self._index, self._role, self._ends = Grown.of(index), Grown.of(roles), Grown.of(ends)
@@ -255,7 +255,7 @@ def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[Messa
     spans = tuple(
         MessageSpan(
             int(item["index"]),
-            role_named(str(item["role"])),
+            parse_role(str(item["role"])),
             Span(int(item["p0"]), int(item["p1"])),
         )
         for item in answer

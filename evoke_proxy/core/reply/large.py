@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 # A document up to this size is parsed as a whole, in a few milliseconds.
-WHOLE_BYTES = 1024 * 1024
+MAX_PARSED_BYTES = 1024 * 1024
 # What is read of a larger one.
 HEAD_BYTES, TAIL_BYTES = 64 * 1024, 1024 * 1024
 # Of a key that stands in a text more than once, the last occurrences that are looked at.

@@ -12,8 +12,8 @@ from typing import Any
 
 from evoke_proxy.core.reply.large import (
     HEAD_BYTES,
+    MAX_PARSED_BYTES,
     TAIL_BYTES,
-    WHOLE_BYTES,
     KeyIndex,
 )
 
@@ -27,7 +27,7 @@ _TELLING = re.compile(
 )
 
 
-class Observer:
+class ReplyObserver:
     """Feed it a reply's bytes; read the attributes at any time.
 
     `timings` and `usage` are the last such objects seen, `finish` the last reason for stopping,
@@ -78,7 +78,7 @@ class Observer:
     def _feed_body(self, data: bytes) -> None:
         """Keep a body, of a large one its two ends."""
         self._body += data
-        if len(self._body) > WHOLE_BYTES + TAIL_BYTES:
+        if len(self._body) > MAX_PARSED_BYTES + TAIL_BYTES:
             self._head = self._head or bytes(self._body[:HEAD_BYTES])
             del self._body[:-TAIL_BYTES]
 
@@ -135,7 +135,7 @@ class Observer:
             self._take(event)
 
     def _take(self, text: bytes) -> None:
-        if len(text) > WHOLE_BYTES:
+        if len(text) > MAX_PARSED_BYTES:
             self._take_ends(text[:HEAD_BYTES], text[-TAIL_BYTES:])
             return
         try:

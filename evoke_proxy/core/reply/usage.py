@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from evoke_proxy.core.reply.large import WHOLE_BYTES, KeyIndex
+from evoke_proxy.core.reply.large import MAX_PARSED_BYTES, KeyIndex
 from evoke_proxy.core.request.splice import edit_nested
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.errors import RequestError
 
 # Of chat and messages, and of whole responses; then of the event `response.completed`.
@@ -21,18 +21,18 @@ _USAGES = (("usage",), ("response", "usage"))
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 
 
-def with_books(document: bytes, more: Mapping[str, Any]) -> bytes:
+def with_accounting(document: bytes, more: Mapping[str, Any]) -> bytes:
     """A JSON document with `evoke`, the books and `more`, in its `usage`; as it was when it lacks
     books or usage."""
     if b'"usage"' not in document or b'"evoke"' not in document:
         return document
-    if len(document) > WHOLE_BYTES:
-        return with_books_in_tail(document, more)
+    if len(document) > MAX_PARSED_BYTES:
+        return with_accounting_in_tail(document, more)
     try:
         value = json.loads(document)
     except (ValueError, RecursionError):
         return document
-    books = Books.parse(value.get("timings")) if isinstance(value, dict) else None
+    books = TokenAccounting.parse(value.get("timings")) if isinstance(value, dict) else None
     path = next((path for path in _USAGES if isinstance(_at(value, path), dict)), None)
     if books is None or path is None:
         return document
@@ -42,11 +42,13 @@ def with_books(document: bytes, more: Mapping[str, Any]) -> bytes:
         return document
 
 
-def with_books_in_tail(tail: bytes, more: Mapping[str, Any]) -> bytes:
-    """As `with_books`, of a large document of which this is the end: it is not parsed."""
+def with_accounting_in_tail(tail: bytes, more: Mapping[str, Any]) -> bytes:
+    """As `with_accounting`, of a large document of which this is the end: it is not parsed."""
     keys = KeyIndex(tail)
     timings, usage = keys.last_object("timings"), keys.last_object("usage")
-    books = Books.parse({"evoke": timings[1].get("evoke")}) if timings is not None else None
+    books = (
+        TokenAccounting.parse({"evoke": timings[1].get("evoke")}) if timings is not None else None
+    )
     if books is None or usage is None:
         return tail
     at = usage[0] + 1
@@ -54,7 +56,7 @@ def with_books_in_tail(tail: bytes, more: Mapping[str, Any]) -> bytes:
     return b'%b"evoke":%b%b%b' % (tail[:at], _written(books, more), comma, tail[at:])
 
 
-class StreamEdit:
+class UsageEditor:
     """Edits an event stream cut anywhere into pieces; each waits only for the end of a line.
 
     `more` is added to the books.
@@ -88,14 +90,14 @@ class StreamEdit:
         self._line.clear()
         if self._too_long or not line.startswith(b"data:"):
             return line
-        return line[:5] + with_books(line[5:], self._more)
+        return line[:5] + with_accounting(line[5:], self._more)
 
 
-def _written(books: Books, more: Mapping[str, Any]) -> bytes:
+def _written(books: TokenAccounting, more: Mapping[str, Any]) -> bytes:
     return json.dumps(_shown(books) | dict(more), separators=(",", ":")).encode()
 
 
-def _shown(books: Books) -> dict[str, int | None]:
+def _shown(books: TokenAccounting) -> dict[str, int | None]:
     return {
         "decoded": books.decoded,
         "recovered": books.recovered,

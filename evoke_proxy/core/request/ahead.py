@@ -53,7 +53,7 @@ def next_turns(body: bytes, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
     return first, second
 
 
-def unkept(request: ChatRequest) -> str:
+def snapshot_obstacle(request: ChatRequest) -> str:
     """Why the slot of a chat request is not kept; empty when it is.
 
     One that wants its last message continued, or says itself how its prompt ends, has no boundary;

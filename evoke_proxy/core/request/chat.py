@@ -18,11 +18,11 @@ from evoke_proxy.core.request.fields import (
     MESSAGE_FIELDS,
     OURS,
     TOP_LEVEL_FIELDS,
-    Tags,
+    RequestOptions,
     check_marks,
     freed,
     marked_in,
-    tags_of,
+    parse_options,
     whole,
 )
 from evoke_proxy.core.request.messages import Message, ToolCall
@@ -32,7 +32,7 @@ __all__ = [
     "TOP_LEVEL_FIELDS",
     "ChatRequest",
     "Message",
-    "Tags",
+    "RequestOptions",
     "ToolCall",
     "freed",
     "parse_chat",
@@ -70,7 +70,7 @@ class ChatRequest:
     n: int
     has_media: bool
     cache_prompt: bool
-    tags: Tags
+    tags: RequestOptions
     has_tools: bool = False
     plain: bool = True
     keeps: Mapping[int, str] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def parse_chat(
         n=_count(body),
         has_media=has_media,
         cache_prompt=body.get("cache_prompt") is not False,
-        tags=tags_of(body, bool(marked), bench),
+        tags=parse_options(body, bool(marked), bench),
         has_tools=bool(body.get("tools") or body.get("functions")),
         plain=not (marked or has_media),
         keeps={i: message.keep for i, message in given if message.keep},

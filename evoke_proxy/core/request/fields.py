@@ -40,7 +40,7 @@ _MAX_NAMES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class RequestOptions:
     """Our own top-level fields; None and the defaults mean "as configured".
 
     `recover` are names of blocks that the client wants back, `oracle` names or message indexes of
@@ -66,14 +66,14 @@ def freed(body: bytes, parsed: Mapping[str, Any]) -> bytes:
     return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS, keys=parsed.keys())
 
 
-def tags_of(body: Mapping[str, Any], marked: bool, bench: bool) -> Tags:
+def parse_options(body: Mapping[str, Any], marked: bool, bench: bool) -> RequestOptions:
     """The fields of a body; `marked` says that messages carry some too, `bench` that a bench may
     say where an answer is. RequestError when one is wrong, or is none that there is."""
     for key in body:
         if key.startswith("evoke_") and key not in OURS:
             _refuse_name(key)
     policies = POLICIES if bench else [name for name in POLICIES if name not in BENCH_POLICIES]
-    return Tags(
+    return RequestOptions(
         enabled=_flag(body, "evoke", True),
         budget=_budget(body),
         policy=_one_of(body, "evoke_policy", policies),

@@ -20,7 +20,7 @@ _DECODED_CHARS = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JsonSpan:
     """Where a member of an object, or an element of a list, is in the text: [start, end), its value
     from `value` on; an element has no key."""
 
@@ -69,14 +69,16 @@ class Scanner:
     `on_message` is shown the members of each object in the lists `messages` and `input`.
     """
 
-    def __init__(self, text: str, on_message: Callable[[list[Place]], None] | None = None) -> None:
+    def __init__(
+        self, text: str, on_message: Callable[[list[JsonSpan]], None] | None = None
+    ) -> None:
         self._text = text
         self._on_message = on_message
         # float for whole numbers too: int() refuses long ones
         decoder = json.JSONDecoder(parse_int=float, parse_constant=_no_constant)
         self._decode: Callable[[str, int], tuple[Any, int]] = decoder.raw_decode
 
-    def document(self) -> list[Place]:
+    def document(self) -> list[JsonSpan]:
         """The top-level members. RequestError when the text is no JSON object."""
         start = 1 if self._text.startswith("\ufeff") else 0
         at = self._space(start)
@@ -87,7 +89,7 @@ class Scanner:
             _refuse(f"text after its end, at {end}")
         return members
 
-    def elements(self, at: int) -> list[Place]:
+    def elements(self, at: int) -> list[JsonSpan]:
         """The elements of the list that begins at `at`, as members without a key."""
         return self._elements(at, self._value)[0]
 
@@ -110,9 +112,9 @@ class Scanner:
             at = found[0].value
         return at
 
-    def find_all(self, paths: Iterable[Path]) -> dict[Path, Place]:
+    def find_all(self, paths: Iterable[Path]) -> dict[Path, JsonSpan]:
         """Where the values at these paths are, as `find` would say; each part is read once."""
-        found: dict[Path, Place] = {}
+        found: dict[Path, JsonSpan] = {}
         waiting = [(list(paths), 0, self.document())]
         while waiting:
             given, depth, places = waiting.pop()
@@ -133,13 +135,13 @@ class Scanner:
                     waiting.append((deeper, depth + 1, self._inside(place.value)))
         return found
 
-    def _inside(self, at: int) -> list[Place]:
+    def _inside(self, at: int) -> list[JsonSpan]:
         if self._at(at) == "{":
             return self._members(at, top=False)[0]
         return self.elements(at) if self._at(at) == "[" else []
 
-    def _members(self, at: int, top: bool) -> tuple[list[Place], int]:
-        members: list[Place] = []
+    def _members(self, at: int, top: bool) -> tuple[list[JsonSpan], int]:
+        members: list[JsonSpan] = []
         at = self._space(at + 1)
         if self._at(at) == "}":
             return members, at + 1
@@ -150,22 +152,24 @@ class Scanner:
                 return members, at + 1
             at = self._space(self._expect(at, ","))
 
-    def _member(self, start: int, top: bool) -> Place:
+    def _member(self, start: int, top: bool) -> JsonSpan:
         if self._at(start) != '"':
             _refuse(f"a key must be at {start}")
         key, at = self._value(start)
         at = self._space(self._expect(self._space(at), ":"))
         if top and self._on_message and key in MESSAGE_LISTS and self._at(at) == "[":
-            return Place(key, start, at, self._elements(at, self._message)[1])
-        return Place(key, start, at, self._value(at)[1])
+            return JsonSpan(key, start, at, self._elements(at, self._message)[1])
+        return JsonSpan(key, start, at, self._value(at)[1])
 
-    def _elements(self, at: int, read: Callable[[int], tuple[Any, int]]) -> tuple[list[Place], int]:
-        elements: list[Place] = []
+    def _elements(
+        self, at: int, read: Callable[[int], tuple[Any, int]]
+    ) -> tuple[list[JsonSpan], int]:
+        elements: list[JsonSpan] = []
         at = self._space(at + 1)
         if self._at(at) == "]":
             return elements, at + 1
         while True:
-            elements.append(Place("", at, at, read(at)[1]))
+            elements.append(JsonSpan("", at, at, read(at)[1]))
             at = self._space(elements[-1].end)
             if self._at(at) == "]":
                 return elements, at + 1

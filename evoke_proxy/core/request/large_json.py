@@ -53,7 +53,7 @@ class CutText:
     def fill(self, parsed: Any) -> Any:
         """What the whole text says, given what `rest` says; `parsed` is changed.
 
-        A string of more than HUGE_BYTES is Shortened to its two ends.
+        A string of more than HUGE_BYTES is TruncatedString to its two ends.
 
         RequestError when what was cut out is no content of a string, MarkFound when `rest` cannot
         tell where that belongs.
@@ -98,7 +98,7 @@ class MarkFound(Exception):
     """The text itself has a mark that stands for cut strings, so it must be read whole."""
 
 
-class Shortened(str):
+class TruncatedString(str):
     """A string of which only the two ends were read; checks must not take it for all of it."""
 
 
@@ -185,7 +185,7 @@ def _string(text: bytes, start: int, end: int) -> str:
         if not huge or at - start < HUGE_BYTES // 2 or end - stop < HUGE_BYTES // 2:
             pieces.append(piece)
         at = stop
-    return Shortened("".join(pieces)) if huge else "".join(pieces)
+    return TruncatedString("".join(pieces)) if huge else "".join(pieces)
 
 
 def _piece(content: bytes) -> str:

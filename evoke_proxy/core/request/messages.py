@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
-from evoke_proxy.core.model.blocks import Role, role_named
+from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.request.json_places import MESSAGE_LISTS
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
@@ -66,7 +66,7 @@ class Message:
         return "\n".join(part for part in (self.text, *calls) if part)
 
 
-class ReadLater(Sequence[Message]):
+class LazyMessages(Sequence[Message]):
     """Messages that are items of a body one for one, each read when somebody wants to know it.
 
     Of a long conversation that is only the end.
@@ -87,7 +87,7 @@ class ReadLater(Sequence[Message]):
     def __getitem__(self, at: slice) -> Sequence[Message]: ...
     def __getitem__(self, at: int | slice) -> Message | Sequence[Message]:
         if isinstance(at, slice):
-            return ReadLater(self._items[at])
+            return LazyMessages(self._items[at])
         if at not in self._read:
             item = self._items[at]
             self._read[at] = _plain(item if isinstance(item, dict) else {})
@@ -102,7 +102,7 @@ class ReadLater(Sequence[Message]):
 def from_chat(body: Mapping[str, Any]) -> Sequence[Message]:
     """Messages of a chat completions body, one for one."""
     given = body.get("messages")
-    return ReadLater(given if isinstance(given, list) else ())
+    return LazyMessages(given if isinstance(given, list) else ())
 
 
 def from_completion(body: Mapping[str, Any]) -> list[Message]:
@@ -166,7 +166,7 @@ def has_media(body: Mapping[str, Any], known: Mapping[str, int]) -> bool:
 
 
 def _plain(item: Mapping[str, Any]) -> Message:
-    role, text = role_named(_string(item.get("role"))), _text(item.get("content"))
+    role, text = parse_role(_string(item.get("role"))), _text(item.get("content"))
     if item.keys() <= _BARE:  # almost every message has nothing else
         return Message(role, text)
     calls = (_tool_call(call) for call in _objects(item.get("tool_calls")))
@@ -220,7 +220,7 @@ def _anthropic_parts(item: Mapping[str, Any], parts: list[Mapping[str, Any]]) ->
     kept = [part for part in parts if part.get("type") in ("text", "image", "tool_use")]
     if kept or any(_string(part.get("thinking")) for part in parts):
         calls = tuple(_tool_use(part) for part in kept if part.get("type") == "tool_use")
-        role = role_named(_string(item.get("role")))
+        role = parse_role(_string(item.get("role")))
         results.insert(0, Message(role, _text(kept), tool_calls=calls))
     return [_marked(message, item) for message in results]
 

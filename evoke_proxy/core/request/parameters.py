@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from evoke_proxy.core.request.large_json import HUGE_BYTES, Shortened
+from evoke_proxy.core.request.large_json import HUGE_BYTES, TruncatedString
 from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
 from evoke_proxy.errors import RequestError
 
@@ -158,14 +158,14 @@ def _check_triggers(triggers: object) -> None:
 
 
 def _check_grammar(grammar: object, limits: BodyLimits) -> None:
-    if isinstance(grammar, Shortened):
+    if isinstance(grammar, TruncatedString):
         _refuse(f"the grammar has more than {HUGE_BYTES} bytes; shorten it")
     if isinstance(grammar, str) and grammar:
         check_grammar(grammar.encode("utf-8", "surrogatepass"), limits)
 
 
 def _check_arguments(body: Mapping[str, Any], limits: BodyLimits) -> None:
-    """Bound the arguments of tool calls, which are JSON inside a text: templates parse them."""
+    """Limit the arguments of tool calls, which are JSON inside a text: templates parse them."""
     messages, items = body.get("messages"), body.get("input")
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
@@ -181,7 +181,7 @@ def _check_arguments(body: Mapping[str, Any], limits: BodyLimits) -> None:
 def _check_json_text(text: object, limits: ShapeLimits) -> None:
     if not isinstance(text, str):
         return
-    if isinstance(text, Shortened):
+    if isinstance(text, TruncatedString):
         _refuse(f"arguments of a tool call have more than {HUGE_BYTES} bytes; shorten them")
     # Most are short and flat: nothing can exceed a limit without so many characters.
     if text.count("{") + text.count("[") <= limits.depth and text.count(":") <= limits.keys:
@@ -190,7 +190,7 @@ def _check_json_text(text: object, limits: ShapeLimits) -> None:
 
 
 def _check_schemas(body: Mapping[str, Any], limits: BodyLimits) -> None:
-    """Bound the objects of JSON schemas: their grammars grow with the cube of the properties."""
+    """Limit the objects of JSON schemas: their grammars grow with the cube of the properties."""
     waiting = [body[name] for name in _SCHEMAS if name in body]
     total = 0
     while waiting:

@@ -27,7 +27,7 @@ _TASK = re.compile(
 )
 
 
-def is_side(request: ChatRequest, n_tokens: int, beside: bool, family: bool) -> bool:
+def is_side_request(request: ChatRequest, n_tokens: int, beside: bool, family: bool) -> bool:
     """Whether a request that goes on from no session is to become none.
 
     `n_tokens` is the length of its prompt; `beside` says that a conversation of the same client is

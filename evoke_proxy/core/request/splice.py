@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from evoke_proxy.core.request.json_places import Place, Scanner, json_text
+from evoke_proxy.core.request.json_places import JsonSpan, Scanner, json_text
 from evoke_proxy.core.request.large_json import LARGE_BYTES, cut_long_strings
 
 _ESCAPED_ASCII = re.compile(r"\\u00[2-7]")
@@ -57,7 +57,7 @@ def _edited(
     text = json_text(body)
     edits: list[_Edit] = []
 
-    def unmark(members: list[Place]) -> None:
+    def unmark(members: list[JsonSpan]) -> None:
         unwanted = {i for i, member in enumerate(members) if member.key in message_remove}
         edits.extend(_member_edits(members, unwanted))
 
@@ -162,7 +162,7 @@ def inserted(body: bytes, set: Mapping[str, bytes]) -> tuple[bytes | memoryview,
 
 
 def _unwanted(
-    members: list[Place], set: Mapping[str, bytes], remove: Collection[str]
+    members: list[JsonSpan], set: Mapping[str, bytes], remove: Collection[str]
 ) -> Collection[int]:
     first: dict[str, int] = {}
     for i, member in enumerate(members):
@@ -175,7 +175,7 @@ def _unwanted(
     }
 
 
-def _member_edits(members: list[Place], unwanted: Collection[int]) -> list[_Edit]:
+def _member_edits(members: list[JsonSpan], unwanted: Collection[int]) -> list[_Edit]:
     """Removals with the right comma: the one before, or the next when nothing before is kept."""
     edits: list[_Edit] = []
     kept_before = False
@@ -190,7 +190,7 @@ def _member_edits(members: list[Place], unwanted: Collection[int]) -> list[_Edit
     return edits
 
 
-def _replacements(members: list[Place], set: Mapping[str, bytes]) -> list[_Edit]:
+def _replacements(members: list[JsonSpan], set: Mapping[str, bytes]) -> list[_Edit]:
     edits: dict[str, _Edit] = {}
     for member in members:
         if member.key in set and member.key not in edits:
@@ -199,7 +199,7 @@ def _replacements(members: list[Place], set: Mapping[str, bytes]) -> list[_Edit]
 
 
 def _insertion(
-    text: str, members: list[Place], set: Mapping[str, bytes], remove: Collection[str]
+    text: str, members: list[JsonSpan], set: Mapping[str, bytes], remove: Collection[str]
 ) -> list[_Edit]:
     present = {member.key for member in members}
     added = [f"{json.dumps(key)}:{set[key].decode()}" for key in set if key not in present]

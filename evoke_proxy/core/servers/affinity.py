@@ -22,12 +22,12 @@ from evoke_proxy.core.tenants.shares import first_of_largest
 _TOKEN_BYTES = 4
 # Of a trail only the end is remembered: further than that no client goes back unnamed.
 _REMEMBERED = 64
-Trail = Sequence[bytes]
+PrefixHashes = Sequence[bytes]
 _Key = tuple[str, bytes | str]
 
 
 @dataclass(slots=True, eq=False)
-class Bound:
+class Route:
     """A conversation and the place of its server; `session` is its id there, None until known.
     `length` counts the messages of its longest request, `speaking` those under way. `tenant` is
     empty until a request of it is heard."""
@@ -40,7 +40,7 @@ class Bound:
     keys: set[_Key] = field(default_factory=set)
 
 
-def trail_of(messages: Iterable[Message]) -> Trail:
+def prefix_hashes(messages: Iterable[Message]) -> PrefixHashes:
     """Digests of a request up to each of its messages, from the first of a user on; of too little
     text there are none."""
     digest, n_bytes, begun, found = hashlib.blake2b(digest_size=16), 0, False, []
@@ -59,10 +59,10 @@ class Affinity:
     def __init__(self, n_servers: int, limit: int) -> None:
         self.bound = [0] * n_servers
         self._limit = limit
-        self._known: dict[_Key, Bound] = {}
-        self._order: OrderedDict[int, Bound] = OrderedDict()
+        self._known: dict[_Key, Route] = {}
+        self._order: OrderedDict[int, Route] = OrderedDict()
 
-    def find(self, tenant: str, name: str | None, trail: Trail) -> Bound | None:
+    def find(self, tenant: str, name: str | None, trail: PrefixHashes) -> Route | None:
         """The conversation a request goes on from; None when it is a new one.
 
         One without a name does not go on from one that is being answered: nobody speaks twice at
@@ -77,14 +77,14 @@ class Affinity:
                 return found if most and not found.speaking else None
         return None
 
-    def bind(self, server: int) -> Bound:
+    def bind(self, server: int) -> Route:
         """A new conversation, of which `heard` will say how it is known."""
-        made = Bound(server)
+        made = Route(server)
         self.bound[server] += 1
         self._order[id(made)] = made
         return made
 
-    def move(self, known: Bound, server: int) -> None:
+    def move(self, known: Route, server: int) -> None:
         """It is at another server now."""
         if id(known) in self._order:
             self.bound[known.server] -= 1
@@ -92,7 +92,9 @@ class Affinity:
         known.server = server
 
     @contextmanager
-    def heard(self, known: Bound, tenant: str, name: str | None, trail: Trail) -> Iterator[None]:
+    def heard(
+        self, known: Route, tenant: str, name: str | None, trail: PrefixHashes
+    ) -> Iterator[None]:
         """Around one of its requests."""
         if id(known) in self._order:
             self._order.move_to_end(id(known))
@@ -108,7 +110,7 @@ class Affinity:
                     break
                 self._forget(surplus)
 
-    def _learn(self, known: Bound, tenant: str, name: str | None, trail: Trail) -> None:
+    def _learn(self, known: Route, tenant: str, name: str | None, trail: PrefixHashes) -> None:
         known.tenant = tenant
         keys: list[_Key] = [(tenant, digest) for digest in trail[-_REMEMBERED:]]
         if name is not None:
@@ -121,13 +123,13 @@ class Affinity:
         known.keys.update(keys)
         known.length = len(trail)
 
-    def _forget(self, known: Bound) -> None:
+    def _forget(self, known: Route) -> None:
         del self._order[id(known)]
         self.bound[known.server] -= 1
         for key in list(known.keys):
             self._drop(key, known)
 
-    def _drop(self, key: _Key, known: Bound) -> None:
+    def _drop(self, key: _Key, known: Route) -> None:
         known.keys.discard(key)
         if self._known.get(key) is known:
             del self._known[key]

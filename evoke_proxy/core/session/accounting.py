@@ -13,7 +13,7 @@ from evoke_proxy.core.policy.policy_view import PolicyView
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class TokenAccounting:
     """Tokens of one turn. The first four are disjoint and sum to the prompt.
 
     `decoded_hidden` were decoded and evicted again before the first output token, and count as
@@ -34,7 +34,7 @@ class Books:
     auto_evicted: tuple[tuple[Span, str | None], ...] = ()
 
     @classmethod
-    def parse(cls, timings: Mapping[str, Any] | None) -> Books | None:
+    def parse(cls, timings: Mapping[str, Any] | None) -> TokenAccounting | None:
         """From a reply's `timings`; None when they carry no books of the agreed shape."""
         given = (timings or {}).get("evoke")
         if not isinstance(given, Mapping):
@@ -72,7 +72,7 @@ def _count(value: object) -> int:
     return token_count(value)
 
 
-def forecast(view: PolicyView, plan: Plan) -> Books:
+def forecast(view: PolicyView, plan: Plan) -> TokenAccounting:
     """What the books must say if the plan is run and the engine evicts nothing by itself."""
     cursor = plan.adopt.n_tokens if plan.adopt is not None else view.n_past
     if plan.adopt is not None:
@@ -81,7 +81,7 @@ def forecast(view: PolicyView, plan: Plan) -> Books:
         recovered = _below(cursor, (load.span for load in plan.loads))
         evicted = _below(cursor, (evict.span for evict in plan.evicts))
         before = count(view.kept_rows) - evicted
-    return Books(
+    return TokenAccounting(
         decoded=view.n_tokens - cursor,
         recovered=recovered,
         resident_before=before,
@@ -92,7 +92,7 @@ def forecast(view: PolicyView, plan: Plan) -> Books:
     )
 
 
-def agree(planned: Books, books: Books, exact: bool) -> bool:
+def agree(planned: TokenAccounting, books: TokenAccounting, exact: bool) -> bool:
     """Whether what was to stay or come back did; what the engine evicted is no contradiction.
 
     Windows and recurrent states may have to go further back than rows alone: then not `exact`.

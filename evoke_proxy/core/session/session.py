@@ -29,7 +29,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval import Index
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import asked
-from evoke_proxy.core.session.accounting import Books, agree, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, agree, forecast
 from evoke_proxy.core.session.recorded import Recorded
 
 
@@ -156,7 +156,7 @@ class Session:
         of other tokens. Begin again to plan without them."""
         self.layout = self.layout.without_saved(unknown)
 
-    def finish(self, books: Books | None) -> bool:
+    def finish(self, books: TokenAccounting | None) -> bool:
         """The reply is over; False when the server's books contradict what was planned.
 
         None when nobody knows what the engine evicted: the reply broke off before it said so.

@@ -7,7 +7,7 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Plan
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 
 # How the tokens that a turn went on from were there: in its slot, some of them copied back into it,
 # all copied into another one, from a file, out of llama-server's own RAM. Or they were not.
@@ -48,7 +48,7 @@ class TurnRecord:
         return {field.name: getattr(self, field.name) for field in fields(self)} | spans
 
 
-def moved(plan: Plan, books: Books | None) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+def moved(plan: Plan, books: TokenAccounting | None) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Ranges that left and came back: by the plan, and by the engine itself as far as it said."""
     gone = [evict.span for evict in plan.evicts]
     gone += [span for span, _ in books.auto_evicted] if books is not None else []
@@ -56,7 +56,7 @@ def moved(plan: Plan, books: Books | None) -> tuple[tuple[Span, ...], tuple[Span
     return tuple(gone), tuple(back)
 
 
-def path_of(plan: Plan, books: Books) -> str:
+def path_of(plan: Plan, books: TokenAccounting) -> str:
     """How a budgeted turn got to its first token."""
     if plan.adopt is not None:
         return "adopted"

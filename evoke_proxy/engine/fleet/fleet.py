@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.servers.affinity import Affinity, Bound, Trail, trail_of
+from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer, Ready
-from evoke_proxy.engine.intake.large import read_apart
-from evoke_proxy.engine.intake.reading import parse_object, tenant_of
+from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operators import Operators
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
@@ -40,7 +41,7 @@ class _Asked:
 
     tenant: str
     name: str | None = None
-    trail: Trail = ()
+    trail: PrefixHashes = ()
 
 
 class Fleet:
@@ -92,7 +93,7 @@ class Fleet:
         no third. Raises NoServer when none takes requests.
         """
         began = asyncio.get_running_loop().time()
-        asked = await read_apart(body, _asked, dialect, body, client)
+        asked = await run_off_loop(body, _asked, dialect, body, client)
         tried = dict[int, int]()
         known = self._place(asked)
         at, broke = self._choose(known, tried), False
@@ -142,7 +143,7 @@ class Fleet:
             checks[f"budget_{self.servers.name(at)}"] = {"ok": True, "detail": said}
         return checks
 
-    def _place(self, asked: _Asked) -> Bound | None:
+    def _place(self, asked: _Asked) -> Route | None:
         """Where the conversation of a request is; None of a new one. One that was written down by
         the proxy before this one is known by its name."""
         known = self._affinity.find(asked.tenant, asked.name, asked.trail)
@@ -157,7 +158,7 @@ class Fleet:
                         return known
         return None
 
-    def _choose(self, known: Bound | None, tried: Mapping[int, int]) -> int:
+    def _choose(self, known: Route | None, tried: Mapping[int, int]) -> int:
         home = known.server if known is not None else None
         at = self.servers.pool.choose(home, self._affinity.bound, tried)
         if at is None:
@@ -174,7 +175,7 @@ class Fleet:
         self.servers.passed_on(at, error)
         return other
 
-    async def _seated(self, known: Bound | None, at: int) -> Bound:
+    async def _seated(self, known: Route | None, at: int) -> Route:
         """The conversation of a request, at the server that it goes to."""
         if known is None:
             return self._affinity.bind(at)
@@ -189,11 +190,11 @@ class Fleet:
         self.metrics.moved.labels(reason="drained" if drains else "away").inc()
         return known
 
-    def _heard(self, known: Bound, asked: _Asked) -> Any:
+    def _heard(self, known: Route, asked: _Asked) -> Any:
         return self._affinity.heard(known, asked.tenant, asked.name, asked.trail)
 
     def _noting(
-        self, send: Send[T], known: Bound, at: int, ways: list[Forwarding], began: float
+        self, send: Send[T], known: Route, at: int, ways: list[Forwarding], began: float
     ) -> Send[T]:
         """As `send` to the server `at`; what is known then of where the request is, is kept. It has
         been waited for since it `began`, wherever else it was meanwhile."""
@@ -207,7 +208,7 @@ class Fleet:
                 known.session = session.id
             way.server = self.servers.name(at)
             way.headers[SERVER_HEADER] = way.server
-            answer = await send(way, Ready(upstream))
+            answer = await send(way, upstream.failing_while_loading())
             self.servers.pool.served(at)
             return answer
 
@@ -230,6 +231,6 @@ def _asked(dialect: str, body: bytes, client: Mapping[str, str]) -> _Asked:
         parsed = parse_object(body)
         hint = hint_of(client, parsed)
         name = hint.text if hint is not None and not hint.weak else None
-        return _Asked(tenant, name, trail_of(parse_chat(dialect, parsed).messages))
+        return _Asked(tenant, name, prefix_hashes(parse_chat(dialect, parsed).messages))
     except RequestError:
         return _Asked(tenant)

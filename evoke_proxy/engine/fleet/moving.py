@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from evoke_proxy.adapters.llama.block_calls import drop_copies
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.errors import EvokeError
@@ -62,6 +62,6 @@ async def _saved(source: Server) -> None:
 async def _dropped(source: Server, known: Conversation) -> None:
     """Its copies are of no use there."""
     try:
-        await drop_copies(source.upstream, known.labels, known.tenant, {})
+        await BlockApi(source.upstream).drop_copies(known.labels, known.tenant, {})
     except EvokeError as error:
         _log.info("copies of session %s stay at %s: %s", known.id, source.upstream.url, error)

@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.llama.client import Body, LlamaClient, Reply
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.errors import RequestError, UpstreamError, UpstreamUnavailable
+from evoke_proxy.errors import RequestError, UpstreamError
 
 # Names the server that a request is for, and in answers the one that it was.
 SERVER_HEADER = "X-Evoke-Server"
@@ -21,28 +22,6 @@ _LOOKS = frozenset(("GET", "HEAD", "OPTIONS"))
 _LOADING = 503
 # A request of which the answer is open inside, as `LlamaClient.open` gives it.
 Asked: TypeAlias = AbstractAsyncContextManager[Reply]
-
-
-class Ready(LlamaClient):
-    """A client that raises UpstreamUnavailable when its server answers 503 while it loads."""
-
-    def __init__(self, server: LlamaClient) -> None:
-        super().__init__(server.config)
-        self._server = server
-
-    @asynccontextmanager
-    async def open(
-        self,
-        method: str,
-        target: str,
-        headers: Mapping[str, str],
-        body: Body | None = None,
-    ) -> AsyncIterator[Reply]:
-        async with self._server.open(method, target, headers, body) as reply:
-            if reply.status == _LOADING:
-                said = f"llama-server at {self.url} takes no requests yet"
-                raise UpstreamUnavailable(said, self.url, reached=False)
-            yield reply
 
 
 class AnyServer:
@@ -101,7 +80,7 @@ class AnyServer:
         at, tried = self._choose(), dict[int, int]()
         while True:
             server = self._servers[at].upstream
-            opened = self._opened(at, ask(Ready(server) if again else server))
+            opened = self._opened(at, ask(server.failing_while_loading() if again else server))
             try:
                 return await stack.enter_async_context(opened)
             except UpstreamError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_calls import copies_in
+from evoke_proxy.adapters.llama.block_api import BlockApi, copies_in
 from evoke_proxy.adapters.llama.client import LlamaClient
 
 # What changed is asked for; what is gone is not told, so all of it is asked for so often.
@@ -27,7 +27,7 @@ class Copies:
     """Asks for all copies of a tenant once, and then for those that have changed."""
 
     def __init__(self, upstream: LlamaClient) -> None:
-        self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     async def ask(self, slot: int, tenant: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Copies:
         if known is not None and time.monotonic() - known.all_at > _ALL_S:
             known = None
         since = str(known.version) if known is not None else ""
-        answer = await self._upstream.slot(slot, tenant, {}, since)
+        answer = await self._blocks.slot(slot, tenant, {}, since)
         version, blocks = int(answer.get("version") or 0), dict(copies_in(answer))
         if known is not None and version >= known.version:
             known.version, known.blocks = version, known.blocks | blocks

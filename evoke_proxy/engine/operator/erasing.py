@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_calls import copies_of, drop_copies, run_plan
-from evoke_proxy.adapters.llama.client import LATEST
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, copies_of
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.snapshots.snapshots import Snapshot
@@ -26,6 +25,7 @@ class Eraser:
 
     def __init__(self, reach: Reach) -> None:
         self._its = reach
+        self._blocks = BlockApi(reach.upstream)
 
     async def delete(self, known: list[Conversation], mine: Mine) -> dict[str, Any]:
         """Forget these, and what is `mine` on disk; RequestError (409),
@@ -61,7 +61,7 @@ class Eraser:
         if self._its.watch.server.patched:
             try:
                 everything = {"all": True, "tenant": tenant}
-                await self._its.upstream.run(0, "block-drop", everything, {})
+                await self._blocks.run(0, "block-drop", everything, {})
             except EvokeError as error:
                 done["left"].append(f"copies in llama-server: {error}")
         elif self._its.watch.server.lacking != "unreachable":
@@ -112,10 +112,10 @@ class Eraser:
 
     async def _drop(self, known: Conversation) -> None:
         """Its copies, those too that it has forgotten itself."""
-        answer = await self._its.upstream.slot(0, known.tenant, {})
+        answer = await self._blocks.slot(0, known.tenant, {})
         labels = known.labels.union(copies_of(answer, known.id))
         if labels:
-            await drop_copies(self._its.upstream, labels, known.tenant, {})
+            await self._blocks.drop_copies(labels, known.tenant, {})
 
     async def _place(self, known: Conversation) -> int | None:
         """The slot that still has its rows, as far as is known."""
@@ -126,7 +126,7 @@ class Eraser:
         # It may be in a slot that is none of ours: where requests go one at a time, one is.
         if held is None or not 0 <= held.slot < n_slots:
             return None
-        if self._its.routed is not None and not await self._its.routed.loaded():
+        if self._its.routed is not None and not await self._its.routed.is_loaded():
             return None
         looks = await self._its.keeper.looks()
         left = [it.held for it in self._its.conversations if it.held is not None]
@@ -141,12 +141,12 @@ class Eraser:
             lease.vacated()
             view = None
             if self._its.watch.server.patched:
-                answer = await self._its.upstream.slot(slot, known.tenant, {}, LATEST)
+                answer = await self._blocks.slot(slot, known.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
                 if view.epoch != known.epoch:
                     return  # somebody else's rows by now
             try:
-                await self._its.upstream.call("POST", f"/slots/{slot}?action=erase", {}, {})
+                await self._its.upstream.call("POST", f"/slots/{slot}?action=erase", {})
             except UpstreamRejected:
                 if view is None:
                     raise
@@ -158,4 +158,4 @@ class Eraser:
         if rows:
             rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
         plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reason="deleted")
-        await run_plan(self._its.upstream, plan, view, known.owner, {})
+        await self._blocks.run_plan(PlanCall(plan, view, known.owner), {})

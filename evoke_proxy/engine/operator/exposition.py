@@ -1,81 +1,87 @@
-"""What llama-servers export themselves, as it is asked for."""
+"""The metrics that llama-servers export themselves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 
-# Half of what Prometheus waits unless it is told otherwise.
+# Half of the default scrape timeout of Prometheus.
 _SCRAPE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Exposition:
-    """The metrics of llama-servers. `headers` are those of the answer, when there is one server."""
+    """Metrics in the text format of Prometheus.
+
+    Attributes:
+        text: the metrics, or a comment that says why there are none.
+        headers: headers of llama-server's reply; empty where there are several servers.
+    """
 
     text: bytes
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-async def exposition(servers: Mapping[str, LlamaClient], metrics: Metrics) -> Exposition:
-    """Their own metrics, of several each with the label `server`; nothing of one that has none, is
-    down, or would be woken by being asked.
+class UpstreamMetrics:
+    """Scrapes the metrics of llama-servers, which `clients` names."""
 
-    `evoke_upstream_up` says whether any of them answered. It changes once, when all have: a scrape
-    that overlaps with another one never reads a value that only stands for "not asked yet".
-    """
-    scrapes = [_Scrape(upstream) for upstream in servers.values()]
-    texts = await asyncio.gather(*[scrape.text() for scrape in scrapes])
-    metrics.upstream_up.set(any(scrape.answered for scrape in scrapes))
-    if len(texts) == 1:
-        return Exposition(texts[0], scrapes[0].headers)
-    return Exposition(labelled(dict(zip(servers, texts, strict=True))), {})
+    def __init__(self, clients: Mapping[str, LlamaClient], metrics: Metrics) -> None:
+        self._clients = clients
+        self._metrics = metrics
+        # Names of servers that a scrape has woken up: older versions of llama-server.
+        self.woken_by_scrapes: set[str] = set()
 
+    async def scrape(self) -> Exposition:
+        """The metrics of all servers; where there are several, with the label `server`.
 
-class _Scrape:
-    """One scrape of one llama-server; `answered` says whether it did, `headers` with what."""
-
-    def __init__(self, upstream: LlamaClient) -> None:
-        self._upstream = upstream
-        self.answered = False
-        self.headers: Mapping[str, str] = {}
-
-    async def text(self) -> bytes:
-        """Its metrics, or a comment that says why there are none.
-
-        llama-server answers between two decodes. A scraper has less patience than some decodes
-        take, and is to have our part then.
+        A server without metrics contributes nothing, as does one that is down or that a scrape
+        would wake up. Sets `evoke_upstream_up` once, when all have answered: a scrape that overlaps
+        with another one never exports a value of "not asked yet".
         """
+        scrapes = [self._scrape_one(name, client) for name, client in self._clients.items()]
+        results = await asyncio.gather(*scrapes)
+        self._metrics.upstream_up.set(any(answered for _, answered in results))
+        expositions = [exposition for exposition, _ in results]
+        if len(expositions) == 1:
+            return expositions[0]
+        texts = dict(zip(self._clients, [item.text for item in expositions], strict=True))
+        return Exposition(labelled(texts))
+
+    async def _scrape_one(self, name: str, client: LlamaClient) -> tuple[Exposition, bool]:
+        """The metrics of one server, and whether it answered at all.
+
+        llama-server answers between two decodes, which may take longer than a scraper waits: after
+        `_SCRAPE_S` the proxy's own metrics are exported without those of the server.
+        """
+        answered = False
         try:
             async with asyncio.timeout(_SCRAPE_S):
-                body = await self._asked()
+                try:
+                    is_sleeping = (await client.info()).sleeping
+                except UpstreamRejected:
+                    answered = True
+                    raise
+                answered = True
+                return await self._metrics_of(name, client, is_sleeping), answered
         except (EvokeError, TimeoutError) as error:
-            said = error.public if isinstance(error, UpstreamError) else str(error)
-            why = " ".join(said.split()) or "it is too slow"  # it may quote lines
-            return f"# llama-server has no metrics now: {why}\n".encode()
-        return body if not body or body.endswith(b"\n") else body + b"\n"
+            message = error.public if isinstance(error, UpstreamError) else str(error)
+            reason = " ".join(message.split()) or "it is too slow"  # may quote several lines
+            text = f"# llama-server has no metrics now: {reason}\n".encode()
+            return Exposition(text), answered
 
-    async def _asked(self) -> bytes:
-        try:
-            sleeping = (await self._upstream.info()).sleeping
-        except UpstreamRejected:
-            self.answered = True
-            raise
-        self.answered = True
-        if sleeping and self._upstream.wakes_for_metrics:
-            return b"# llama-server sleeps: its metrics are left out\n"
-        async with self._upstream.open("GET", "/metrics", self._upstream.own_headers()) as reply:
+    async def _metrics_of(self, name: str, client: LlamaClient, is_sleeping: bool) -> Exposition:
+        if is_sleeping and name in self.woken_by_scrapes:
+            return Exposition(b"# llama-server sleeps: its metrics are left out\n")
+        async with client.open("GET", "/metrics", client.own_headers()) as reply:
             body = await reply.read()
-        if sleeping and not (await self._upstream.info()).sleeping:
-            # Of older versions: it is not asked again while it sleeps.
-            self._upstream.wakes_for_metrics = True
+        if is_sleeping and not (await client.info()).sleeping:
+            self.woken_by_scrapes.add(name)
         if reply.status != 200:
-            return b""
-        self.headers = reply.headers
-        return body
+            return Exposition(b"")
+        return Exposition(body if not body or body.endswith(b"\n") else body + b"\n", reply.headers)

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from evoke_proxy import __version__
-from evoke_proxy.adapters.llama.block_calls import drop_copies, run_plan
-from evoke_proxy.adapters.llama.client import LATEST
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
 from evoke_proxy.core.model.blocks import Span, clipped, count
 from evoke_proxy.core.model.plan import Drop, Evict, Plan
 from evoke_proxy.core.policy import pins
@@ -40,6 +39,7 @@ class Operator:
 
     def __init__(self, reach: Reach) -> None:
         self._its = reach
+        self._blocks = BlockApi(reach.upstream)
         self._eraser = Eraser(reach)
         self._copies = Copies(reach.upstream)
         self._seen: dict[str, Whereabouts] = {}
@@ -133,9 +133,9 @@ class Operator:
             plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
             try:
                 if view is not None:
-                    await run_plan(self._its.upstream, plan, view, known.owner, {})
+                    await self._blocks.run_plan(PlanCall(plan, view, known.owner), {})
                 elif labels:
-                    await drop_copies(self._its.upstream, labels, known.tenant, {})
+                    await self._blocks.drop_copies(labels, known.tenant, {})
             except PlanRefused as refused:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
             known.session.failed(labels)
@@ -226,7 +226,7 @@ class Operator:
                 return
             with await self._its.slots.acquire(known.id, known.tenant, slot=slot) as lease:
                 lease.vacated()
-                answer = await self._its.upstream.slot(slot, known.tenant, {}, LATEST)
+                answer = await self._blocks.slot(slot, known.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
                 yield view if view.epoch == known.epoch else None
 

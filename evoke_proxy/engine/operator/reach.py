@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.embedding import Embedding
-from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator.feed import Feed
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
@@ -29,4 +28,4 @@ class Reach:
     records: SessionPersistence
     embedding: Embedding
     feed: Feed
-    routed: OneModel | None
+    routed: LlamaClient | None

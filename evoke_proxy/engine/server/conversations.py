@@ -16,7 +16,7 @@ from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.side import is_side
+from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.servers.slots import SlotPool
 from evoke_proxy.core.session.identity import Hint, find
@@ -24,7 +24,7 @@ from evoke_proxy.core.session.recorded import Orders, Seated
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.held import Held
-from evoke_proxy.engine.intake.bodies import Kept
+from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 
 # Turns of a conversation that are remembered, in numbers.
@@ -81,7 +81,7 @@ class Arrival:
 
     rendered: Rendered
     hint: Hint | None = None
-    kept: Kept | None = None
+    kept: CachedBody | None = None
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Conversation:
     answered: int = 0
     history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     drift: dict[str, Any] | None = None
-    kept: Kept | None = None
+    kept: CachedBody | None = None
     elsewhere: bool = False
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -351,7 +351,7 @@ class Conversations:
         family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
         ours = hint is not None and hint.ours
         n_tokens = len(rendered.tokens)
-        passing = not ours and is_side(request, n_tokens, bool(beside), family)
+        passing = not ours and is_side_request(request, n_tokens, bool(beside), family)
         return self.start(rendered, hint, tenant, passing)
 
     def asked_before(self, known: Conversation, asked: Asked) -> Asked | None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
 from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.costs import is_odd
-from evoke_proxy.engine.intake.reading import tenant_of
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue

@@ -15,15 +15,14 @@ from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.intake.reader import Reader
-from evoke_proxy.engine.intake.reading import tenant_of
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.one_model import OneModel
 from evoke_proxy.engine.operator import history
 from evoke_proxy.engine.operator.gauges import show
 from evoke_proxy.engine.operator.operating import Operator
 from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.operator.reach import Reach
+from evoke_proxy.engine.parsing.parser import RequestParser
+from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.finalizer import TurnFinalizer
@@ -61,7 +60,7 @@ class Server:
     """
 
     def __init__(
-        self, config: Config, shared: Shared | None = None, model: OneModel | None = None
+        self, config: Config, shared: Shared | None = None, model: LlamaClient | None = None
     ) -> None:
         self.config, self._alone, self._entered = config, shared is None, AsyncExitStack()
         common = self.shared = shared or Shared(config)
@@ -69,9 +68,9 @@ class Server:
         self.upstream: LlamaClient = model or LlamaClient(config.upstream)
         self.uplinks, self.servers = {"": self.upstream}, None
         self._models: Models[Server] = Models(
-            self.upstream, lambda name: Server(self.config, common, OneModel(self.upstream, name))
+            self.upstream, lambda name: Server(self.config, common, self.upstream.bound_to(name))
         )
-        self._reader = Reader(config, self.metrics)
+        self._reader = RequestParser(config, self.metrics)
         self.watch = ServerMonitor(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         if self._alone:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import orjson
 
-from evoke_proxy.adapters.llama.block_calls import drop_copies, is_processing, run_plan
-from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.chat import ChatRequest
@@ -32,7 +32,7 @@ class SlotAssignment:
         slots: SlotQueue,
         conversations: Conversations,
     ) -> None:
-        self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._metrics = metrics
         self._slots = slots
         self._conversations = conversations
@@ -69,7 +69,7 @@ class SlotAssignment:
             with lease.vacating():
                 victim = self._conversations.get(lease.victim)
                 if victim is not None and victim.epoch is not None:
-                    answer = await self._upstream.slot(lease.slot, victim.tenant, client, LATEST)
+                    answer = await self._blocks.slot(lease.slot, victim.tenant, client, LATEST)
                     await self.make_room(victim, SlotView.parse(answer), client)
         if way.lease is not None and not way.is_batch:
             first = self.wanted(way) or 0 if request.n > 1 else way.lease.slot
@@ -100,7 +100,7 @@ class SlotAssignment:
         """Wait until llama-server is done with a slot, or `enough` says that it was waited."""
 
         async def busy() -> bool:
-            return await is_processing(self._upstream, slot, tenant, client)
+            return await self._blocks.is_processing(slot, tenant, client)
 
         await until_over(busy, enough)
 
@@ -118,7 +118,7 @@ class SlotAssignment:
         victim.epoch, victim.n_resident = None, 0
         plan = victim.session.save_all(view)
         try:
-            await run_plan(self._upstream, plan, view, victim.owner, client)
+            await self._blocks.run_plan(PlanCall(plan, view, victim.owner), client)
         except PlanRefused as refused:
             self._metrics.plan_failures.labels(reason=refused.type).inc()
             _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
@@ -131,4 +131,4 @@ class SlotAssignment:
         What is being copied of it now is waited for: it would stay for ever.
         """
         async with self._slots.locked(gone.id):
-            await drop_copies(self._upstream, gone.labels, gone.tenant, client)
+            await self._blocks.drop_copies(gone.labels, gone.tenant, client)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 
 from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 _log = logging.getLogger(__name__)
 
 
-def book(way: Forwarding, known: Conversation, books: Books, metrics: Metrics) -> None:
+def book(way: Forwarding, known: Conversation, books: TokenAccounting, metrics: Metrics) -> None:
     """Take in what llama-server says that a turn came to."""
     as_planned = known.session.finish(books)
     if books.marker != "ok" or not as_planned:

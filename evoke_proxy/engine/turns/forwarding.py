@@ -8,20 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from evoke_proxy.adapters.llama.client import LlamaClient, Parts
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.transport import BodyParts
 from evoke_proxy.core.model.blocks import Block, Span
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.probe import Probed
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.reply.sse import Observer
+from evoke_proxy.core.reply.sse import ReplyObserver
 from evoke_proxy.core.request.splice import edit_top_level, inserted
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.session.accounting import Books, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.core.session.outcome import outcome
-from evoke_proxy.engine.intake.bodies import Kept
-from evoke_proxy.engine.intake.large import is_large, read_apart
+from evoke_proxy.engine.parsing.body_cache import CachedBody
+from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import Patience, SlotLease
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
@@ -75,7 +76,7 @@ class Forwarding:
     held: int | None = None
     plan: Plan = Plan.EMPTY
     probe: Probed | None = None
-    observer: Observer = field(default_factory=Observer)
+    observer: ReplyObserver = field(default_factory=ReplyObserver)
     first_byte_s: float | None = None
     waits: dict[str, float] = field(default_factory=dict)
     vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
@@ -86,12 +87,12 @@ class Forwarding:
     server: str = ""
     answered: bool = False
     has_failed: bool = False
-    kept: Kept | None = None
+    kept: CachedBody | None = None
     known: Rendered | None = None
-    parsed: tuple[object, Books | None] = (None, None)
+    parsed: tuple[object, TokenAccounting | None] = (None, None)
 
     @property
-    def forwarded(self) -> bytes | Parts:
+    def forwarded(self) -> bytes | BodyParts:
         """The body as llama-server gets it."""
         return inserted(self.body, self.members) if self.members else self.body
 
@@ -106,7 +107,7 @@ class Forwarding:
         if is_large(body) and members.keys().isdisjoint(keys):
             self.body, self.members = body, members
         else:
-            edited = await read_apart(body, _with_members, body, members, keys)
+            edited = await run_off_loop(body, _with_members, body, members, keys)
             self.body, self.members = edited, {}
 
     @property
@@ -122,11 +123,11 @@ class Forwarding:
         return (self.plan.stream.budget if self.plan.stream is not None else 0) or None
 
     @property
-    def books(self) -> Books | None:
+    def books(self) -> TokenAccounting | None:
         """What the reply says about its prompt; None until it has said so."""
         timings = self.observer.timings
         if timings is not self.parsed[0]:
-            self.parsed = timings, Books.parse(timings)
+            self.parsed = timings, TokenAccounting.parse(timings)
         return self.parsed[1]
 
     async def keep_alive(self, work: Coroutine[Any, Any, T]) -> T:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policy.attention import NO_CAPTURE, Capture, captured_for, layers_of
@@ -24,7 +25,7 @@ class AttentionReader:
     """Has llama-server capture what a turn's policy wants to know, and reads it."""
 
     def __init__(self, upstream: LlamaClient, server: Callable[[], ServerInfo]) -> None:
-        self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._server = server
 
     def can_capture(self, known: Conversation) -> bool:
@@ -89,7 +90,7 @@ class AttentionReader:
             part = spans[start : start + size]
             try:
                 more = {key: part} if part or key in body else {}
-                answer = await self._upstream.run(slot, "attention", {**rest, **more}, client)
+                answer = await self._blocks.run(slot, "attention", {**rest, **more}, client)
             except PlanRefused as refused:
                 if refused.type != TOO_MUCH_WORK or not part:
                     raise

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import orjson
 
-from evoke_proxy.adapters.llama.block_calls import copies_in, run_plan, slot_in
+from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, RenderCall, copies_in, slot_in
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block
-from evoke_proxy.core.model.plan import Plan, Stream
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.bounds import effective
 from evoke_proxy.core.policy.registry import recovers_text
 from evoke_proxy.core.policy.text_recovery import Recalled, recall
@@ -24,6 +24,7 @@ from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.session_worker import SessionWorker, is_long
@@ -54,7 +55,7 @@ class Planner:
         records: SessionPersistence,
         watch: ServerMonitor,
     ) -> None:
-        self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._metrics = metrics
         self._seating = seating
         self._conversations = conversations
@@ -96,7 +97,7 @@ class Planner:
         )
         with lease.vacating():
             rendered = await self._brought_back(way, request, rendered, client)
-            request, changed = self._truncated(way, request, rendered)
+            request, changed = await self._truncated(way, request, rendered)
             if changed or lease.has_changed(began):
                 way.stage = "render"
                 rendered = await self._render(request.dialect, way.body, client, rendered)
@@ -135,14 +136,14 @@ class Planner:
         """
         n_ctx = self._watch.server.n_ctx
         try:
-            rendered = await self._upstream.render(dialect, body, client, known, n_ctx)
+            rendered = await self._blocks.render(RenderCall(dialect, body, known, n_ctx), client)
         except PromptTooLong:
             self._watch.doubt()  # the server may have started again, with another context
             await self._watch.look(client)
             if self._watch.server.n_ctx == n_ctx:
                 raise
             n_ctx = self._watch.server.n_ctx
-            rendered = await self._upstream.render(dialect, body, client, known, n_ctx)
+            rendered = await self._blocks.render(RenderCall(dialect, body, known, n_ctx), client)
         await self._watch.confirm(rendered.instance, client)
         return rendered
 
@@ -196,12 +197,14 @@ class Planner:
             view = await self._without_foreign_holes(view, known, client)
         config = effective(known.session.config, request)
         stream = _unplanned(config)
-        epoch = await run_plan(self._upstream, Plan(stream=stream), view, known.owner, client)
+        epoch = await self._blocks.run_plan(
+            PlanCall(Plan(stream=stream), view, known.owner), client
+        )
         await way.put(_marker(view.id, epoch), request.keys)
         way.marked, way.held = True, stream.budget or None
         known.epoch, known.budget, known.policy = epoch, config.budget, config.name
 
-    def _truncated(
+    async def _truncated(
         self, way: Forwarding, request: ChatRequest, rendered: Rendered
     ) -> tuple[ChatRequest, bool]:
         """The request without its oldest messages, where that is the policy."""
@@ -211,9 +214,10 @@ class Planner:
             return request, False
         reserve = config.reserve_tokens if request.max_tokens is None else request.max_tokens
         limit = prompt_limit(config.budget, reserve)
-        body, messages = truncate_messages(
-            way.body, request.dialect, request.messages, rendered, limit
+        truncate = partial(
+            truncate_messages, way.body, request.dialect, request.messages, rendered, limit
         )
+        body, messages = await run_off_loop(way.body, truncate)
         if body == way.body:
             return request, False
         way.body = body
@@ -259,10 +263,9 @@ class Planner:
             way.stage = "probe"
             turn, plan = await self.probing.looked(way, turn, plan, client)
         way.stage = "plan"
-        tokens = turn.rendered.tokens
         more = self._attending.ops(turn.config, way.conversation)
-        owner = way.conversation.owner
-        epoch = await run_plan(self._upstream, plan, turn.slot, owner, client, tokens, more)
+        call = PlanCall(plan, turn.slot, way.conversation.owner, turn.rendered.tokens, more)
+        epoch = await self._blocks.run_plan(call, client)
         session.applied(turn, plan)
         way.stage = "splice"
         body = way.body if recalled is None else recalled.body
@@ -277,7 +280,9 @@ class Planner:
         leaves the answer its place in the context."""
         assert way.conversation is not None
         request = turn.request
-        recalled = recall(turn, turn.question, way.body)
+        recalled = await self._computing.run(
+            way.conversation, is_large(way.body), partial(recall, turn, turn.question, way.body)
+        )
         if recalled is None:
             return turn, plan, None
         way.stage = "render"
@@ -331,10 +336,10 @@ class Planner:
         what was decoded behind it did not see it. What is there before it stays, the rest is to be
         decoded again.
         """
-        edge = view.whole_to
+        edge = view.adoptable_end
         if edge is None:
             return view
-        epoch = await run_plan(self._upstream, Plan(reuse=edge), view, known.owner, client)
+        epoch = await self._blocks.run_plan(PlanCall(Plan(reuse=edge), view, known.owner), client)
         return replace(view, epoch=epoch, n_common=edge)
 
     def _note(
@@ -360,18 +365,20 @@ class Planner:
         assert way.lease is not None and way.conversation is not None
         self._metrics.plan_failures.labels(reason=refused.type).inc()
         _log.warning("session %s: plan refused: %s", way.conversation.id, refused)
-        slot = await self._upstream.slot(way.lease.slot, way.conversation.tenant, client)
+        slot = await self._blocks.slot(way.lease.slot, way.conversation.tenant, client)
         gone = way.conversation.labels - copies_in(slot).keys()
         if refused.name is not None:
             gone |= {refused.name}
         way.conversation.session.failed(gone)
 
 
-def _unplanned(config: PolicyConfig) -> Stream:
+def _unplanned(config: PolicyConfig) -> DecodeBudget:
     """How the engine holds a budget that nobody has planned for."""
     if config.budget is None or config.name == "no_eviction":
-        return Stream(0)
-    return Stream(config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens)
+        return DecodeBudget(0)
+    return DecodeBudget(
+        config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
+    )
 
 
 def _marker(slot: int, epoch: int) -> dict[str, bytes]:

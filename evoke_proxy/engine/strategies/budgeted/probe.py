@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_calls import run_plan
-from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.counts import token_count
@@ -33,7 +33,7 @@ from evoke_proxy.core.policy.score import Scores
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -53,6 +53,7 @@ class Prober:
         server: Callable[[], ServerInfo],
     ) -> None:
         self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._metrics = metrics
         self._attending = attending
         self._server = server
@@ -80,13 +81,13 @@ class Prober:
             return turn, plan
         way.probe = Probed(first, 0, 0.0)  # tried: not again, should it be refused
         more = [*self._attending.ops(turn.config, known), PROBE]
-        tokens = turn.rendered.tokens
-        epoch = await run_plan(self._upstream, first, turn.slot, known.owner, client, tokens, more)
+        call = PlanCall(first, turn.slot, known.owner, turn.rendered.tokens, more)
+        epoch = await self._blocks.run_plan(call, client)
         known.session.applied(roomy, first)
         cursor = turn.view.adopt_to or turn.view.n_past
         decoded = await way.keep_alive(self._decode(turn, epoch, known, client))
         # Of nobody's copies: it is only asked what is resident.
-        now = SlotView.parse(await self._upstream.slot(turn.slot.id, "", client, LATEST))
+        now = SlotView.parse(await self._blocks.slot(turn.slot.id, "", client, LATEST))
         later = known.session.begin(
             turn.rendered, replace(now, n_common=cursor), turn.request, way.vectors
         )
@@ -124,12 +125,11 @@ class Prober:
             "evoke": {"epoch": epoch},
             "response_fields": ["timings"],
         }
-        answer = await self._upstream.call(
-            "POST", "/completion", body, client, "probe", patient=True
-        )
+        options = CallOptions(client, "probe", is_long=True)
+        answer = await self._upstream.call("POST", "/completion", body, options)
         timings: Mapping[str, Any] = answer.get("timings") or {}
         self.pace.note(timings)
-        books = Books.parse(timings)
+        books = TokenAccounting.parse(timings)
         if books is not None:
             evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
             known.session.learn(evicted)

@@ -17,8 +17,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_calls import batches_of_names, copies_in, copies_of
-from evoke_proxy.adapters.llama.client import LATEST, LlamaClient
+from evoke_proxy.adapters.llama.block_api import (
+    LATEST,
+    BlockApi,
+    RenderCall,
+    batches_of_names,
+    copies_in,
+    copies_of,
+)
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.store import Record
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
@@ -46,6 +53,7 @@ class SessionPersistence:
         common: Shared,
     ) -> None:
         self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._vectors = VectorRecords(common.embedding)
         self._homes = common.homes
         self._conversations = conversations
@@ -117,7 +125,7 @@ class SessionPersistence:
             return
 
         async def render(body: bytes) -> Tokens:
-            return (await self._upstream.render(spoken.dialect, body, client)).tokens
+            return (await self._blocks.render(RenderCall(spoken.dialect, body), client)).tokens
 
         tokens = await beginning(spoken.body, spoken.answer, render)
         if tokens is not None and len(tokens) > len(known.session.tokens):
@@ -149,7 +157,7 @@ class SessionPersistence:
             for batch in batches_of_names(names):
                 lease.check()
                 spill = {"names": batch, "tenant": known.tenant}
-                await self._upstream.run(view.id, "block-spill", spill, client)
+                await self._blocks.run(view.id, "block-spill", spill, client)
         if self._forgotten(known):  # what is deleted does not come back
             return
         if self._server.whole and self._whole is not None:
@@ -196,7 +204,7 @@ class SessionPersistence:
 
     async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
         """After a restart: which copies of a session are still there. Raises UpstreamError."""
-        answer = await self._upstream.slot(slot, known.tenant, client)
+        answer = await self._blocks.slot(slot, known.tenant, client)
         copies = copies_in(answer).items()
         known.session.found({name: Span(copy["p0"], copy["p1"]) for name, copy in copies})
         known.unsure = False
@@ -213,7 +221,7 @@ class SessionPersistence:
         match = await self._whole.bring_back(view.id, known, tokens, n_past, client)
         if match is None:
             return False
-        answer = await self._upstream.slot(view.id, known.tenant, client, LATEST)
+        answer = await self._blocks.slot(view.id, known.tenant, client, LATEST)
         self._whole.proved(match, int(answer.get("n_tokens") or 0))
         return True
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.ahead import STEP
-from evoke_proxy.core.session.accounting import Books
+from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.snapshots import Match, best
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
@@ -36,7 +36,7 @@ class SlotSnapshots:
         for end in in_steps(len(known.session.tokens), len(tokens)):
             prefill = self._parts.calls.prefill(tokens[:end], slot, client, known.epoch)
             done = await lease.run(prefill)
-            books = Books.parse(done.timings)
+            books = TokenAccounting.parse(done.timings)
             if books is None or books.marker != "ok":
                 known.epoch = None
                 return

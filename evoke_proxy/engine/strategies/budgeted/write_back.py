@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_calls import is_processing
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan, Save
@@ -46,7 +46,7 @@ class WriteBack:
         chores: BackgroundTasks,
         records: SessionPersistence,
     ) -> None:
-        self._upstream = upstream
+        self._blocks = BlockApi(upstream)
         self._metrics = metrics
         self._slots = slots
         self._chores = chores
@@ -97,7 +97,7 @@ class WriteBack:
 
         async def settle() -> None:
             async def busy() -> bool:
-                return await is_processing(self._upstream, slot, known.tenant, client)
+                return await self._blocks.is_processing(slot, known.tenant, client)
 
             await until_over(busy, lambda: self._slots.is_closed)
 
@@ -122,7 +122,7 @@ class WriteBack:
         await self._records.ready(known, lease, client)
         lease.check()
         since = self._records.since(known)
-        answer = await self._upstream.slot(slot, known.tenant, client, since)
+        answer = await self._blocks.slot(slot, known.tenant, client, since)
         view = SlotView.parse(answer)
         if view.epoch != known.epoch or view.busy:
             return
@@ -135,7 +135,7 @@ class WriteBack:
             lease.check()
             ops = Plan(saves=batch).ops()
             call = {"epoch": view.epoch, "ops": ops, "expect": expect, **known.owner}
-            await self._upstream.run(slot, "block-plan", call, client)
+            await self._blocks.run(slot, "block-plan", call, client)
             self._metrics.written_behind.inc(len(batch))
             known.session.saved_all(Plan(saves=batch))
             self._records.copied(known, [save.label for save in batch])

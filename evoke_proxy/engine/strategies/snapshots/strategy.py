@@ -13,7 +13,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import boundary, unkept
+from evoke_proxy.core.request.ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_pieces import write_in_pieces
 from evoke_proxy.core.request.splice import edit_top_level
@@ -23,8 +23,8 @@ from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest
-from evoke_proxy.engine.intake.large import is_large, read_apart
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue
@@ -202,7 +202,7 @@ class SnapshotStrategy:
         chat = request.chat
         if chat is None:
             return scope.turn
-        reason = "id_slot" if request.id_slot is not None else unkept(chat)
+        reason = "id_slot" if request.id_slot is not None else snapshot_obstacle(chat)
         if reason:
             return await self._prepare_unmanaged(scope, chat, reason)
         scope.trace.stage = "learn"
@@ -255,10 +255,10 @@ class SnapshotStrategy:
         count_path = _COUNT_PATHS.get(chat.dialect)
         self._api.check_size(body)
         if count_path is not None:
-            body = await read_apart(body, _chat_body, body, chat.dialect)
+            body = await run_off_loop(body, _chat_body, body, chat.dialect)
         n_stable = 0
         if self.probe.stability(chat.has_tools).boundary:
-            past = await read_apart(body, boundary, body)
+            past = await run_off_loop(body, boundary, body)
             prompt, n_stable = await self._api.render_with_history(body, past, headers)
         else:
             prompt = await self._api.render(body, headers)
@@ -277,7 +277,7 @@ class SnapshotStrategy:
     async def _note_drift(self, conversation: Conversation, turn: SnapshotTurn) -> None:
         """Record why a request does not continue the one before it, if it does not."""
         sent = SentRequest(
-            turn.body, turn.boundary, await read_apart(turn.body, _opening, turn.body)
+            turn.body, turn.boundary, await run_off_loop(turn.body, _opening, turn.body)
         )
         before = self._request_before(conversation, sent)
         conversation.snapshots = replace(conversation.snapshots, sent=sent)
@@ -286,7 +286,7 @@ class SnapshotStrategy:
         if common_prefix(before.boundary, turn.prompt) >= len(before.boundary):
             return
         larger = max(before.body, turn.body, key=len)
-        found = await read_apart(larger, _drift, before.body, turn.body)
+        found = await run_off_loop(larger, _drift, before.body, turn.body)
         conversation.snapshots = replace(conversation.snapshots, drift=found.summary())
         self._metrics.drifts.labels(cause=found.cause).inc()
         _log.info("session %s departs from what it was: %s", conversation.id, found.summary())
@@ -366,7 +366,7 @@ async def _with_members(request: ParsedRequest, members: dict[str, bytes]) -> Fo
     def edited() -> bytes:
         return edit_top_level(body, members, (), keys=keys)
 
-    return ForwardedBody(await read_apart(body, edited))
+    return ForwardedBody(await run_off_loop(body, edited))
 
 
 def _opening(body: bytes) -> bytes:

@@ -9,21 +9,22 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest, freed, parse_chat
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.intake.bodies import Bodies, Read
-from evoke_proxy.engine.intake.large import read_apart
-from evoke_proxy.engine.intake.normalising import Normaliser
-from evoke_proxy.engine.intake.reading import parse_object, tenant_of
+from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.normalizer import Normalizer
+from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
 
 
-class Reader:
+class RequestParser:
     """Every request passes through, and remembers what the next of its conversation will repeat."""
 
     def __init__(self, config: Config, metrics: Metrics) -> None:
         self._config = config
-        self._normaliser = Normaliser(config.normalise, metrics)
-        self._bodies = Bodies()
+        self._normaliser = Normalizer(config.normalise, metrics)
+        self._bodies = BodyCache()
 
     def adjust(self, config: Config) -> None:
         """Go on with another configuration."""
@@ -38,7 +39,7 @@ class Reader:
         With keys of ours that is an error: llama-server might find in it what we would take out. A
         large body is read in a thread.
         """
-        return await read_apart(way.body, self._read, way, dialect, client)
+        return await run_off_loop(way.body, self._read, way, dialect, client)
 
     def _read(self, way: Forwarding, dialect: str, client: Mapping[str, str]) -> ChatRequest | str:
         if client.get("Content-Encoding", "identity").lower() != "identity":
@@ -55,7 +56,7 @@ class Reader:
     ) -> ChatRequest | str:
         tenant = tenant_of(client)
         try:
-            read = self._bodies.read(way.body, tenant) or Read(way.body, parse_object(way.body))
+            read = self._bodies.read(way.body, tenant) or ReadBody(way.body, parse_object(way.body))
         except RequestError:
             # llama-server says what is wrong with it, as it would directly.
             return "not_json"

@@ -1,9 +1,7 @@
-"""A request's bytes as the object they are, and who says it."""
+"""Parses request bodies as JSON objects, large ones in pieces that other threads can interrupt."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -19,9 +17,10 @@ _PARSED_AT_ONCE_BYTES = 256 * 1024
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A body as the object it is; RequestError when it is no JSON object in UTF-8.
+    """Parse a body as a JSON object.
 
-    Of strings over HUGE_BYTES of core/request/large_json.py only the two ends are given.
+    Of strings over HUGE_BYTES of core/request/large_json.py only the two ends are given. Raises
+    RequestError when the body is no JSON object in UTF-8.
     """
     try:
         return _parse(cut_long_strings(body))
@@ -36,24 +35,11 @@ def _parse(cut: CutText) -> dict[str, Any]:
         else:
             parsed = orjson.loads(cut.rest)
     except orjson.JSONDecodeError:
-        # Stricter than what edits bytes: whatever only that understands (a byte order mark, half an
-        # escaped surrogate pair) is to be read as it would be edited.
+        # The parser is stricter than the editor of JSON text: what only the editor accepts (a byte
+        # order mark, half of an escaped surrogate pair) is parsed as the editor reads it.
         edit_top_level(cut.rest, {}, ())
         parsed = parsed_json(cut.rest)
     if not isinstance(parsed, dict):
         raise RequestError("the request body is not a JSON object", "invalid_json")
     filled: dict[str, Any] = cut.fill(parsed)
     return filled
-
-
-# Under it stands the tenant of a key of ours; no header of a request can be called so.
-TENANT = ":tenant"
-
-
-def tenant_of(client: Mapping[str, str]) -> str:
-    """Who asks: clients with different keys never share blocks. The key itself is kept nowhere."""
-    if TENANT in client:
-        return client[TENANT]
-    key = client.get("Authorization") or client.get("X-Api-Key") or ""
-    # Whatever bytes were sent: the text of a header has those that are no UTF-8, too.
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""

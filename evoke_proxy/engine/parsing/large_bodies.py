@@ -24,7 +24,7 @@ def is_large(body: bytes) -> bool:
     )
 
 
-async def read_apart(body: bytes, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_off_loop(body: bytes, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `read` returns or raises: called in a thread when the body it reads is large.
 
     A thread gives way to the event loop between any two steps of the interpreter, and while numpy

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
 from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
-from evoke_proxy.engine.intake.large import is_large
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.large_bodies import is_large
 from evoke_proxy.errors import RequestError
 
 # So many large bodies are checked at once; each holds a copy of what it says.
@@ -65,7 +65,7 @@ def is_form(content_type: str) -> bool:
     return content_type.partition(";")[0].strip(" \t") == "multipart/form-data"
 
 
-def is_decoded(content_coding: str) -> bool:
+def server_decodes(content_coding: str) -> bool:
     """Whether llama-server decodes a body of this coding, or refuses it; it reads others as is."""
     return content_coding.lower() in _DECODED
 
@@ -113,7 +113,7 @@ def body_limits(limits: LimitsConfig) -> BodyLimits:
 
 
 def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
-    """Bound the fields of a form: llama-server makes parameters of them, too."""
+    """Limit the fields of a form: llama-server makes parameters of them, too."""
     named = _FORM_TYPE.fullmatch(content_type)
     if named is None:
         message = "Content-Type must be multipart/form-data; boundary=TEXT, of 1 to 70 characters"

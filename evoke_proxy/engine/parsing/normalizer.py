@@ -22,11 +22,11 @@ from evoke_proxy.core.request.normalise import (
     with_texts,
     without_billing,
 )
-from evoke_proxy.engine.intake.reading import parse_object
+from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.errors import RequestError
 
 
-class Normaliser:
+class Normalizer:
     """Every request passes through; without settings as it is."""
 
     def __init__(self, config: NormaliseConfig, metrics: Metrics) -> None:

@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from threading import Lock
 from typing import Any
@@ -38,7 +37,7 @@ _MARKED = b'"' + _MARK.encode() + b'"'
 
 
 @dataclass(eq=False)
-class Kept:
+class CachedBody:
     """A body that was read; `rendered` is what llama-server has made of it.
 
     Up to byte `edge` it has `n` whole elements of its list `key`, whose bracket ends `opening`.
@@ -55,11 +54,13 @@ class Kept:
     # Large bodies are read in threads: one at a time looks for the edge, others parse all.
     lock: Lock = field(default_factory=Lock, repr=False)
 
-    @cached_property
-    def n_bytes(self) -> int:
-        """What it and what was parsed of it take, estimated by what is counted in no time."""
+    # Memory of the body and of its parsed form in bytes, estimated.
+    n_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
         n_objects, n_strings = self.body.count(b"{"), self.body.count(b'"') // 2
-        return 2 * len(self.body) + _OBJECT_BYTES * n_objects + _STRING_BYTES * n_strings
+        parsed_bytes = _OBJECT_BYTES * n_objects + _STRING_BYTES * n_strings
+        self.n_bytes = 2 * len(self.body) + parsed_bytes
 
     def up_to(self, shared: int) -> bool:
         """Find the last message that ends within so many bytes, from where that is known already;
@@ -118,25 +119,25 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class ReadBody:
     """A body as what it says. Of the lists that `known` names the first so many elements are those
     of `before`, where there is one, and end at byte `edge` of both."""
 
     body: bytes
     parsed: dict[str, Any]
     known: Mapping[str, int] = field(default_factory=dict)
-    before: Kept | None = None
+    before: CachedBody | None = None
     edge: int = 0
 
 
-class Bodies:
+class BodyCache:
     """The latest bodies of at least so many bytes, as long as somebody else keeps them."""
 
     def __init__(self, least: int = _LEAST_BYTES) -> None:
         self._least = least
-        self._latest: dict[tuple[str, bytes], deque[weakref.ref[Kept]]] = {}
+        self._latest: dict[tuple[str, bytes], deque[weakref.ref[CachedBody]]] = {}
 
-    def read(self, body: bytes, tenant: str) -> Read | None:
+    def read(self, body: bytes, tenant: str) -> ReadBody | None:
         """A long body that goes on from one that is kept; None when it is to be parsed as any."""
         if not self._least <= len(body) <= _MOST_BYTES:
             return None
@@ -147,15 +148,15 @@ class Bodies:
             parsed = kept.followed(body) if kept.up_to(shared) else None
             if parsed is None:
                 return None
-            return Read(body, parsed, {kept.key: kept.n}, kept, kept.edge)
+            return ReadBody(body, parsed, {kept.key: kept.n}, kept, kept.edge)
         finally:
             kept.lock.release()
 
-    def keep(self, read: Read, tenant: str) -> Kept | None:
+    def keep(self, read: ReadBody, tenant: str) -> CachedBody | None:
         """Have later bodies compared with this one; None when it is too short for that."""
         if not self._least <= len(read.body) <= _MOST_BYTES:
             return None
-        kept, before = Kept(read.body, read.parsed), read.before
+        kept, before = CachedBody(read.body, read.parsed), read.before
         if before is not None:
             kept.key, kept.opening, kept.head = before.key, before.opening, before.head
             kept.edge, kept.n = read.edge, read.known[before.key]
@@ -164,23 +165,23 @@ class Bodies:
         latest.append(weakref.ref(kept, lambda gone: self._forget(key, gone)))
         return kept
 
-    def _forget(self, key: tuple[str, bytes], gone: weakref.ref[Kept]) -> None:
+    def _forget(self, key: tuple[str, bytes], gone: weakref.ref[CachedBody]) -> None:
         latest = self._latest.get(key)
         if latest is not None and gone in latest:
             latest.remove(gone)
         if not latest:
             self._latest.pop(key, None)
 
-    def _nearest(self, body: bytes, tenant: str) -> tuple[Kept | None, int]:
+    def _nearest(self, body: bytes, tenant: str) -> tuple[CachedBody | None, int]:
         """The one that a body shares most with, and how many bytes."""
         ours = np.frombuffer(body, np.uint8)
-        best: tuple[Kept | None, int] = (None, 0)
+        best: tuple[CachedBody | None, int] = (None, 0)
         for kept in self._alike((tenant, body[:_ALIKE_BYTES])):
             shared = common_prefix(np.frombuffer(kept.body, np.uint8), ours)
             best = (kept, shared) if shared > best[1] else best
         return best
 
-    def _alike(self, key: tuple[str, bytes]) -> Iterator[Kept]:
+    def _alike(self, key: tuple[str, bytes]) -> Iterator[CachedBody]:
         for reference in list(self._latest.get(key, ())):
             kept = reference()
             if kept is not None:

@@ -1,0 +1,177 @@
+"""The block calls of a patched llama-server, and what their replies say (patches/API.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
+from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.prompt.layout import wire_name
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
+from evoke_proxy.core.prompt.rendering_limit import RenderingLimit
+from evoke_proxy.errors import PlanRefused, UpstreamProtocolError, UpstreamRejected
+
+# A value of `since` for which `slot` lists no saved blocks.
+LATEST = "latest"
+# Names that llama-server accepts in one call (patches/API.md, "How much one call may have").
+MAX_NAMES = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCall:
+    """A plan to run on a slot.
+
+    Attributes:
+        plan: what to evict, load, save and adopt.
+        view: the slot as the plan expects it.
+        owner: `tenant` and `session` (Conversation.owner). A partial copy loads only for the
+            session that saved it.
+        tokens: the prompt; needed where the plan adopts copies.
+        more_ops: operations besides those of the plan.
+    """
+
+    plan: Plan
+    view: SlotView
+    owner: Mapping[str, str]
+    tokens: Tokens | None = None
+    more_ops: Sequence[dict[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RenderCall:
+    """A request to render.
+
+    Attributes:
+        dialect: one that `parse_chat` accepts.
+        body: the request body as it will be forwarded.
+        previous: the rendering that this one probably extends; the reply is shorter then.
+        n_ctx: context size in tokens. A longer prompt is not read to its end.
+    """
+
+    dialect: str
+    body: bytes
+    previous: Rendered | None = None
+    n_ctx: int | None = None
+
+
+class BlockApi:
+    """The block calls of one llama-server.
+
+    `credentials` are the headers of the client's request; its key is sent when none is configured.
+    Every call raises UpstreamError when llama-server fails.
+    """
+
+    def __init__(self, client: LlamaClient) -> None:
+        self._client = client
+
+    async def render(self, call: RenderCall, credentials: Mapping[str, str]) -> Rendered:
+        """The tokens llama-server would decode for a request, and the state of its slots.
+
+        Raises PromptTooLong once the reply has more than `n_ctx` tokens.
+        """
+        previous = call.previous
+        edges = orjson.dumps(previous.edges if previous is not None else ())
+        # Spliced, not parsed: llama-server must see the spelling that is forwarded later.
+        head = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (
+            orjson.dumps(call.dialect),
+            edges,
+        )
+        check = RenderingLimit(call.n_ctx).feed if call.n_ctx is not None else None
+        options = CallOptions(credentials, "render", check=check)
+        body = (head, call.body, b"}")
+        answer = await self._client.call("POST", "/evoke/render", body, options)
+        return Rendered.parse(answer, previous)
+
+    async def run(
+        self, slot: int, action: str, body: Mapping[str, Any], credentials: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Run one block call on a slot; PlanRefused when it is refused and nothing has changed."""
+        target = f"/slots/{slot}?action={action}"
+        try:
+            return await self._client.call("POST", target, body, CallOptions(credentials, action))
+        except UpstreamRejected as error:
+            raise PlanRefused.of(error) from error
+
+    async def slot(
+        self, slot: int, tenant: str, credentials: Mapping[str, str], since: str = ""
+    ) -> dict[str, Any]:
+        """The state of one slot, and the saved blocks of a tenant from any slot.
+
+        `since` is the `version` of an earlier reply: only blocks that changed after it are listed;
+        with LATEST none are.
+        """
+        target = f"/slots/{slot}/blocks?tenant={tenant}" + (f"&since={since}" if since else "")
+        return await self._client.call("GET", target, None, CallOptions(credentials))
+
+    async def is_processing(self, slot: int, tenant: str, credentials: Mapping[str, str]) -> bool:
+        """Whether llama-server works on a request in a slot."""
+        answer = await self.slot(slot, tenant, credentials, LATEST)
+        return bool(answer.get("is_processing"))
+
+    async def run_plan(self, call: PlanCall, credentials: Mapping[str, str]) -> int:
+        """Run a plan; the epoch of the slot after it.
+
+        Raises PlanRefused when llama-server refuses it; nothing has changed then.
+        """
+        plan, view, owner = call.plan, call.view, call.owner
+        epoch = view.epoch
+        if plan.adopt is not None and call.tokens is not None:
+            prefix, names = call.tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
+            adopt = {"tokens": prefix, "names": names, "epoch": epoch, **owner}
+            epoch = _epoch(await self.run(view.id, "block-adopt", adopt, credentials))
+        ops = [*plan.ops(), *call.more_ops]
+        if ops:
+            body = {"epoch": epoch, "ops": ops, **owner}
+            try:
+                epoch = _epoch(await self.run(view.id, "block-plan", body, credentials))
+            except PlanRefused as refused:
+                if refused.op is not None and 0 <= refused.op < len(ops):
+                    refused.operation = str(ops[refused.op].get("op"))
+                raise
+        return epoch
+
+    async def drop_copies(
+        self, labels: Collection[str], tenant: str, credentials: Mapping[str, str]
+    ) -> None:
+        """Delete saved blocks of a tenant; PlanRefused when llama-server refuses."""
+        for names in batches_of_names(sorted(labels)):
+            await self.run(0, "block-drop", {"names": names, "tenant": tenant}, credentials)
+
+
+def batches_of_names(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Split names into batches that llama-server accepts in one call each."""
+    for start in range(0, len(names), MAX_NAMES):
+        yield names[start : start + MAX_NAMES]
+
+
+def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """The saved blocks that a reply about a slot lists, by label."""
+    try:
+        return {str(copy["name"]): copy for copy in answer.get("blocks") or ()}
+    except (KeyError, TypeError) as error:
+        raise UpstreamProtocolError("llama-server lists a copy without a name") from error
+
+
+def copies_of(answer: Mapping[str, Any], session: str) -> Mapping[str, Mapping[str, Any]]:
+    """The saved blocks of one session, also those that the session no longer lists."""
+    prefix = f"{wire_name(session)}/"
+    return {label: it for label, it in copies_in(answer).items() if label.startswith(prefix)}
+
+
+def slot_in(rendered: Rendered, slot: int) -> SlotView:
+    """The state of a slot that a rendering reports; UpstreamProtocolError when it has none."""
+    view = rendered.slot(slot)
+    if view is None:
+        raise UpstreamProtocolError(f"llama-server says nothing about slot {slot}")
+    return view
+
+
+def _epoch(answer: Mapping[str, Any]) -> int:
+    epoch = answer.get("epoch")
+    if not isinstance(epoch, int):
+        raise UpstreamProtocolError("a block call was answered without an epoch")
+    return epoch

@@ -1,1 +1,0 @@
-"""Requests as they come in: read, freed of our fields, known from the one before."""

@@ -1,0 +1,1 @@
+"""Turns the bytes of a request body into a parsed request: limits, checks, cache, parser."""
