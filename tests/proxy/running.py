@@ -187,7 +187,7 @@ class RunningProxy:
         return asking <= 0 and not in_use
 
     def _is_settled(self) -> bool:
-        busy = any(engine._chores.busy or engine.keeper.busy for engine in self.engines)
+        busy = any(engine._chores.busy or engine.keeper.is_busy for engine in self.engines)
         return self._is_quiet() and not busy
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
         monkeypatch.setattr(history, "ended", step("ended"))
         monkeypatch.setattr(end._vectors, "submit", step("submit"))
         monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
-        monkeypatch.setattr(end._keeper, "parted", step("parted"))
+        monkeypatch.setattr(end._keeper, "start_background", step("parted"))
         monkeypatch.setattr(end._writeback, "after", step("after"))
         if failing == "book":
             monkeypatch.setattr(known.session, "finish", step("book"))
@@ -213,13 +214,13 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
 ) -> None:
     async def work() -> None:
         ended = asyncio.Event()
-        states = SnapshotTransfers(None, None, None, None, _spawn)  # type: ignore[arg-type]
+        states = transfers_with(_spawn)
 
         async def save() -> bool:
             await ended.wait()
             return True
 
-        caller = asyncio.get_running_loop().create_task(states._finished(save(), "saving"))
+        caller = asyncio.get_running_loop().create_task(states._run_to_end(save(), "saving"))
         await asyncio.sleep(0.1)
         for _ in range(times):
             caller.cancel()
@@ -230,6 +231,13 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
             await caller
 
     virtual_time.run(work())
+
+
+def transfers_with(run: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]) -> Any:
+    """Transfers whose background tasks are begun by `run`; they have nothing else."""
+    none: Any = None
+    tasks: Any = SimpleNamespace(run=run)
+    return SnapshotTransfers(api=none, repository=none, probe=none, metrics=none, tasks=tasks)
 
 
 def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
@@ -243,14 +251,14 @@ def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
             task.cancel()
             return task
 
-        states = SnapshotTransfers(None, None, None, None, spawn)  # type: ignore[arg-type]
+        states = transfers_with(spawn)
 
         async def save() -> bool:
             raise AssertionError("it never begins")
 
         job = save()
         with pytest.raises(asyncio.CancelledError):
-            await states._finished(job, "saving")
+            await states._run_to_end(job, "saving")
         job.close()
 
     virtual_time.run(work())

@@ -52,10 +52,11 @@ class SlotCopy:
 
 
 class StockApi:
-    """Typed calls; raises UpstreamError as `LlamaClient` does, UpstreamProtocolError on bad answers.
+    """Typed calls, which raise UpstreamError as `LlamaClient` does.
 
-    `n_ctx` is the context of one slot as of the latest `fingerprint`, None before it. The calls that
-    return tokens raise PromptTooLong when there are more.
+    An answer in an unknown format raises UpstreamProtocolError. `n_ctx` is the context of one slot
+    as of the latest `fingerprint`, None before it. The calls that return tokens raise PromptTooLong
+    when there are more.
     """
 
     def __init__(self, client: LlamaClient) -> None:
@@ -94,7 +95,9 @@ class StockApi:
 
     async def apply_template(self, body: bytes, headers: Headers) -> str:
         """Return the text of a chat request."""
-        answer = await self._client.call("POST", "/apply-template", body, CallOptions(headers, "render"))
+        answer = await self._client.call(
+            "POST", "/apply-template", body, CallOptions(headers, "render")
+        )
         return str(answer.get("prompt"))
 
     async def count_tokens(self, path: str, body: bytes, headers: Headers) -> int:
@@ -107,7 +110,8 @@ class StockApi:
         """Return the tokens of a text; `special` adds what the vocabulary begins texts with."""
         body = {"content": text, "add_special": special, "parse_special": True}
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
-        answer = await self._client.call("POST", "/tokenize", body, headers, "render", check=check)
+        options = CallOptions(headers, "render", check=check)
+        answer = await self._client.call("POST", "/tokenize", body, options)
         try:
             tokens = answer["tokens"]
             if isinstance(tokens, list) and len(tokens) > _TOKENS_PER_STEP:

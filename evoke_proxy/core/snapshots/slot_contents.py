@@ -1,4 +1,4 @@
-"""What the slots of an unpatched server hold, inferred from outside, and how that server behaves."""
+"""What the slots of an unpatched server hold, and how it behaves, inferred from outside."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Servers:
             "queued": sum(queue.pool.queued for queue in queues),
             "sessions": sum(not k.passing for _, known in engine.served for k in known),
             "fingerprint": self._fingerprints[at],
-            "snapshots": engine.keeper.described,
+            "snapshots": engine.keeper.description,
         }
 
     def described(self) -> str:

@@ -41,22 +41,22 @@ class Eraser:
             self._its.conversations.forget(item)
             del item
         ids = {one.id for one in known}
-        await self._its.keeper.quiet(ids)  # from now on nothing of it is on its way to the disk
+        await self._its.keeper.wait_until_idle(ids)
         left: list[str] = []
         known.reverse()
         while known:
             left += await self._forget(known.pop())
             await asyncio.sleep(0)
-        gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
+        gone = await self._off_disk(mine, left) if self._its.keeper.is_enabled else ()
         for id in ids | {item.branch for item in gone}:
             self._its.feed.tell("deleted", session=id)
         return {"sessions": len(ids), "snapshots": len(gone), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
         """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
-        await self._its.keeper.quiet()  # of what was forgotten already, nobody can tell whose it is
+        await self._its.keeper.wait_until_idle()
         known = [item for item in self._its.conversations if item.tenant == tenant]
-        vault = self._its.keeper.vault if self._its.keeper.on else None
+        vault = self._its.keeper.repository if self._its.keeper.is_enabled else None
         done = await self.delete(known, lambda owner, _: owner == tenant)
         if self._its.watch.server.patched:
             try:
@@ -68,18 +68,18 @@ class Eraser:
             done["left"].append("what llama-server has in its own RAM cache, until it ends")
         if vault is not None:
             vault.forget_aside()
-            await vault.swept()
+            await vault.wait_for_deletions()
         self._its.embedding.forget()
         return done
 
     async def _off_disk(self, mine: Mine, left: list[str]) -> Sequence[Snapshot]:
         """The snapshots that are gone, and the records with them."""
-        vault = self._its.keeper.vault
+        vault = self._its.keeper.repository
         gone = [item for item in vault.snapshots if mine(item.tenant, item.branch)]
         for snapshot in gone:
             vault.delete(snapshot, "asked")
         if gone:
-            await vault.swept()
+            await vault.wait_for_deletions()
         sessions = {
             own.session for own in await vault.record_owners() if mine(own.tenant, own.session)
         }
@@ -101,7 +101,7 @@ class Eraser:
             left.append(f"rows in its slot: {error}")
         self._its.slots.pool.forget(known.id)
         self._its.records.forget(known.id)
-        known.held = None
+        self._its.keeper.forget_contents(known)
         try:
             if self._its.watch.server.patched:
                 async with self._its.slots.locked(known.id):  # its rows may be being saved now
@@ -122,16 +122,16 @@ class Eraser:
         slot = self._its.slots.pool.slot_of(known.id)
         if self._its.watch.server.patched:
             return slot if known.epoch is not None else None
-        held, n_slots = known.held, len(self._its.slots.pool)
+        held, n_slots = known.snapshots.contents, len(self._its.slots.pool)
         # It may be in a slot that is none of ours: where requests go one at a time, one is.
         if held is None or not 0 <= held.slot < n_slots:
             return None
         if self._its.routed is not None and not await self._its.routed.is_loaded():
             return None
-        looks = await self._its.keeper.looks()
-        left = [it.held for it in self._its.conversations if it.held is not None]
+        slots = await self._its.keeper.list_slots()
+        left = [it.snapshots.contents for it in self._its.conversations if it.snapshots.contents]
         others = [other for other in left if other.slot == held.slot]
-        taken = not held.still(looks) and any(other.still(looks) for other in others)
+        taken = not held.is_unchanged(slots) and any(it.is_unchanged(slots) for it in others)
         return None if taken else held.slot
 
     async def _empty(self, slot: int, known: Conversation) -> None:

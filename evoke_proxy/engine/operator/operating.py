@@ -47,7 +47,9 @@ class Operator:
     @property
     def branches(self) -> dict[str, list[Snapshot]]:
         """Snapshots by the session they are of."""
-        return by_branch(self._its.keeper.vault.snapshots) if self._its.keeper.on else {}
+        return (
+            by_branch(self._its.keeper.repository.snapshots) if self._its.keeper.is_enabled else {}
+        )
 
     def rows(self, branches: dict[str, list[Snapshot]]) -> Iterator[dict[str, Any]]:
         """Every one, the latest used first; what they have on disk is taken out of `branches`."""
@@ -94,7 +96,7 @@ class Operator:
             known.pinned = pinned
             self._its.records.reordered(known)
         for item in items:
-            self._its.keeper.vault.pin(item, pinned)
+            self._its.keeper.repository.pin(item, pinned)
         self._its.feed.tell("session", session=id, pinned=pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
@@ -156,7 +158,7 @@ class Operator:
     async def export(self, id: str) -> Iterator[bytes]:
         """A tar of it, see `archive`."""
         known, items = self._find(id)
-        directory, about = self._its.keeper.vault.files.directory, {}
+        directory, about = self._its.keeper.repository.files.directory, {}
         if known is not None:
             where, fresh = await self._where(known)
             about = self._summary(known, {}) | {
@@ -252,4 +254,4 @@ def on_disk(id: str, items: Sequence[Snapshot]) -> dict[str, Any]:
 
 
 def _branch(known: Conversation) -> str:
-    return known.branch or known.id
+    return known.snapshots.branch or known.id

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from dataclasses import replace
+from typing import Any
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
@@ -66,9 +67,14 @@ class Lookahead:
 
     def start(self, turn: SnapshotTurn, conversation: Conversation) -> None:
         """Decode ahead of a conversation in the background."""
-        task = self._tasks.run(self._run_counted(turn, conversation), "decoding ahead")
-        self._sessions[task] = conversation.id
+        self.run(self._run_counted(turn, conversation), conversation.id)
+
+    def run(self, work: Coroutine[Any, Any, None], session: str) -> asyncio.Task[None]:
+        """Run work in the background that `cancel` and `wait_until_idle` end."""
+        task = self._tasks.run(work, "decoding ahead")
+        self._sessions[task] = session
         task.add_done_callback(self._sessions.pop)
+        return task
 
     def cancel(self, keep: Collection[asyncio.Task[None]] = ()) -> None:
         """Cancel all tasks but those to keep."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import orjson
@@ -22,7 +22,7 @@ from evoke_proxy.core.servers.slots import taken_by
 from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
-from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest
+from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest, RequestTrace
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
@@ -74,6 +74,8 @@ class SnapshotStrategy:
         self._conversations = conversations
         self._metrics = metrics
         self._tasks = tasks
+        # Whether nothing is to be waited for any more.
+        self.is_stopping: Callable[[], bool] = lambda: slots.is_closed
         self.probe = ServerProbe(config=config, api=api, repository=repository, slots=slots)
         self.transfers = SnapshotTransfers(
             api=api, repository=repository, probe=self.probe, metrics=metrics, tasks=tasks
@@ -190,6 +192,10 @@ class SnapshotStrategy:
         async with lease:
             await self._placement.save_contents(conversation)
 
+    def scope(self, request: ParsedRequest, trace: RequestTrace) -> TurnScope:
+        """Make the scope of a request."""
+        return TurnScope(request, trace, self._slots, self._metrics)
+
     async def prepare(self, scope: TurnScope) -> PreparedTurn:
         """Lease a slot and bring as much of the prompt into it as can be had cheaply.
 
@@ -279,7 +285,7 @@ class SnapshotStrategy:
         sent = SentRequest(
             turn.body, turn.boundary, await run_off_loop(turn.body, _opening, turn.body)
         )
-        before = self._request_before(conversation, sent)
+        before = request_before(self._conversations, conversation, sent)
         conversation.snapshots = replace(conversation.snapshots, sent=sent)
         if before is None:
             return
@@ -290,26 +296,6 @@ class SnapshotStrategy:
         conversation.snapshots = replace(conversation.snapshots, drift=found.summary())
         self._metrics.drifts.labels(cause=found.cause).inc()
         _log.info("session %s departs from what it was: %s", conversation.id, found.summary())
-
-    def _request_before(self, conversation: Conversation, sent: SentRequest) -> SentRequest | None:
-        """Return the request that this one is expected to continue.
-
-        For a new conversation, the latest of the same name, or with the same opening: when the
-        front of a prompt changes, nothing but these connects the two.
-        """
-        if conversation.snapshots.sent is not None:
-            return conversation.snapshots.sent
-        named: list[SentRequest] = []
-        alike: list[SentRequest] = []
-        for other in self._conversations:
-            other_sent = other.snapshots.sent
-            if other_sent is None or other.tenant != conversation.tenant:
-                continue
-            if conversation.name and other.name == conversation.name:
-                named.append(other_sent)
-            if sent.opening and other_sent.opening == sent.opening:
-                alike.append(other_sent)
-        return next(reversed(named or alike), None)
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Return True for every managed turn: its slot is looked at while it is leased."""
@@ -323,7 +309,7 @@ class SnapshotStrategy:
         if not isinstance(turn, SnapshotTurn):
             return
         if not outcome.is_finished:
-            await self._placement.until_idle(turn, turn.request.headers, self._is_stopping)
+            await self._placement.until_idle(turn, turn.request.headers, self.is_stopping)
         await self._placement.record_reply(turn, outcome)
 
     def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
@@ -338,8 +324,28 @@ class SnapshotStrategy:
         if len(turn.prompt) >= self._config.min_tokens:
             self._lookahead.start(turn, turn.conversation)
 
-    def _is_stopping(self) -> bool:
-        return self._slots.is_closed
+
+def request_before(
+    conversations: Iterable[Conversation], conversation: Conversation, sent: SentRequest
+) -> SentRequest | None:
+    """Return the request that one of a conversation is expected to continue.
+
+    For a new conversation, the latest of the same name, or with the same opening: when the front of
+    a prompt changes, nothing but these connects the two.
+    """
+    if conversation.snapshots.sent is not None:
+        return conversation.snapshots.sent
+    named: list[SentRequest] = []
+    alike: list[SentRequest] = []
+    for other in conversations:
+        other_sent = other.snapshots.sent
+        if other_sent is None or other.tenant != conversation.tenant:
+            continue
+        if conversation.name and other.name == conversation.name:
+            named.append(other_sent)
+        if sent.opening and other_sent.opening == sent.opening:
+            alike.append(other_sent)
+    return next(reversed(named or alike), None)
 
 
 def _slots_for(request: ParsedRequest, chat: ChatRequest, n_slots: int) -> Sequence[int | None]:
