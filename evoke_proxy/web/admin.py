@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.operator.exposition import UpstreamMetrics
+from evoke_proxy.engine.admin.exposition import UpstreamMetrics
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files, relay
 from evoke_proxy.web.admin_api import json_answer, same_site

@@ -95,7 +95,7 @@ async def drain(engine: Front, runner: web.AppRunner) -> None:
     """Take no new requests, let those under way end within `limits.drain_timeout_s`, and keep on
     disk what is to outlive us."""
     engine.shared.draining = True
-    engine.feed.tell("stopping")
+    engine.feed.publish("stopping")
     limit_s = engine.config.limits.drain_timeout_s
     _log.info("stopping: answers under way have %g s to end", limit_s)
     left = await runner.app[ACTIVE_REQUESTS].ended(limit_s)

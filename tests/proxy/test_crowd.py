@@ -151,7 +151,7 @@ def _told(running: RunningProxy) -> int:
     spans = [[0, 10**9]] * 1500
 
     async def tell() -> int:
-        running.engine.feed.tell("turn", spans=spans)
+        running.engine.feed.publish("turn", spans=spans)
         return running.engine.feed.latest
 
     return asyncio.run_coroutine_threadsafe(tell(), running.loop).result(PATIENCE_S)

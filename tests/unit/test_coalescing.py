@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.engine.operator.copies import Copies
+from evoke_proxy.engine.admin.copies import Copies
 from evoke_proxy.web import coalescing
 from evoke_proxy.web.coalescing import RequestCoalescer
 
@@ -108,7 +108,7 @@ class Llama:
 
 def test_only_what_changed_of_the_copies_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     llama, now = Llama(), [0.0]
-    monkeypatch.setattr("evoke_proxy.engine.operator.copies.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("evoke_proxy.engine.admin.copies.time.monotonic", lambda: now[0])
     copies = Copies(llama)  # type: ignore[arg-type]
 
     async def names() -> set[str]:

@@ -24,7 +24,7 @@ from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.operator import history
+from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
@@ -125,7 +125,7 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
 
         end = engine._concluding
         monkeypatch.setattr(way.observer, "close", step("close"))
-        monkeypatch.setattr(history, "ended", step("ended"))
+        monkeypatch.setattr(turn_history, "ended", step("ended"))
         monkeypatch.setattr(end._vectors, "submit", step("submit"))
         monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
         monkeypatch.setattr(end._keeper, "parted", step("parted"))

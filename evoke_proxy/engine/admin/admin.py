@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.engine.operator.operating import Operator, on_disk
+from evoke_proxy.engine.admin.sessions import Operator, on_disk
 
 
 class Operators:

@@ -19,9 +19,9 @@ from evoke_proxy.core.policy.registry import worth
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
 from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
-from evoke_proxy.engine.operator.copies import Copies
-from evoke_proxy.engine.operator.erasing import Eraser
-from evoke_proxy.engine.operator.reach import Reach
+from evoke_proxy.engine.admin.context import Reach
+from evoke_proxy.engine.admin.copies import Copies
+from evoke_proxy.engine.admin.erasure import Eraser
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
@@ -95,7 +95,7 @@ class Operator:
             self._its.records.reordered(known)
         for item in items:
             self._its.keeper.vault.pin(item, pinned)
-        self._its.feed.tell("session", session=id, pinned=pinned)
+        self._its.feed.publish("session", session=id, pinned=pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
         """From its next turn on it may keep so many tokens, None: all; not `own`: what the others
@@ -106,7 +106,7 @@ class Operator:
         check_room(config)
         known.own_budget, known.session.config = own, config
         self._its.records.reordered(known)
-        self._its.feed.tell("session", session=id, budget=config.budget)
+        self._its.feed.publish("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
         """These positions stay in the cache from the next turn on; PinBudgetExceeded when that
@@ -118,7 +118,7 @@ class Operator:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
         session.pins = pins.changed(session.pins, session.layout, span, pinned, session.config)
         self._its.records.reordered(known)
-        self._its.feed.tell("block", session=id, pinned=pinned, spans=spans(own))
+        self._its.feed.publish("block", session=id, pinned=pinned, spans=spans(own))
 
     async def drop_block(self, id: str, span: Span) -> None:
         """Their rows and copies are gone, until the client's text is decoded again."""
@@ -140,7 +140,7 @@ class Operator:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
             known.session.failed(labels)
             known.n_resident -= count(rows)
-        self._its.feed.tell("block", session=id, dropped=spans([span]), evicted=spans(rows))
+        self._its.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
         """Forget it: rows, copies, snapshots; how far that went."""

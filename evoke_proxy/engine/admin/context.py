@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.embedding.service import EmbeddingService
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.slot_queue import SlotQueue
@@ -27,5 +27,5 @@ class Reach:
     keeper: SnapshotStrategy
     records: SessionPersistence
     embedding: EmbeddingService
-    feed: Feed
+    feed: EventFeed
     routed: LlamaClient | None

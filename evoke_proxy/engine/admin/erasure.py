@@ -11,7 +11,7 @@ from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, cop
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.snapshots.snapshots import Snapshot
-from evoke_proxy.engine.operator.reach import Reach
+from evoke_proxy.engine.admin.context import Reach
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
 
@@ -49,7 +49,7 @@ class Eraser:
             await asyncio.sleep(0)
         gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
         for id in ids | {item.branch for item in gone}:
-            self._its.feed.tell("deleted", session=id)
+            self._its.feed.publish("deleted", session=id)
         return {"sessions": len(ids), "snapshots": len(gone), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
