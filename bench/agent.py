@@ -30,7 +30,7 @@ from bench.chat_turns import proxied
 from bench.llama import Llama
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
@@ -211,7 +211,7 @@ class Session:
     def _turn(self, kind: str, known: Sequence[int] = ()) -> Json:
         reply = chat(self.front, self._body(), {"X-Evoke-Session": f"agent-{self.arm}"})
         books = reply.timings["evoke"]
-        turn: Json = {key: int(books[key]) for key in (*BOOK_KINDS, "n_prompt")}
+        turn: Json = {key: int(books[key]) for key in (*TOKEN_KINDS, "n_prompt")}
         turn |= {"peak": int(books["n_resident_peak"]), "kind": kind, "file_rows": 0}
         turn |= {"breaches": int(books["budget_breaches"]), "file_there": 0, "file_back": 0}
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
@@ -273,7 +273,7 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
         "peak": max(turn["peak"] for turn in turns),
         "breaches": sum(turn["breaches"] for turn in turns),
         "unbalanced": sum(
-            sum(turn[kind] for kind in BOOK_KINDS) != turn["n_prompt"] for turn in turns
+            sum(turn[kind] for kind in TOKEN_KINDS) != turn["n_prompt"] for turn in turns
         ),
         "refused": proxy_log.count("plan refused"),
     }

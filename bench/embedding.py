@@ -21,7 +21,7 @@ from bench import record
 from bench.export_minilm import ensure
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 
 # Each is one token of BERT's vocabulary.
 _WORDS = (
@@ -42,7 +42,7 @@ class Texts:
         return " ".join(self._random.choices(_WORDS, k=tokens - 2))
 
 
-async def questions(front: Embedding, texts: Texts, tokens: int, n: int) -> list[float]:
+async def questions(front: EmbeddingService, texts: Texts, tokens: int, n: int) -> list[float]:
     """Milliseconds of each of n questions; those without a vector raise."""
     times = []
     for _ in range(n):
@@ -53,7 +53,7 @@ async def questions(front: Embedding, texts: Texts, tokens: int, n: int) -> list
     return times
 
 
-async def blocks(front: Embedding, texts: Texts, tokens: int, n: int) -> float:
+async def blocks(front: EmbeddingService, texts: Texts, tokens: int, n: int) -> float:
     """Seconds until n blocks handed in at once all have their vectors."""
     began = time.perf_counter()
     keys = _hand_in(front, [texts.of(tokens) for _ in range(n)])
@@ -62,13 +62,15 @@ async def blocks(front: Embedding, texts: Texts, tokens: int, n: int) -> float:
     return time.perf_counter() - began
 
 
-def _hand_in(front: Embedding, texts: Sequence[str]) -> list[bytes]:
+def _hand_in(front: EmbeddingService, texts: Sequence[str]) -> list[bytes]:
     pairs = [(front.key(text), text) for text in texts]
     front.submit(pairs)
     return [key for key, _ in pairs]
 
 
-async def measure(front: Embedding, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+async def measure(
+    front: EmbeddingService, sizes: Sequence[int], repeats: int
+) -> list[dict[str, Any]]:
     """A row for each size of question, alone and beside blocks, and for each size of block."""
     texts, rows = Texts(1), []
     async with front:
@@ -116,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = EmbedderConfig(
         directory=str(directory), device=args.device, threads=args.threads, timeout_ms=60_000
     )
-    front = Embedding(config, Metrics())
+    front = EmbeddingService(config, Metrics())
     rows = asyncio.run(measure(front, args.sizes, args.repeats))
     encoder = front.described().replace(str(directory), directory.name)
     summary = summed(rows) | {"encoder": encoder, "threads": args.threads}

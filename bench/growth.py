@@ -38,10 +38,10 @@ from bench.growth_server import SilentServer, Talk
 from bench.lines import chart
 from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import common_prefix
-from evoke_proxy.core.retrieval import Index
+from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.demo.session import paragraph
 from evoke_proxy.engine import Server
-from evoke_proxy.web.garbage import NEW_OBJECTS
+from evoke_proxy.web.garbage_collection import NEW_OBJECTS
 
 SIZES = (100, 1_000, 10_000, 100_000)
 WAYS = ("one", "many")
@@ -160,7 +160,7 @@ def _index_mib(engine: Server) -> float:
     tracemalloc.start()
     made = [Index() for _ in engine.conversations]
     for index, known in zip(made, engine.conversations, strict=True):
-        index.coherence(None, known.session.layout.blocks)
+        index.topic_similarity(None, known.session.layout.blocks)
     size = tracemalloc.get_traced_memory()[0] / 2**20
     tracemalloc.stop()
     return size

@@ -32,7 +32,7 @@ from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
 from bench.scripted import Relay, relayed
 from bench.watched import Watch
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
@@ -180,7 +180,7 @@ def _row(arm: str, budget: int | None, books: Sequence[Mapping[str, Any]]) -> di
         "omitted": sum(one["omitted"] for one in books),
         "peak": max(one["peak"] for one in books),
         "over": sum(one["peak"] > budget for one in books) if budget else 0,
-        "unbalanced": sum(sum(one[kind] for kind in BOOK_KINDS) != one["prompt"] for one in books),
+        "unbalanced": sum(sum(one[kind] for kind in TOKEN_KINDS) != one["prompt"] for one in books),
         "each": list(books),
     }
 

@@ -28,10 +28,11 @@ from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.retrieval import Index, pieces
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.query import Question
-from evoke_proxy.core.retrieval.terms import FUNCTION_WORDS
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.vectors import chunks_of
 
 BLOCK = 64
 ARMS: Mapping[str, Sequence[str]] = {
@@ -161,13 +162,13 @@ def find(stack: Haystack, encoder: Embedder | None) -> list[dict[str, Any]]:
     """A row for each arm and each fact asked for: the place of its block, from 1; 0 if none."""
     vectors = _vectors(stack.blocks, encoder) if encoder is not None else ()
     rows = []
-    questions = [_embedded(Question.of(asked.text), encoder) for asked in stack.questions]
+    questions = [_embedded(Query.of(asked.text), encoder) for asked in stack.questions]
     for arm, signals in ARMS.items():
         if encoder is None and "vectors" in signals:
             continue
         index = Index(signals)
-        index.relevance(Question.of("hold them"), stack.blocks)
-        index.take(vectors)
+        index.relevance(Query.of("hold them"), stack.blocks)
+        index.add_vectors(vectors)
         for asked, question in zip(stack.questions, questions, strict=True):
             scores = index.relevance(question, stack.blocks)
             for gold in asked.gold:
@@ -177,15 +178,15 @@ def find(stack: Haystack, encoder: Embedder | None) -> list[dict[str, Any]]:
 
 
 def _vectors(blocks: BlockTable, encoder: Embedder) -> list[tuple[str, Vectors]]:
-    given = [(block.label, pieces(block.text)) for block in blocks]
+    given = [(block.label, chunks_of(block.text)) for block in blocks]
     flat = iter(encoder.documents([piece for _, parts in given for piece in parts]))
     return [(label, np.stack(list(islice(flat, len(parts))))) for label, parts in given]
 
 
-def _embedded(question: Question, encoder: Embedder | None) -> Question:
+def _embedded(question: Query, encoder: Embedder | None) -> Query:
     if encoder is None:
         return question
-    return question.embedded(list(encoder.queries(question.parts)))
+    return question.embedded(list(encoder.queries(question.clauses)))
 
 
 def recall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -217,9 +218,9 @@ def speed(n_blocks: int, turns: int, dimensions: int = 384) -> list[dict[str, An
     rows = []
     for kind, signals in (("words", ARMS["+ngrams"]), ("words and vectors", ARMS["fused"])):
         index, held = Index(signals), BlockTable(blocks[:n_blocks])
-        index.relevance(Question.of("hold them"), held)
+        index.relevance(Query.of("hold them"), held)
         if "vectors" in signals:
-            index.take((label, _directions(rng, 4, dimensions)) for label in held.labels)
+            index.add_vectors((label, _directions(rng, 4, dimensions)) for label in held.labels)
         for clauses in (1, 3):
             took = []
             for _ in range(turns):
@@ -248,9 +249,7 @@ def _directions(rng: np.random.Generator, count: int, dimensions: int) -> Vector
     return unit
 
 
-def _asking(
-    rng: np.random.Generator, words: Sequence[str], clauses: int, dimensions: int
-) -> Question:
+def _asking(rng: np.random.Generator, words: Sequence[str], clauses: int, dimensions: int) -> Query:
     """Clauses of ten words each, four of them rare, two of them mistyped."""
     parts = []
     for _ in range(clauses):
@@ -259,7 +258,7 @@ def _asking(
         chosen[-2:] = [word[:-1] + "x" for word in chosen[-2:]]
         parts.append(" ".join(chosen))
     vectors = tuple(_directions(rng, clauses, dimensions))
-    return Question(" ".join(parts), tuple(parts), vectors)
+    return Query(" ".join(parts), tuple(parts), vectors)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

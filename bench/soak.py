@@ -27,7 +27,7 @@ from typing import Any
 
 from bench import record
 from bench.chat_turns import Proxy, proxied
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.models import bundled_model
@@ -140,7 +140,7 @@ class Agent:
         """A budgeted turn's books are there, sum to its prompt, and keep the budget."""
         if not self.budgeted:
             return
-        if books is None or sum(books[kind] for kind in BOOK_KINDS) != books["n_prompt"]:
+        if books is None or sum(books[kind] for kind in TOKEN_KINDS) != books["n_prompt"]:
             self.tally.note("unbalanced", f"books {books}")
         elif books["n_resident_peak"] > BUDGET or books["marker"] != "ok":
             self.tally.note("over_budget", f"books {books}")

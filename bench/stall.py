@@ -34,7 +34,7 @@ from typing import Any
 
 from bench import record
 from evoke_proxy.adapters.snapshot_files import INDEX
-from evoke_proxy.adapters.store import Record, Store
+from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.demo.processes import free_port, healthy
 from evoke_proxy.demo.session import paragraph
 from evoke_proxy.engine.parsing.tenant import tenant_of
@@ -407,7 +407,7 @@ def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
             if time.monotonic() > deadline:
                 raise RuntimeError("the proxy records no session")
             time.sleep(0.1)
-    store = Store(folder / INDEX)
+    store = SnapshotIndex(folder / INDEX)
     try:
         (first,) = [item for item in store.records() if not item.is_part]
         said_of = json.loads(zlib.decompress(first.packed))

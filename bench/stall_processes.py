@@ -31,7 +31,7 @@ from bench.growth_server import SilentServer, Tokens
 from evoke_proxy.config import EmbedderConfig, load
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.engine import shared
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.web.serve import serve
 
 TICK_S = 0.002
@@ -166,7 +166,7 @@ class NoEncoder:
 def run_proxy(settings: dict[str, Any], where: bool) -> None:
     """Serve with these settings, as `evoke-proxy serve` does, and measure the loop."""
     config = load(None, {}, settings)
-    vars(shared)["Embedding"] = partial(Embedding, load=NoEncoder)
+    vars(shared)["EmbeddingService"] = partial(EmbeddingService, load=NoEncoder)
     logging.basicConfig(level=logging.ERROR)
     probe = LoopProbe(where)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.agent import positions, saved_rows, shown
 from bench.agent_rows import Witness
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Watch:
     def __call__(self, body: dict[str, Any], timings: dict[str, Any]) -> None:
         """A request, answered but not yet passed on."""
         told = timings["evoke"]
-        one: dict[str, Any] = {kind: int(told[kind]) for kind in BOOK_KINDS}
+        one: dict[str, Any] = {kind: int(told[kind]) for kind in TOKEN_KINDS}
         one |= {"prompt": int(told["n_prompt"]), "peak": int(told["n_resident_peak"])}
         one |= {"file_rows": 0, "file_there": 0, "file_back": 0}
         self.books.append(one)

@@ -84,7 +84,7 @@ def _headers(script: Script, arm: Arm) -> dict[str, str]:
 def _gold_names(reading: Reading, index: int) -> list[str]:
     """What the proxy calls the blocks in which the probe's fact was told last."""
     places = [Span(*place) for place in reading.gold[index][-1:]]
-    return [block.key for block in reading.blocks if clipped(places, block.span)]
+    return [block.display_name for block in reading.blocks if clipped(places, block.span)]
 
 
 def _seen(stack: Stack, reply: Reply) -> tuple[Span, ...]:

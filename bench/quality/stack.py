@@ -135,7 +135,7 @@ def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Dr
         known.generation,
         policy.block_tokens,
         cuts=[policy.sink_tokens],
-        stops=known.stops,
+        stops=known.sentence_starts,
     )
 
 

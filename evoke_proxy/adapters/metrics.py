@@ -23,7 +23,7 @@ _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 
 _PLAN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 10, 60, 600)
 # How a request got to its first token that is no turn of a conversation.
 OTHER_PATHS = ("side", "relay")
-BOOK_KINDS = ("decoded", "recovered", "resident_before", "omitted")
+TOKEN_KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
 class Metrics:
@@ -70,7 +70,7 @@ class Metrics:
         self.tokens = self._counter(
             "evoke_tokens", "Prompt tokens, by how they were there for the answer.", "kind"
         )
-        for kind in BOOK_KINDS:
+        for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind)
         self.decoded_again = self._counter(
             "evoke_tokens_decoded_again", "Decoded tokens that the session's prompt before had too."
@@ -212,9 +212,9 @@ class Metrics:
         for reason in ("away", "drained"):
             self.moved.labels(reason=reason)
 
-    def count_books(self, books: Mapping[str, int]) -> None:
+    def count_tokens(self, books: Mapping[str, int]) -> None:
         """Add the four books of one reply; missing kinds count as zero."""
-        for kind in BOOK_KINDS:
+        for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind).inc(books.get(kind, 0))
 
     def exposition(self) -> bytes:

@@ -19,7 +19,12 @@ from evoke_proxy.demo.runner import ARMS, BUDGET, Start, failures, run_session
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import BuildError, ensure_server
 
-_EXAMPLES = """examples:
+DESCRIPTION = """\
+Run a session on the bundled model: a fact is stated, evicted, and asked for at the end, once under
+each of four policies. Builds the patched llama-server first, which takes minutes the first time.
+Exit codes: 0 passed, 1 failed, 2 could not run."""
+
+EXAMPLES = """examples:
   evoke-proxy demo
       a new session under all four policies
   evoke-proxy demo --seed 7
@@ -30,7 +35,6 @@ _EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `evoke-proxy demo`."""
-    parser.epilog = _EXAMPLES
     parser.add_argument("--seed", type=int, help="session to run (default: a new one)")
     parser.add_argument(
         "--out",

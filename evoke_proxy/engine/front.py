@@ -12,8 +12,8 @@ from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.policy.bounds import check_room
-from evoke_proxy.engine.operator.feed import Feed
-from evoke_proxy.engine.operator.operators import Operators
+from evoke_proxy.engine.admin.admin import Operators
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.turns.forwarding import Send
@@ -48,7 +48,7 @@ class Front(Protocol):
     config: Config
     shared: Shared
     metrics: Metrics
-    feed: Feed
+    feed: EventFeed
     operator: Operators
 
     async def __aenter__(self) -> Self: ...
@@ -84,4 +84,4 @@ def set_budget(front: Front, budget: int | None) -> None:
     policy = replace(front.config.policy, budget=budget)
     check_room(policy)
     front.adjust(replace(front.config, policy=policy))
-    front.feed.tell("budget", budget=budget)
+    front.feed.publish("budget", budget=budget)

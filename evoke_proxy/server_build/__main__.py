@@ -1,18 +1,19 @@
-"""`python -m evoke_proxy.server_build`: the command `build-server` without the rest."""
+"""`python -m evoke_proxy.server_build`: `build-server` with the standard library alone."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from .cli import DESCRIPTION, add_arguments, run
+from .cli import DESCRIPTION, EXAMPLES, add_arguments, run
 
 
 def main() -> int:
-    """Parses the command line and runs the build; returns the exit status."""
+    """Parse the command line and run the build; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="evoke-proxy build-server",
         description=DESCRIPTION,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)

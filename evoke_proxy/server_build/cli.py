@@ -1,4 +1,4 @@
-"""The command `build-server`: its options, and what it prints."""
+"""The command `build-server`: its options and its output."""
 
 from __future__ import annotations
 
@@ -13,28 +13,39 @@ from .errors import BuildError
 from .toolchain import SANITIZERS
 
 DESCRIPTION = """\
-Build llama-server from the pinned llama.cpp source, with our patches, and print where it is.
-Done once: later calls find the finished server in the cache ($EVOKE_CACHE, by default
-~/.cache/evoke-proxy). Needs g++, cmake, make (or ninja) and git.
-"""
+Build llama-server from the pinned llama.cpp source with our patches, and print its path.
+A finished server is kept in the cache ($EVOKE_CACHE, by default ~/.cache/evoke-proxy) and reused.
+Needs g++, cmake, make (or ninja) and git."""
+
+EXAMPLES = """examples:
+  evoke-proxy build-server
+      build the patched server
+  $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096
+      build it if necessary and run it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the command on `parser`."""
-    parser.add_argument("--stock", action="store_true", help="without our patches")
-    parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs; needs nvcc")
+    """Declare the command's options."""
+    parser.add_argument("--stock", action="store_true", help="build without our patches")
+    parser.add_argument("--cuda", action="store_true", help="build for NVIDIA GPUs; needs nvcc")
     parser.add_argument(
         "--sanitize", nargs="?", const="address", default="", choices=tuple(SANITIZERS),
-        help="with a sanitizer in what is ours and around it: address (default) or thread",
+        help="build our code with a sanitizer: address (default) or thread",
     )  # fmt: skip
     parser.add_argument(
-        "--source", type=Path, metavar="DIR", help="build this llama.cpp checkout, not the pin"
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="build this llama.cpp checkout instead of the pin",
     )
     parser.add_argument(
-        "--print-path", action="store_true", help="print only the path of the server on stdout"
+        "--print-path", action="store_true", help="print only the path of the server"
     )
     parser.add_argument(
-        "--jobs", type=_positive, metavar="N", help="parallel compilers (default: one a core)"
+        "--jobs",
+        type=_positive,
+        metavar="N",
+        help="number of parallel compilers (default: one per core)",
     )
 
 
@@ -46,11 +57,11 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds what `args` asks for; returns the exit status: 0, 1 after a failure, 130 if stopped.
+    """Build the server; returns the exit code: 0, 1 after a failure, 130 when interrupted.
 
     Progress and errors go to stderr, the result to stdout.
     """
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         server = ensure_server(
             patched=not args.stock,
@@ -63,13 +74,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nbuild-server: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nbuild-server: stopped; running it again resumes the build", file=sys.stderr)
+        print("\nbuild-server: interrupted; run it again to resume the build", file=sys.stderr)
         return 130
     variant = "stock" if args.stock else "patched"
     print(server if args.print_path else f"llama-server ({variant}): {server}")
     return 0
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    """A polite kill ends the compilers too, as Ctrl-C does."""
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Make SIGTERM end the compilers as Ctrl-C does."""
     raise KeyboardInterrupt

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 from aiohttp import web
 
 from evoke_proxy.engine import Front
-from evoke_proxy.engine.operator.exposition import UpstreamMetrics
+from evoke_proxy.engine.admin.exposition import UpstreamMetrics
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files, relay
 from evoke_proxy.web.admin_api import json_answer, same_site
-from evoke_proxy.web.guard import admit, is_operator
+from evoke_proxy.web.operator_access import admit, is_operator
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Checks: TypeAlias = dict[str, dict[str, Any]]
@@ -33,7 +33,7 @@ def routes(engine: Front) -> list[web.RouteDef]:
 
     async def metrics(_: web.Request) -> web.StreamResponse:
         theirs = await upstream_metrics.scrape()
-        headers = relay.end_to_end(theirs.headers)
+        headers = relay.end_to_end_headers(theirs.headers)
         headers["Content-Type"] = _EXPOSITION
         return web.Response(body=theirs.text + engine.metrics.exposition(), headers=headers)
 

@@ -13,9 +13,9 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.engine import Front
 from evoke_proxy.engine.front import set_budget
 from evoke_proxy.errors import RequestError
-from evoke_proxy.web.coalescing import COALESCING
+from evoke_proxy.web.coalescing import COALESCER
 from evoke_proxy.web.events import listen
-from evoke_proxy.web.patience import PATIENCE
+from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 Handler = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
 # How the tenant of requests without a key is written in a path.
@@ -52,7 +52,7 @@ async def _list(request: web.Request, engine: Front) -> web.StreamResponse:
                 await asyncio.sleep(0)
         return orjson.dumps({"sessions": rows})
 
-    return json_answer(await request.app[COALESCING].get("sessions", listed))
+    return json_answer(await request.app[COALESCER].get("sessions", listed))
 
 
 async def _show(request: web.Request, engine: Front) -> web.StreamResponse:
@@ -61,7 +61,7 @@ async def _show(request: web.Request, engine: Front) -> web.StreamResponse:
     async def shown() -> bytes:
         return orjson.dumps(await engine.operator.show(id))
 
-    return json_answer(await request.app[COALESCING].get(f"session {id}", shown))
+    return json_answer(await request.app[COALESCER].get(f"session {id}", shown))
 
 
 async def _change(request: web.Request, engine: Front) -> web.StreamResponse:
@@ -88,7 +88,7 @@ async def _export(request: web.Request, engine: Front) -> web.StreamResponse:
     piece = await _next(pieces)  # what is wrong from the start is an error, not half an archive
     await response.prepare(request)
     while piece is not None:
-        await request.app[PATIENCE].write(request, response, piece)
+        await request.app[SLOW_CLIENT_GUARD].write(request, response, piece)
         piece = await _next(pieces)
     return response
 

@@ -13,13 +13,13 @@ from evoke_proxy.engine.parsing.body_budget import BodyBudget
 from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, dialects, logs, relay
-from evoke_proxy.web.access import ACCESS, Access, guarded
-from evoke_proxy.web.bodies import BODY_BUDGET, CHECKER, measured, read_body
+from evoke_proxy.web.active_requests import ACTIVE_REQUESTS, ActiveRequests
 from evoke_proxy.web.chat import answer_chat, answer_count
-from evoke_proxy.web.coalescing import COALESCING, Coalescing
-from evoke_proxy.web.draining import TRAFFIC, Traffic
-from evoke_proxy.web.guard import DOOR, Door, apart
-from evoke_proxy.web.patience import PATIENCE, Patience, punctual
+from evoke_proxy.web.client_access import ACCESS, Access, client_access_check
+from evoke_proxy.web.coalescing import COALESCER, RequestCoalescer
+from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess, apart
+from evoke_proxy.web.request_bodies import BODY_BUDGET, CHECKER, measured, read_body
+from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD, SlowClientGuard, body_deadline
 
 _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -32,32 +32,32 @@ def create_app(engine: Front) -> web.Application:
     limits = engine.config.limits
     middlewares = [
         _accounted(engine),
-        punctual,
+        body_deadline,
         _translated(engine),
         connections.checked_head(limits),
         apart,
-        guarded,
+        client_access_check,
     ]
     limit = limits.body_bytes
     app = web.Application(middlewares=middlewares, client_max_size=limit)
-    app[DOOR] = Door(engine.config)
+    app[OPERATOR_ACCESS] = OperatorAccess(engine.config)
     app[ACCESS] = Access(engine.config)
-    app[PATIENCE] = Patience(engine.config.limits, engine.metrics)
+    app[SLOW_CLIENT_GUARD] = SlowClientGuard(engine.config.limits, engine.metrics)
     app[CHECKER] = BodyChecker()
     app[BODY_BUDGET] = BodyBudget(lambda: engine.config.limits.bodies_mib)
-    app[TRAFFIC] = Traffic(lambda: engine.shared.draining)
-    app[COALESCING] = Coalescing()
+    app[ACTIVE_REQUESTS] = ActiveRequests(lambda: engine.shared.draining)
+    app[COALESCER] = RequestCoalescer()
     app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
     app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))
-    app.on_response_prepare.append(relay.drop_filled_in)
-    app.on_response_prepare.append(logs.tell_id)
+    app.on_response_prepare.append(relay.remove_added_headers)
+    app.on_response_prepare.append(logs.add_request_id)
     return app
 
 
 def _dispatch(engine: Front) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        with request.app[TRAFFIC].one():
+        with request.app[ACTIVE_REQUESTS].one():
             return await _answer(request, engine)
 
     return handle
@@ -127,7 +127,7 @@ def _accounted(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
             response = await handler(request)
             status = response.status
             if isinstance(response, relay.Relayed):
-                status = _CLIENT_GONE if response.unheard else status
+                status = _CLIENT_GONE if response.client_left else status
                 if response.broken is not None:
                     engine.upstream_failed(response.broken)
             return response

@@ -15,8 +15,8 @@ from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 from evoke_proxy.web import dialects
-from evoke_proxy.web.patience import PATIENCE
 from evoke_proxy.web.relay import Relayed, origin_header
+from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 _CORS = frozenset(("access-control-allow-origin", "vary"))
 _CORS_S = 2.0
@@ -34,7 +34,7 @@ class BegunStream:
 
     async def wait(self) -> None:
         """Show the client that its request is alive; ConnectionResetError when it is gone."""
-        patience = self._request.app[PATIENCE]
+        patience = self._request.app[SLOW_CLIENT_GUARD]
         if self.response is None:
             headers = CIMultiDict({"Content-Type": "text/event-stream"})
             if origin := origin_header(self._request):
@@ -51,10 +51,12 @@ class BegunStream:
         try:
             if isinstance(error, EvokeError):
                 event = dialects.error_event(self._request.path, error)
-                await self._request.app[PATIENCE].write(self._request, self.response, event)
+                await self._request.app[SLOW_CLIENT_GUARD].write(
+                    self._request, self.response, event
+                )
         except ConnectionResetError:
-            self.response.unheard = True
-        self.response.unheard |= isinstance(error, ConnectionResetError)
+            self.response.client_left = True
+        self.response.client_left |= isinstance(error, ConnectionResetError)
         return self.response
 
 

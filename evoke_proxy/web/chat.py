@@ -10,10 +10,10 @@ from evoke_proxy.engine.parsing.body_budget import COPIES
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
-from evoke_proxy.web.access import ACCESS
 from evoke_proxy.web.begun import BegunStream, check
-from evoke_proxy.web.bodies import read_body
+from evoke_proxy.web.client_access import ACCESS
 from evoke_proxy.web.logs import FACTS
+from evoke_proxy.web.request_bodies import read_body
 
 # The body may grow or shrink by the spliced fields; our own header is for us.
 _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))

@@ -29,7 +29,7 @@ class _Entry:
     free_at: float = 0.0
 
 
-class Coalescing:
+class RequestCoalescer:
     """Makes each answer, named by a key, at most once at a time."""
 
     def __init__(self) -> None:
@@ -74,4 +74,4 @@ def _seen(task: asyncio.Task[bytes]) -> None:
         task.exception()
 
 
-COALESCING = web.AppKey("coalescing", Coalescing)
+COALESCER = web.AppKey("coalescing", RequestCoalescer)

@@ -42,7 +42,7 @@ def identify(request: web.Request) -> None:
     REQUEST_ID.set(given if _SANE.fullmatch(given) else uuid.uuid4().hex[:16])
 
 
-async def tell_id(_: web.Request, response: web.StreamResponse) -> None:
+async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
     """Every answer says which request it is of; a signal handler of `on_response_prepare`."""
     if REQUEST_ID.get():
         response.headers[_HEADER] = REQUEST_ID.get()

@@ -7,7 +7,7 @@ from pathlib import Path
 from aiohttp import web
 
 from evoke_proxy.errors import RequestError
-from evoke_proxy.web.guard import admit_page
+from evoke_proxy.web.operator_access import admit_page
 
 _FOLDER = Path(__file__).with_name("page")
 _TYPES = {

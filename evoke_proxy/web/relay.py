@@ -16,8 +16,8 @@ from evoke_proxy.core.reply.large import MAX_PARSED_BYTES, TAIL_BYTES
 from evoke_proxy.core.reply.usage import UsageEditor, with_accounting, with_accounting_in_tail
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
-from evoke_proxy.web.access import ACCESS
-from evoke_proxy.web.patience import PATIENCE
+from evoke_proxy.web.client_access import ACCESS
+from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 _log = logging.getLogger(__name__)
 
@@ -39,17 +39,17 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 class Relayed(web.StreamResponse):
     """An answer of llama-server on its way to the client.
 
-    `broken` says why it broke off upstream, `unheard` that the client was gone before its end.
+    `broken` says why it broke off upstream, `client_left` that the client was gone before its end.
     """
 
     def __init__(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:
         super().__init__(status=status, reason=reason, headers=headers)
         self.absent = tuple(name for name in _FILLED_IN if name not in headers)
         self.broken: UpstreamError | None = None
-        self.unheard = False
+        self.client_left = False
 
 
-async def drop_filled_in(_: web.Request, response: web.StreamResponse) -> None:
+async def remove_added_headers(_: web.Request, response: web.StreamResponse) -> None:
     """Take out the headers aiohttp added; a signal handler of `on_response_prepare`."""
     if isinstance(response, Relayed):
         for name in response.absent:
@@ -64,7 +64,7 @@ def request_headers(
     return request.app[ACCESS].forwarded(kept)
 
 
-def end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
+def end_to_end_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """The headers of an answer that are not about its connection or its framing."""
     return _without(CIMultiDict(headers), _HOP_BY_HOP | _FRAMING)
 
@@ -134,12 +134,12 @@ async def send(
             chunks = await _with_books(chunks, response, outcome)
         if begun is None:
             await response.prepare(request)
-        patience = request.app[PATIENCE]
+        patience = request.app[SLOW_CLIENT_GUARD]
         async for chunk in chunks:
             await patience.write(request, response, chunk)
     except ConnectionResetError:
         # Seen by the write before aiohttp could cancel us.
-        response.unheard = True
+        response.client_left = True
     except UpstreamError as error:
         if not response.prepared:
             raise

@@ -20,12 +20,12 @@ from evoke_proxy.engine import Front, front
 from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
+from evoke_proxy.web.active_requests import ACTIVE_REQUESTS
 from evoke_proxy.web.app import create_app
+from evoke_proxy.web.connection_limit import ClientSite, ConnectionLimit, raise_file_limit
 from evoke_proxy.web.connections import ClientRunner
-from evoke_proxy.web.crowd import ClientSite, Crowd, make_room
-from evoke_proxy.web.draining import TRAFFIC
-from evoke_proxy.web.garbage import Garbage
-from evoke_proxy.web.guard import DOOR
+from evoke_proxy.web.garbage_collection import DeferredCollection
+from evoke_proxy.web.operator_access import OPERATOR_ACCESS
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
         loop.add_signal_handler(signal.SIGHUP, _reload, engine, again)
         runner = make_runner(engine)
         await runner.setup()
-        garbage = Garbage(lambda: runner.app[TRAFFIC].idle)
+        garbage = DeferredCollection(lambda: runner.app[ACTIVE_REQUESTS].idle)
         garbage.start()
         try:
             await _listen(runner, engine)
@@ -95,10 +95,10 @@ async def drain(engine: Front, runner: web.AppRunner) -> None:
     """Take no new requests, let those under way end within `limits.drain_timeout_s`, and keep on
     disk what is to outlive us."""
     engine.shared.draining = True
-    engine.feed.tell("stopping")
+    engine.feed.publish("stopping")
     limit_s = engine.config.limits.drain_timeout_s
     _log.info("stopping: answers under way have %g s to end", limit_s)
-    left = await runner.app[TRAFFIC].ended(limit_s)
+    left = await runner.app[ACTIVE_REQUESTS].ended(limit_s)
     if left:
         _log.warning("stopping: %d answers are cut off after %g s", left, limit_s)
     await engine.keep()
@@ -121,13 +121,13 @@ def _reload(engine: Front, again: Callable[[], Config]) -> None:
         _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
 
 
-async def open_to_clients(runner: web.AppRunner, engine: Front, listen: Sequence[str]) -> None:
+async def listen_for_clients(runner: web.AppRunner, engine: Front, listen: Sequence[str]) -> None:
     """Serve at these addresses, with no more connections than `limits.connections` in all."""
     most = engine.config.limits.connections
-    files = make_room(most)
+    files = raise_file_limit(most)
     if files < 2 * most:
         _log.warning("%d files may be open, %d connections may take twice as many", files, most)
-    crowd = Crowd(most, engine.metrics)
+    crowd = ConnectionLimit(most, engine.metrics)
     for address in listen:
         await ClientSite(runner, *parse_listen(address), crowd).start()
 
@@ -137,7 +137,7 @@ async def _listen(runner: web.AppRunner, engine: Front) -> None:
     config = engine.config
     await _listen_apart(runner, config.security, config.listen)
     admin = list(runner.addresses)
-    await open_to_clients(runner, engine, config.listen)
+    await listen_for_clients(runner, engine, config.listen)
     for address in runner.addresses[len(admin) :]:
         _say(f"listens on {_shown(address)}")
     for address in admin:
@@ -162,7 +162,7 @@ async def _listen_apart(
             if not default:
                 raise
             _say(f"is not operated: security.admin_listen, {address}, is taken")
-    runner.app[DOOR].open_at(runner.addresses)
+    runner.app[OPERATOR_ACCESS].open_at(runner.addresses)
 
 
 def _port(address: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.npm import INSTALL_S, NotInstalled, installed
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 BUDGET, TURN_S = 6000, 150
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_two_turns_of_an_agent_that_reaches_nobody_else(agent: tuple[str, Path])
     # Codex may hang up at the event that says the answer is complete, before the end of the stream.
     assert set(seen["statuses"]) <= {"200", "499" if name == "codex" else "200"}, seen["statuses"]
     for books in seen["books"]:
-        assert sum(books[kind] for kind in BOOK_KINDS) == books["prompt"] > BUDGET
+        assert sum(books[kind] for kind in TOKEN_KINDS) == books["prompt"] > BUDGET
         assert books["peak"] <= BUDGET
     first, *_, last = seen["books"]
     assert first["decoded"] == first["prompt"]

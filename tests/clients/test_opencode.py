@@ -16,7 +16,8 @@ from bench import opencode
 from bench.npm import INSTALL_S, NotInstalled
 from bench.opencode import BUDGET, TURN_S
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.llama.block_api import BlockApi, RenderCall
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +45,18 @@ def bodies() -> list[Mapping[str, Any]]:
 
 
 @pytest.fixture
-def recording(long_port: int, bodies: list[Mapping[str, Any]]) -> Iterator[RunningProxy]:
+def recording(
+    long_port: int, bodies: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RunningProxy]:
     """A proxy with a budget that notes what its engine renders."""
     with proxy(long_port, policy__budget=BUDGET) as running:
-        render = running.engine.upstream.render
+        render = BlockApi.render
 
-        async def noting(dialect: str, body: bytes, *more: Any) -> Any:
-            bodies.append(json.loads(body) | {"dialect": dialect})
-            return await render(dialect, body, *more)
+        async def noting(api: BlockApi, call: RenderCall, *more: Any) -> Any:
+            bodies.append(json.loads(call.body) | {"dialect": call.dialect})
+            return await render(api, call, *more)
 
-        running.engine.upstream.render = noting  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "render", noting)
         yield running
 
 
@@ -101,7 +104,7 @@ def test_two_turns_of_an_agent(
     found = _booked(caplog.text)
     assert len(found) >= len(turns)
     for books in found:
-        assert sum(books[kind] for kind in BOOK_KINDS) == books["prompt"]
+        assert sum(books[kind] for kind in TOKEN_KINDS) == books["prompt"]
         assert books["peak"] <= BUDGET
     long = [books for books in found if books["prompt"] > 2 * BUDGET]
     assert len(long) >= 2

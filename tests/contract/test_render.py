@@ -120,9 +120,9 @@ def test_stops_are_where_sentences_and_lines_begin(one: Llama, text: str) -> Non
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes. No."}]
     answer = render(one, "chat", {"messages": [*messages, *MESSAGES[-1:]]})
     rendered = Rendered.parse(answer)
-    assert rendered.stops.tolist() == answer["stops"]
+    assert rendered.sentence_starts.tolist() == answer["stops"]
     for span, message in zip(rendered.spans, messages, strict=False):
-        shares = Shares(message["content"], span.span, rendered.stops)
+        shares = Shares(message["content"], span.span, rendered.sentence_starts)
         ends = [*shares.stops, span.span.end][1:]
         for start, end in zip(shares.stops, ends, strict=True):
             tokens = rendered.tokens[start:end].tolist()
@@ -219,8 +219,11 @@ def test_what_is_known_is_not_said_again(one: Llama) -> None:
     assert len(short["tokens_b64"]) < len(whole["tokens_b64"])
     completed, read = Rendered.parse(short, Rendered.parse(before)), Rendered.parse(whole)
     assert completed.tokens.tolist() == read.tokens.tolist()
-    assert completed.stops.tolist() == read.stops.tolist()
-    assert list(completed.spans) == list(read.spans) and completed.edges == read.edges
+    assert completed.sentence_starts.tolist() == read.sentence_starts.tolist()
+    assert (
+        list(completed.spans) == list(read.spans)
+        and completed.message_hashes == read.message_hashes
+    )
     other = [MESSAGES[0], *LONG[1:]]
     for edges, messages in (
         (before["edges"], other),

@@ -29,7 +29,9 @@ def _config(directory: Path | str) -> Config:
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding"]
+    return [
+        r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding.service"
+    ]
 
 
 def test_engine_has_vectors_between_start_and_stop(

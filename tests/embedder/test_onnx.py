@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from evoke_proxy.cli.main import main
 from onnx import TensorProto
 from tiny_bert import BLUE, CLS, FIND, GREEN, KEEP, RED, SEP, TABLE, UNK, unit, write
 
 from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.cli.main import main
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
 

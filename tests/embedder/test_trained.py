@@ -12,7 +12,7 @@ from bench import export_minilm
 from bench.export_minilm import ExportError, read_safetensors
 from evoke_proxy.adapters.embedder import Embedder
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.retrieval import terms
+from evoke_proxy.core.retrieval.bm25 import terms_of
 
 REFERENCE = np.load(Path(__file__).parent / "reference.npz")["vectors"]
 # Of a cosine, or of one number of a vector. Measured: 5e-7 and 3e-7.
@@ -67,7 +67,7 @@ def test_a_paraphrase_without_a_common_word_is_nearest(minilm: Embedder) -> None
         ("Which disk has the backups?", "Copies of all data go to volume vault-3."),
         ("How much do I owe the landlord?", "Rent: 940 euros, due on Monday."),
     ]
-    assert not any(set(terms(question)) & set(terms(fact)) for question, fact in pairs)
+    assert not any(set(terms_of(question)) & set(terms_of(fact)) for question, fact in pairs)
     asked = minilm.queries([question for question, _ in pairs])
     told = minilm.documents([fact for _, fact in pairs])
     assert (asked @ told.T).argmax(1).tolist() == list(range(len(pairs)))

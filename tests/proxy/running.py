@@ -22,8 +22,8 @@ from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
-from evoke_proxy.web.bodies import BODY_BUDGET
-from evoke_proxy.web.serve import make_runner, open_to_clients
+from evoke_proxy.web.request_bodies import BODY_BUDGET
+from evoke_proxy.web.serve import listen_for_clients, make_runner
 
 # What takes milliseconds has so long on a machine that does other things.
 PATIENCE_S = 60.0
@@ -234,7 +234,7 @@ async def _serve(
         runner = make_runner(engine)
         await runner.setup()
         try:
-            await open_to_clients(runner, engine, ["127.0.0.1:0"])
+            await listen_for_clients(runner, engine, ["127.0.0.1:0"])
             port = runner.addresses[0][1]
             own = cast(Server, engine)
             started.set_result(

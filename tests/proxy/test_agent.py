@@ -5,7 +5,7 @@ from __future__ import annotations
 from running import proxy
 
 from bench import agent
-from evoke_proxy.adapters.metrics import BOOK_KINDS
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 BUDGET, STEPS = 1536, 12
 
@@ -19,7 +19,7 @@ def test_an_agents_files_come_back_bit_by_bit() -> None:
     assert turns[-1]["n_prompt"] > 2 * BUDGET
     for turn in turns:
         assert turn["peak"] <= BUDGET
-        assert sum(turn[kind] for kind in BOOK_KINDS) == turn["n_prompt"]
+        assert sum(turn[kind] for kind in TOKEN_KINDS) == turn["n_prompt"]
     assert session.witness.came_back > 200
     assert session.witness.differ == 0
     again = [turn for turn in turns if turn["file_rows"]]

@@ -10,25 +10,26 @@ import pytest
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
+
 BUDGET = 320
 Calls = list[tuple[str, Mapping[str, Any]]]
 
 
 @pytest.fixture
 def calling(
-    patched_port: int, request: pytest.FixtureRequest
+    patched_port: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[RunningProxy, Calls]]:
     """A proxy of its own, and the block calls it makes."""
     calls: Calls = []
     with proxy(patched_port, **getattr(request, "param", {})) as running:
-        upstream = running.engine.upstream
-        really = upstream.run
+        original = BlockApi.run
 
-        async def run(slot: int, action: str, body: Mapping[str, Any], client: Any) -> Any:
+        async def run(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
             calls.append((action, body))
-            return await really(slot, action, body, client)
+            return await original(api, slot, action, body, client)
 
-        upstream.run = run  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "run", run)
         yield running, calls
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from comparing import comparable
 from running import Answer, RunningProxy, ask, proxy
 from talking import FILLER, Talk
+
+from evoke_proxy.adapters.llama.block_api import BlockApi
 
 BUDGET = 320
 
@@ -57,26 +60,26 @@ def test_an_id_with_other_tokens_is_another_conversation(budgeted: RunningProxy)
 
 
 def test_a_slot_that_changed_behind_our_back_is_planned_for_again(
-    two_slots_port: int, budgeted: RunningProxy
+    two_slots_port: int, budgeted: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = Talk(budgeted.port, "changed")
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
     budgeted.settled()  # the copies that follow an answer are refused without a word
     upstream = budgeted.engine.upstream
-    run = upstream.run
+    run = BlockApi.run
     refused: list[int] = []
 
-    async def late(slot: int, action: str, *more: object) -> object:
+    async def late(api: BlockApi, slot: int, action: str, *more: Any) -> object:
         if not refused:
             # Between our look at the slot and our call, somebody else's request runs in it.
             body = json.dumps({"prompt": "x", "n_predict": 1, "id_slot": slot}).encode()
             async with upstream.open("POST", "/completion", {}, body) as reply:
                 refused.append(reply.status)
                 await reply.read()
-        return await run(slot, action, *more)  # type: ignore[arg-type]
+        return await run(api, slot, action, *more)
 
-    upstream.run = late  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(BlockApi, "run", late)
     said = talk.say("Go on.")
     assert refused == [200]
     assert said.books["marker"] == "ok"

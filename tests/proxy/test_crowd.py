@@ -12,8 +12,8 @@ import pytest
 from fake_upstream import FakeUpstream
 from running import PATIENCE_S, RunningProxy, ask, proxy, until
 
-from evoke_proxy.web import crowd
-from evoke_proxy.web.crowd import make_room
+from evoke_proxy.web import connection_limit
+from evoke_proxy.web.connection_limit import raise_file_limit
 
 DROPPED = "evoke_clients_dropped_total"
 
@@ -50,7 +50,9 @@ def test_one_connection_too_many_is_told_so_and_the_others_go_on(echo: FakeUpstr
 def test_a_flood_of_connections_is_closed_and_costs_nobody(
     echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crowd, "_TOLD_S", PATIENCE_S)  # nobody's time is over before all are here
+    monkeypatch.setattr(
+        connection_limit, "_TOLD_S", PATIENCE_S
+    )  # nobody's time is over before all are here
     with proxy(echo.port, limits__connections=2) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(_open(running.port)) for _ in range(2)]
         flood = [stack.enter_context(_open(running.port)) for _ in range(150)]
@@ -103,9 +105,9 @@ def test_files_suffice_for_the_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
-        assert make_room(10) == 512
-        assert make_room(300) == 856 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        assert make_room(before[1]) == before[1]
+        assert raise_file_limit(10) == 512
+        assert raise_file_limit(300) == 856 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert raise_file_limit(before[1]) == before[1]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -149,7 +151,7 @@ def _told(running: RunningProxy) -> int:
     spans = [[0, 10**9]] * 1500
 
     async def tell() -> int:
-        running.engine.feed.tell("turn", spans=spans)
+        running.engine.feed.publish("turn", spans=spans)
         return running.engine.feed.latest
 
     return asyncio.run_coroutine_threadsafe(tell(), running.loop).result(PATIENCE_S)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evoke_proxy.cli.main import main
 from fake_upstream import Exchange, FakeUpstream, fake_upstream, whole
 from keeping import House, quiet_metric, template
 from running import ask, llama_server, proxy, server_binary
+
+from evoke_proxy.cli.main import main
 
 
 def _asked(capsys: pytest.CaptureFixture[str], port: int, *more: str) -> tuple[int, dict[str, Any]]:

@@ -31,7 +31,7 @@ from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import Forbidden
-from evoke_proxy.web.guard import Door
+from evoke_proxy.web.operator_access import OperatorAccess
 
 JSON = {"Content-Type": "application/json"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello there."}], "max_tokens": 4}
@@ -193,7 +193,7 @@ def test_readiness_tells_clients_what_failed_and_operators_why(
             return await checks()
 
         running.engine.checks = counted  # type: ignore[method-assign]
-        monkeypatch.setattr(Door, "admit", refuse)
+        monkeypatch.setattr(OperatorAccess, "admit", refuse)
         began = time.monotonic()
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(running.port, "GET", "/evoke/ready"), range(64)))

@@ -31,6 +31,7 @@ from running import (
 from talking import FILLER, Talk, endless
 from wire import Wire, wire
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.demo.processes import free_port
 from evoke_proxy.engine.server.slot_queue import SlotLease
 
@@ -387,14 +388,16 @@ def _interleave(line: Wire, call: bytes, settings: dict[str, object], seed: int)
         assert "*" not in repr(running.engine._slots.pool), "every slot was given back"
 
 
-def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(patched_port: int) -> None:
+def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(
+    patched_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a proxy was killed: llama-server has not noticed yet that nobody listens."""
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk, upstream = Talk(running.port, "kept"), running.engine.upstream
+        talk = Talk(running.port, "kept")
         talk.say(FILLER)
         running.settled()
         looked, planned = list[object](), list[object]()
-        slot, run = upstream.slot, upstream.run
+        slot, run = BlockApi.slot, BlockApi.run
 
         async def looks(*given: Any, **named: Any) -> Any:
             looked.append(given)
@@ -404,7 +407,8 @@ def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(patched_p
             planned.append(given)
             return await run(*given)
 
-        upstream.slot, upstream.run = looks, runs  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "slot", looks)
+        monkeypatch.setattr(BlockApi, "run", runs)
         with endless(patched_port) as somebody, ThreadPoolExecutor(1) as client:
             answering = client.submit(talk.say, "Go on.")
             until(lambda: len(looked) > 2 or planned)

@@ -27,6 +27,8 @@ from talking import FILLER, Talk
 from test_restarting import BUDGET, KINDS, TURNS, House, house, turn
 from wire import wire
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
+
 ASKS, MARKER = "What is my favorite number?", "68285"
 
 
@@ -83,21 +85,20 @@ def _in_call(*actions: str) -> Callable[[House, Talk], None]:
     def strike(subject: House, talk: Talk) -> None:
         running = subject.running
         assert running is not None
-        upstream, killed = running.engine.upstream, threading.Event()
-        asked = upstream.run
+        killed, original = threading.Event(), BlockApi.run
 
-        async def run(slot: int, action: str, body: Any, client: Any) -> Any:
+        async def run(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
             if action in actions and not killed.is_set():
                 _kill(subject.port)
                 killed.set()
-            return await asked(slot, action, body, client)
+            return await original(api, slot, action, body, client)
 
-        upstream.run = run  # type: ignore[method-assign]
-        connection = _sent(running.port, talk, FILLER)
-        connection.getresponse().read()
-        connection.close()
-        assert killed.wait(PATIENCE_S), f"nobody has asked for {actions}"
-        upstream.run = asked  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BlockApi, "run", run)
+            connection = _sent(running.port, talk, FILLER)
+            connection.getresponse().read()
+            connection.close()
+            assert killed.wait(PATIENCE_S), f"no call of {actions} was made"
 
     return strike
 

@@ -26,6 +26,7 @@ from running import (
 )
 from talking import ENDLESS, FILLER, Talk, endless
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
@@ -218,7 +219,9 @@ def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) 
         assert talk.say("Go on.").books["marker"] == "ok"
 
 
-def test_a_turn_does_not_begin_while_another_saves_its_rows(two_slots_port: int) -> None:
+def test_a_turn_does_not_begin_while_another_saves_its_rows(
+    two_slots_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its slot is taken; the other slot is idle; its session is being written to."""
     with proxy(two_slots_port, policy__budget=448, policy__writeback=False) as running:
         first, second = Talk(running.port, "first"), Talk(running.port, "second")
@@ -227,15 +230,15 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(two_slots_port: int)
         running.settled()
         engine = running.engine
         known = next(one for one in engine.conversations if one.name == "first")
-        run, saving, saved = engine.upstream.run, threading.Event(), threading.Event()
+        run, saving, saved = BlockApi.run, threading.Event(), threading.Event()
         begun: list[bool] = []
 
-        async def slow(slot: int, action: str, body: Any, client: Any) -> Any:
+        async def slow(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
             saves = action == "block-plan" and any(op["op"] == "save" for op in body["ops"])
             if saves and not saving.is_set():
                 saving.set()
                 await asyncio.to_thread(saved.wait, 60)
-            return await run(slot, action, body, client)
+            return await run(api, slot, action, body, client)
 
         begin = known.session.begin
 
@@ -243,7 +246,7 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(two_slots_port: int)
             begun.append(saved.is_set())
             return begin(*given, **named)
 
-        engine.upstream.run = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "run", slow)
         known.session.begin = noted  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:
             third = pool.submit(Talk(running.port, "third").say, f"Hello. {FILLER}")

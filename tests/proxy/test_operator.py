@@ -25,7 +25,7 @@ from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import Config, SecurityConfig, load
 from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
-from evoke_proxy.web.guard import DOOR, Door
+from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess
 from evoke_proxy.web.serve import _listen_apart
 
 TOKEN = "0123456789abcdef-of-the-admin"
@@ -157,7 +157,7 @@ def test_a_proxy_does_not_take_its_own_address(
 ) -> None:
     async def addresses() -> list[object]:
         app = web.Application()
-        app[DOOR] = Door(Config())
+        app[OPERATOR_ACCESS] = OperatorAccess(Config())
         runner = web.AppRunner(app)
         await runner.setup()
         await _listen_apart(runner, SecurityConfig(), ("127.0.0.1:0", address))

@@ -41,11 +41,11 @@ def test_a_fact_is_seen_to_leave_and_to_come_back(
 ) -> None:
     program = browser()
     assert program is not None
-    with _asking_for_a_token(tmp_path) as guarded:
-        asyncio.run(_watched(patched_proxy, guarded, program))
+    with _asking_for_a_token(tmp_path) as client_access_check:
+        asyncio.run(_watched(patched_proxy, client_access_check, program))
 
 
-async def _watched(running: RunningProxy, guarded: RunningProxy, program: str) -> None:
+async def _watched(running: RunningProxy, client_access_check: RunningProxy, program: str) -> None:
     talk = await asyncio.to_thread(planted, running.port, "watched")
     async with tab(program) as page:
         await page.look(1280, 900)
@@ -61,7 +61,7 @@ async def _watched(running: RunningProxy, guarded: RunningProxy, program: str) -
         text = await page.value("document.body.innerText")
         assert "Meridian" not in text and "quick brown" not in text
         assert page.complaints == []
-        await _asks_for_the_token(page, guarded)
+        await _asks_for_the_token(page, client_access_check)
 
 
 async def _choose_by_keyboard(page: Page) -> None:
@@ -122,8 +122,8 @@ async def _fits(page: Page) -> None:
     assert light > 600 > 150 > dark_one
 
 
-async def _asks_for_the_token(page: Page, guarded: RunningProxy) -> None:
-    await page.open(f"http://127.0.0.1:{guarded.port}/evoke/")
+async def _asks_for_the_token(page: Page, client_access_check: RunningProxy) -> None:
+    await page.open(f"http://127.0.0.1:{client_access_check.port}/evoke/")
     await page.until("document.querySelector('#token')?.open")
     await page.write(TOKEN)
     await page.press("Enter")

@@ -20,7 +20,7 @@ from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load
 from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
-from evoke_proxy.web.access import Access
+from evoke_proxy.web.client_access import Access
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'

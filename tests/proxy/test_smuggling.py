@@ -32,7 +32,7 @@ UPSTREAM_KEY = "key-that-only-the-proxy-has"
 
 
 @pytest.fixture(scope="module", params=["with --api-key", "without"])
-def guarded(
+def client_access_check(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Guarded]:
     options = ["-np", "1", "--slots", "--metrics"]
@@ -51,93 +51,99 @@ def guarded(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_llama_server_cannot_parse_never_leaves_the_proxy(
-    guarded: Guarded, name: str
+    client_access_check: Guarded, name: str
 ) -> None:
     """Also not on a connection that has carried good requests, with its upstream one kept alive."""
-    attack, statuses = attacks(guarded)[name]
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(guarded.request("GET /props HTTP/1.1", ()))
+    attack, statuses = attacks(client_access_check)[name]
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(client_access_check.request("GET /props HTTP/1.1", ()))
         assert answer_of(client)[0] == 200
-        n_connections = len(guarded.tap.sent)
-        sent, answered = guarded.tap.n_sent, len(guarded.tap.statuses)
+        n_connections = len(client_access_check.tap.sent)
+        sent, answered = client_access_check.tap.n_sent, len(client_access_check.tap.statuses)
         client.sendall(attack)
         status, body = answer_of(client)
     assert status in statuses, body
     assert "message" in json.loads(body)["error"]
     # What comes after it is answered, by the answer to it and no other.
-    assert guarded.tap.n_sent == sent
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(guarded.request("GET /v1/models HTTP/1.1", ()))
+    assert client_access_check.tap.n_sent == sent
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(client_access_check.request("GET /v1/models HTTP/1.1", ()))
         status, body = answer_of(client)
         assert status == 200 and json.loads(body)["object"] == "list"
-    assert len(guarded.tap.statuses) == answered + 1
-    assert len(guarded.tap.statuses) == guarded.forwarded
-    assert b"/slots" not in b"".join(guarded.tap.sent[n_connections:])
+    assert len(client_access_check.tap.statuses) == answered + 1
+    assert len(client_access_check.tap.statuses) == client_access_check.forwarded
+    assert b"/slots" not in b"".join(client_access_check.tap.sent[n_connections:])
 
 
 @pytest.mark.parametrize("name", FRAMED)
-def test_no_request_hides_in_another(guarded: Guarded, name: str) -> None:
+def test_no_request_hides_in_another(client_access_check: Guarded, name: str) -> None:
     """llama-server answers as many requests as the proxy makes, and each client gets its own."""
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(framed(guarded)[name])
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(framed(client_access_check)[name])
         with contextlib.suppress(TimeoutError):
             client.settimeout(0.3)
             while client.recv(1 << 16):
                 pass
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(guarded.request("GET /v1/models HTTP/1.1", ()))
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(client_access_check.request("GET /v1/models HTTP/1.1", ()))
         status, body = answer_of(client)
         assert status == 200 and json.loads(body)["object"] == "list"
-    until(lambda: len(guarded.tap.statuses) >= guarded.forwarded)
-    assert len(guarded.tap.statuses) == guarded.forwarded
+    until(lambda: len(client_access_check.tap.statuses) >= client_access_check.forwarded)
+    assert len(client_access_check.tap.statuses) == client_access_check.forwarded
 
 
-def test_health_carries_nothing_of_the_client(guarded: Guarded) -> None:
-    sent = len(b"".join(guarded.tap.sent))
+def test_health_carries_nothing_of_the_client(client_access_check: Guarded) -> None:
+    sent = len(b"".join(client_access_check.tap.sent))
     lines = ("X-Secret: s3cret", "Content-Length: 6", "X-Conversation-Id: 7")
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(guarded.request("GET /health HTTP/1.1", lines, "s3cret"))
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(client_access_check.request("GET /health HTTP/1.1", lines, "s3cret"))
         assert answer_of(client) == (200, b'{"status":"ok"}')
-    seen = b"".join(guarded.tap.sent)
+    seen = b"".join(client_access_check.tap.sent)
     assert len(seen) > sent and b"s3cret" not in seen and b"X-Conversation-Id" not in seen
     origin = {"Origin": "http://a.example:3000"}
-    direct = ask(guarded.tap.server, "GET", "/health", headers=origin).headers
-    allowed = ask(guarded.port, "GET", "/health", headers=origin).headers
+    direct = ask(client_access_check.tap.server, "GET", "/health", headers=origin).headers
+    allowed = ask(client_access_check.port, "GET", "/health", headers=origin).headers
     name = "access-control-allow-origin"
     assert allowed[name] == direct[name], "a page may read it where llama-server lets it"
     odd = {"Origin": f"http://{'o' * 300}.example"}
-    assert ask(guarded.port, "GET", "/health", headers=odd).status == 200
-    assert b"ooo" not in b"".join(guarded.tap.sent)
+    assert ask(client_access_check.port, "GET", "/health", headers=odd).status == 200
+    assert b"ooo" not in b"".join(client_access_check.tap.sent)
     for path in ("/health", "/v1/health"):
         for method, status in (("HEAD", 200), ("OPTIONS", 200), ("POST", 405), ("DELETE", 405)):
-            answer = ask(guarded.port, method, path)
+            answer = ask(client_access_check.port, method, path)
             assert answer.status == status, (method, path)
             assert (answer.headers.get("allow") is not None) == (status == 405)
 
 
-def test_the_largest_head_that_passes_is_one_that_llama_server_parses(guarded: Guarded) -> None:
+def test_the_largest_head_that_passes_is_one_that_llama_server_parses(
+    client_access_check: Guarded,
+) -> None:
     """8,000 bytes of a line and of a target, 90 headers: forwarded where headers are, and 200."""
-    own = 3 if guarded.key else 2  # Authorization and Host, and Content-Length
+    own = 3 if client_access_check.key else 2  # Authorization and Host, and Content-Length
     lines = tuple(f"X-{number}: 1" for number in range(90 - own - 2))
     longest = f"User-Agent: {'u' * (8000 - len('User-Agent: '))}"
     target = "/tokenize?" + "q" * (8000 - len("/tokenize?"))
     body = ("Content-Length: 15", longest, *lines)
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(guarded.request(f"POST {target} HTTP/1.1", body, '{"content":"a"}'))
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(
+            client_access_check.request(f"POST {target} HTTP/1.1", body, '{"content":"a"}')
+        )
         status, answered = answer_of(client)
         assert status == 200 and json.loads(answered)["tokens"], answered
     for extra, status in ((f"X-L: {'x' * 7996}", 431), ("X-1: 1\r\nX-2: 2\r\nX-3: 3", 431)):
-        with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-            client.sendall(guarded.request("POST /tokenize HTTP/1.1", (*body, extra)))
+        with socket.create_connection(
+            ("127.0.0.1", client_access_check.port), PATIENCE_S
+        ) as client:
+            client.sendall(client_access_check.request("POST /tokenize HTTP/1.1", (*body, extra)))
             assert answer_of(client)[0] == status
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_a_head_that_is_refused_is_answered_in_the_dialect_of_its_path(
-    guarded: Guarded, path: str
+    client_access_check: Guarded, path: str
 ) -> None:
-    with socket.create_connection(("127.0.0.1", guarded.port), PATIENCE_S) as client:
-        client.sendall(guarded.request(f"POST {path} HTTP/1.1", (f"X: {'x' * 9000}",)))
+    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+        client.sendall(client_access_check.request(f"POST {path} HTTP/1.1", (f"X: {'x' * 9000}",)))
         status, body = answer_of(client)
     error = json.loads(body)
     assert status == 431 and ("type" in error) == (path == "/v1/messages")

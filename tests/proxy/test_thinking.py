@@ -13,6 +13,7 @@ from talking import FILLER, Talk
 
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
 BUDGET, TURNS, STEPS = 512, 14, 4
@@ -90,19 +91,21 @@ class Thinker:
 
 
 @pytest.fixture(params=["stripping", "preserving"])
-def thinker(request: pytest.FixtureRequest, port: int) -> Iterator[Thinker]:
+def thinker(
+    request: pytest.FixtureRequest, port: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Thinker]:
     """One whose template shows old thoughts or not; the session is the same to the end."""
     with proxy(port, policy__budget=BUDGET) as running:
         keeps = request.param == "preserving"
         thinker = Thinker(running, keeps, Talk(running.port))
-        render = running.engine.upstream.render
+        render = BlockApi.render
 
         async def noting(*given: Any) -> Any:
             rendered = await render(*given)
             thinker.prompts.append(rendered.tokens)
             return rendered
 
-        running.engine.upstream.render = noting  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "render", noting)
         yield thinker
         assert running.metric("evoke_budget_breach_total") == 0
         for stage in ("render", "session", "slot", "decide", "plan", "splice"):

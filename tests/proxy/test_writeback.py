@@ -10,6 +10,8 @@ import pytest
 from running import RunningProxy, ask, llama_server, proxy, server_binary
 from talking import FILLER, Said, Talk
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
+
 BUDGET = 448
 WRITTEN = "evoke_blocks_written_behind_total"
 
@@ -57,20 +59,20 @@ def test_what_was_copied_behind_is_evicted_without_a_copy(
         assert running.metric("evoke_writebacks_total", result="refused") == 0
 
 
-def test_nothing_is_copied_while_a_request_runs() -> None:
+def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen conversations on one slot, all at once."""
     options = ("-np", "1", "--evoke-ram", "64")
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         talks = [Talk(running.port, f"s{i}", {"evoke_budget": BUDGET}) for i in range(16)]
-        upstream, pool = running.engine.upstream, running.engine._slots.pool
-        run, idle = upstream.run, list[bool]()
+        pool = running.engine._slots.pool
+        run, idle = BlockApi.run, list[bool]()
 
-        async def noted(slot: int, action: str, body: Any, client: Any) -> Any:
+        async def noted(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
             if "expect" in body:
                 idle.append(pool.idle())
-            return await run(slot, action, body, client)
+            return await run(api, slot, action, body, client)
 
-        upstream.run = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "run", noted)
 
         def chat(talk: Talk) -> None:
             for turn in range(2):

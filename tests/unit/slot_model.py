@@ -106,7 +106,9 @@ class SlotModel:
         resident = merged(Span(row, row + 1) for row in self.rows)
         n_free = self.n_cells - len(self.rows)
         held = tuple(Span(row, row + 1) for row in sorted(self.held))
-        return SlotView(0, self.epoch, len(self.tokens), shared, resident, n_free, held=held)
+        return SlotView(
+            0, self.epoch, len(self.tokens), shared, resident, n_free, non_evictable=held
+        )
 
     def run(self, plan: Plan, prompt: Sequence[int]) -> None:
         """What the engine does with a plan: the adopt first, then the ops."""
@@ -181,7 +183,7 @@ class SlotModel:
                 self.store.pop(name, None)
         else:
             assert plan.stream is not None
-            if 0 < plan.stream.budget < plan.stream.held:
+            if 0 < plan.stream.budget < plan.stream.min_budget:
                 raise Refused("invalid_request_error")
             self.stream, self.peak = plan.stream, 0
 

@@ -13,7 +13,7 @@ from evoke_proxy.config import POLICIES
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.attention import Attended, Capture, captured_for, layers_of, shares
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 LOOKING = {"h2o", "snapkv", "tova", "scored", "arkvale"}
 LOOKED = (0.1, 0.9, 0.2, 0.8, 0.3, 0.4, 0.5, 0.6)
@@ -28,7 +28,7 @@ def view(attention: tuple[float, ...] | None = LOOKED, **facts: object) -> Polic
 
 def kept(name: str, given: PolicyView, **settings: int) -> str:
     config = replace(CONFIG, name=name, **settings)  # type: ignore[arg-type]
-    return lasting(given, registry.decide(given, Question.of("anything"), config))
+    return lasting(given, registry.decide(given, Query.of("anything"), config))
 
 
 # Block 0 has sinks, block 7 is the one that decoding goes on from.
@@ -50,7 +50,7 @@ def test_age_decides_until_something_was_captured(name: str) -> None:
     given = view(None)
     assert kept(name, given) == "0 3 4 5 6 7"
     config = replace(CONFIG, name=name)
-    plan = registry.decide(given, Question.of("anything"), config)
+    plan = registry.decide(given, Query.of("anything"), config)
     assert not plan.saves and not plan.loads
 
 

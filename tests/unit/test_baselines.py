@@ -8,12 +8,12 @@ import pytest
 from test_policies import CONFIG, FILLER, line, moved
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import blocks_named, unknown_names
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.model.naming import called, unknown
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.errors import ConfigError
 
 FACT = "the oslo vault code is 48213"
@@ -25,7 +25,7 @@ def config(name: str, **settings: object) -> PolicyConfig:
 
 
 def decided(view: PolicyView, config: PolicyConfig, query: str = "", **given: object) -> Plan:
-    return registry.decide(view, replace(Question.of(query), **given), config)  # type: ignore[arg-type]
+    return registry.decide(view, replace(Query.of(query), **given), config)  # type: ignore[arg-type]
 
 
 def lasting(view: PolicyView, plan: Plan) -> str:
@@ -51,7 +51,7 @@ def test_of_the_rest_the_newest_stay(name: str, left: str) -> None:
 @pytest.mark.parametrize("name", ["recency", "streaming", "discard"])
 def test_what_is_gone_stays_gone(name: str) -> None:
     view = line([FILLER[0], FACT, *FILLER[2:8]], "rsrrrrrr")
-    plan = decided(view, config(name), ASKS, named=("user:01",))
+    plan = decided(view, config(name), ASKS, requested=("user:01",))
     assert not plan.loads and not plan.saves
     assert "s/1" in {drop.label for drop in plan.drops}
 
@@ -120,7 +120,7 @@ def test_the_oracle_has_what_evoke_has_where_that_has_the_answer(states: str, go
 @pytest.mark.parametrize("name", ["evoke", "infllm"])
 def test_what_the_client_names_comes_back_before_what_it_asks_about(name: str) -> None:
     view = line([FILLER[0], FACT, FILLER[2], *FILLER[3:9]], "rssrrrrrr", tail=64)
-    plan = decided(view, config(name, infllm_blocks=1), ASKS, named=("user:02",))
+    plan = decided(view, config(name, infllm_blocks=1), ASKS, requested=("user:02",))
     assert "+s/2" in moved(plan)
     assert "+s/2" not in moved(decided(view, config(name, infllm_blocks=1), ASKS))
 
@@ -129,18 +129,23 @@ def test_names_are_keys_their_beginnings_and_identities() -> None:
     view = line(["a", "b"], "rr")
     first, second = view.blocks
     blocks = type(view.blocks)(
-        [replace(first, key="file:a.py#0", identity=("src/a.py", "a.py", "read", "call_1")), second]
+        [
+            replace(
+                first, display_name="file:a.py#0", aliases=("src/a.py", "a.py", "read", "call_1")
+            ),
+            second,
+        ]
     )
     for name in ("file:a.py", "file:a.py#0", "src/a.py", "a.py", "call_1", 0):
-        assert called(blocks, (name,)).tolist() == [True, False]
+        assert blocks_named(blocks, (name,)).tolist() == [True, False]
     for name in ("file:a", "a.py#0", "A.py", "", 2):
-        assert not called(blocks, (name,)).any()
-    split = type(blocks)([replace(first, key="file:a.py#1.1")])
-    assert [called(split, (name,)).all() for name in ("file:a.py#1", "file:a.py#1.0")] == [
+        assert not blocks_named(blocks, (name,)).any()
+    split = type(blocks)([replace(first, display_name="file:a.py#1.1")])
+    assert [blocks_named(split, (name,)).all() for name in ("file:a.py#1", "file:a.py#1.0")] == [
         True,
         False,
     ]
-    assert unknown(blocks, ("b.py", "a.py", "user:01", "user:1")) == ["b.py", "user:1"]
+    assert unknown_names(blocks, ("b.py", "a.py", "user:01", "user:1")) == ["b.py", "user:1"]
 
 
 def test_an_unknown_policy_is_an_error() -> None:

@@ -6,11 +6,11 @@ import random
 
 from bench.retrieval import find, haystack, mistyped, recall
 from bench.retrieval_texts import TOLD
-from evoke_proxy.core.retrieval.terms import FUNCTION_WORDS, terms
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, terms_of
 
 
 def content(text: str) -> set[str]:
-    return set(terms(text)) - FUNCTION_WORDS
+    return set(terms_of(text)) - FUNCTION_WORDS
 
 
 def test_no_paraphrase_shares_a_content_word_and_every_lexical_question_does() -> None:

@@ -16,7 +16,7 @@ from evoke_proxy.core.policy.text_recovery import Recalled, recall
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.outcome import outcome
 from evoke_proxy.core.session.session import Session
 
@@ -50,7 +50,7 @@ def recalled(
     dialect: str, body: dict[str, Any], evicted: tuple[int, ...] = (1,), **question: Any
 ) -> Recalled | None:
     turn = turn_of(dialect, body, evicted)
-    asked = replace(Question.of(turn.request.query), **question)
+    asked = replace(Query.of(turn.request.query), **question)
     return recall(turn, asked, json.dumps(body).encode())
 
 
@@ -136,7 +136,7 @@ def test_an_input_that_is_a_string_has_nothing_before_it() -> None:
 )
 def test_where_there_is_no_place_nothing_is_quoted(last: dict[str, Any]) -> None:
     body = {"messages": talk(last)}
-    found = recalled("chat", body, named=("assistant:1",))
+    found = recalled("chat", body, requested=("assistant:1",))
     if last.get("content") == []:
         assert found is not None
         assert json.loads(found.body)["messages"][-1]["content"][0]["type"] == "text"
@@ -151,7 +151,7 @@ def test_what_is_resident_is_not_quoted() -> None:
 def test_what_has_nothing_to_do_with_the_question_is_not_quoted_unless_asked_for() -> None:
     body = {"messages": talk(user("zebra?"))}
     assert recalled("chat", body, evicted=(0, 1, 2)) is None
-    found = recalled("chat", body, evicted=(0, 1, 2), named=("user:2", "nothing"))
+    found = recalled("chat", body, evicted=(0, 1, 2), requested=("user:2", "nothing"))
     assert found is not None
     assert [block.message for block in found.blocks] == [2]
 
@@ -159,9 +159,9 @@ def test_what_has_nothing_to_do_with_the_question_is_not_quoted_unless_asked_for
 def test_without_recall_only_what_is_named_is_quoted() -> None:
     body = {"messages": talk(user(ASKS))}
     turn = turn_of("chat", body, (1,), replace(CONFIG, recall="none"))
-    question = Question.of(turn.request.query)
+    question = Query.of(turn.request.query)
     assert recall(turn, question, json.dumps(body).encode()) is None
-    found = recall(turn, replace(question, named=("assistant:1",)), json.dumps(body).encode())
+    found = recall(turn, replace(question, requested=("assistant:1",)), json.dumps(body).encode())
     assert found is not None and [block.message for block in found.blocks] == [1]
 
 
@@ -183,7 +183,7 @@ def test_what_is_quoted_fits_a_share_of_the_budget() -> None:
     for budget in (160, 320, 2000):
         config = replace(CONFIG, budget=budget, sink_tokens=0)
         turn = turn_of("chat", body, tuple(range(28)), config)
-        found = recall(turn, Question.of(ASKS), json.dumps(body).encode())
+        found = recall(turn, Query.of(ASKS), json.dumps(body).encode())
         counts.append(len(found.blocks) if found else 0)
     assert 0 < counts[0] < counts[1] <= counts[2] <= 8
 

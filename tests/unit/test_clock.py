@@ -14,7 +14,7 @@ from test_vault import TOKENS, kept, vault
 from evoke_proxy.adapters.clock import SteadyClock, uptime_s
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import NormaliseConfig
 from evoke_proxy.engine.parsing.normalizer import Normalizer
 

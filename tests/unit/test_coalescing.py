@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.engine.operator.copies import Copies
+from evoke_proxy.engine.admin.copies import Copies
 from evoke_proxy.web import coalescing
-from evoke_proxy.web.coalescing import Coalescing
+from evoke_proxy.web.coalescing import RequestCoalescer
 
 
 def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> None:
@@ -23,7 +23,7 @@ def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> No
         return b"%d" % begun
 
     async def run() -> None:
-        shared = Coalescing()
+        shared = RequestCoalescer()
 
         async def ask() -> None:
             wanted = state["now"]
@@ -55,7 +55,7 @@ def test_an_error_reaches_all_who_asked_and_nobody_after_them() -> None:
         return b"{}"
 
     async def run() -> None:
-        shared = Coalescing()
+        shared = RequestCoalescer()
         found = await asyncio.gather(
             *(shared.get("a", make) for _ in range(3)), return_exceptions=True
         )
@@ -71,7 +71,7 @@ def test_one_that_leaves_takes_no_answer_from_the_others_and_keys_are_bounded(
     monkeypatch.setattr(coalescing, "_KEYS", 4)
 
     async def run() -> None:
-        shared, go_on = Coalescing(), asyncio.Event()
+        shared, go_on = RequestCoalescer(), asyncio.Event()
 
         async def make() -> bytes:
             await go_on.wait()
@@ -98,17 +98,17 @@ class Llama:
         self.copies: dict[str, dict[str, Any]] = {"s/0": {"name": "s/0", "v": 1}}
         self.told: list[int] = []
 
-    async def slot(self, slot: int, tenant: str, client: Any, since: str = "") -> dict[str, Any]:
-        least = int(since or 0)
+    async def call(self, _method: str, target: str, *_: object) -> dict[str, Any]:
+        least = int(target.partition("since=")[2] or 0)
         least = 0 if least > self.version else least
         blocks = [copy for copy in self.copies.values() if copy["v"] > least]
         self.told.append(len(blocks))
-        return {"version": self.version, "blocks": blocks, "id": slot}
+        return {"version": self.version, "blocks": blocks, "id": 0}
 
 
 def test_only_what_changed_of_the_copies_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     llama, now = Llama(), [0.0]
-    monkeypatch.setattr("evoke_proxy.engine.operator.copies.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("evoke_proxy.engine.admin.copies.time.monotonic", lambda: now[0])
     copies = Copies(llama)  # type: ignore[arg-type]
 
     async def names() -> set[str]:

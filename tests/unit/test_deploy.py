@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from evoke_proxy.cli.main import _parser
 
+from evoke_proxy.cli.main import build_parser
 from evoke_proxy.config import Config, env_name, keys, load
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +47,9 @@ def test_there_is_a_unit_for_each_program() -> None:
 def test_proxy_is_started_with_options_it_has() -> None:
     program, *arguments = shlex.split(_one(PROXY, "Service.ExecStart"))
     assert Path(program).name == "evoke-proxy"
-    given = _parser(arguments[0]).parse_args(arguments)
-    assert given.command == "serve"
-    assert f"config/evoke.example.yaml {given.config}" in README
+    parsed = build_parser(arguments).parse_args(arguments)
+    assert parsed.command == "serve"
+    assert f"config/evoke.example.yaml {parsed.config}" in README
 
 
 @EACH
@@ -64,7 +64,7 @@ def test_build_command_of_the_readme_exists() -> None:
     line = re.search(r"\$\((?:\w+=\S+ )?\S+/evoke-proxy (build-server .*?)\)", README)
     assert line is not None
     arguments = line[1].split()
-    assert _parser(arguments[0]).parse_args(arguments).print_path
+    assert build_parser(arguments).parse_args(arguments).print_path
 
 
 def test_everything_the_readme_installs_exists() -> None:

@@ -14,10 +14,10 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
 from evoke_proxy.core.request import anthropic, responses
 from evoke_proxy.core.request.ahead import kind_of, snapshot_obstacle
-from evoke_proxy.core.request.chat import freed, parse_chat
+from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
 from evoke_proxy.core.request.parameters import BodyLimits
 from evoke_proxy.core.request.side import is_side_request
-from evoke_proxy.core.retrieval.query import asked
+from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_checks import check_body
@@ -70,8 +70,8 @@ def _only_request_errors(body: dict[str, Any]) -> None:
             request = parse_chat(dialect, parsed, bench=True)
         except RequestError:
             continue
-        asked(request)
-        freed(text, parsed)
+        query_of(request)
+        strip_own_fields(text, parsed)
         is_side_request(request, 10, True, True)
         snapshot_obstacle(request)
         kind_of(request)

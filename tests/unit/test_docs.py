@@ -10,9 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from evoke_proxy.cli.main import _parser, main
 
 from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.cli.main import build_parser, main
 from evoke_proxy.config import keys
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def test_there_are_the_pages_and_commands() -> None:
 def test_a_command_is_one(command: str) -> None:
     program, *arguments = shlex.split(command)
     if program == "evoke-proxy":
-        _parser(arguments[0]).parse_args(arguments)
+        build_parser(arguments).parse_args(arguments)
         return
     done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ import pytest
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.errors import ConfigError, EmbedderError
 
 DIMENSIONS = 8
@@ -67,13 +67,13 @@ class FakeEncoder:
 
 
 class Rig:
-    """An Embedding on a fake encoder, and its numbers."""
+    """An EmbeddingService on a fake encoder, and its numbers."""
 
     def __init__(self, encoder: FakeEncoder, **settings: Any) -> None:
         self.encoder = encoder
         self.metrics = Metrics()
         config = EmbedderConfig(**{"directory": "/somewhere", "timeout_ms": 20_000} | settings)
-        self.embedding = Embedding(config, self.metrics, load=lambda _: encoder)
+        self.embedding = EmbeddingService(config, self.metrics, load=lambda _: encoder)
 
     def count(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
@@ -107,7 +107,7 @@ def started(tasks: asyncio.TaskGroup, rig: Rig, text: str) -> asyncio.Task[Vecto
 
 
 def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
-    """Play a scene within the life of an Embedding."""
+    """Play a scene within the life of an EmbeddingService."""
     rig = Rig(FakeEncoder(), **settings)
 
     async def play() -> None:
@@ -384,7 +384,9 @@ def test_without_a_directory_it_is_off_and_says_so(caplog: pytest.LogCaptureFixt
     rig = run(scene, directory="")
     assert rig.encoder.asked == []
     assert rig.count("evoke_embed_seconds_count") == 0
-    said = [r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding"]
+    said = [
+        r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding.service"
+    ]
     assert said == ["no embedder (embedder.directory is empty): blocks are ranked by words alone"]
 
 
@@ -404,7 +406,7 @@ def test_one_that_does_not_load_stops_the_start() -> None:
 
     async def play() -> None:
         config = EmbedderConfig(directory="/somewhere")
-        async with Embedding(config, Metrics(), load=refuse):
+        async with EmbeddingService(config, Metrics(), load=refuse):
             pytest.fail("it started")
 
     with pytest.raises(ConfigError, match="no"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from test_vault import TOKENS, whole_files, written
 
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.ahead import STEP

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evoke_proxy.cli.main import main
 from hypothesis import given
 from hypothesis import strategies as st
 from test_recorded import seated
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.cli.main import main
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView
@@ -95,7 +96,9 @@ def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: 
     async def keep() -> None:
         done.append("saved")
 
-    async def run(slot: int, action: str, body: dict[str, Any], client: object) -> dict[str, Any]:
+    async def run(
+        api: BlockApi, slot: int, action: str, body: dict[str, Any], client: object
+    ) -> dict[str, Any]:
         done.append((action, body["names"], body["tenant"]))
         return {}
 
@@ -103,7 +106,7 @@ def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: 
         fleet = Fleet(CONFIG)
         source, target = fleet.servers[0], fleet.servers[1]
         monkeypatch.setattr(source, "keep", keep)
-        monkeypatch.setattr(source.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "run", run)
         source.watch.server = ServerInfo("", "", adopts=True)
         source.conversations.recall(seated())
         (known,) = source.conversations

@@ -20,11 +20,11 @@ from test_index_off_loop import TOKENS, kept, vault
 from evoke_proxy.adapters import secret_files, snapshot_files
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import EmbedderConfig, PolicyConfig
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.demo.processes import free_port, proxy_command
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
@@ -71,7 +71,7 @@ def test_vectors_that_find_no_room_are_left_out_and_the_record_stays(tmp_path: P
     class Encoder:
         fingerprint = bytes(32)
 
-    embedding = Embedding(EmbedderConfig(), metrics)
+    embedding = EmbeddingService(EmbedderConfig(), metrics)
     embedding._encoder = Encoder()  # type: ignore[assignment]
     vectors = VectorRecords(embedding)
     known = Conversation(Session("s", "t", PolicyConfig()), TOKENS)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from evoke_proxy.web import garbage
-from evoke_proxy.web.garbage import Garbage
+from evoke_proxy.web import garbage_collection
+from evoke_proxy.web.garbage_collection import DeferredCollection
 
 
 class Node:
@@ -37,13 +37,13 @@ def full() -> Iterator[list[int]]:
 def test_a_full_collection_waits_until_no_request_runs(
     full: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage, "_INTERVAL_S", 0.001)
-    monkeypatch.setattr(garbage, "_WORTH_IT", 1)
-    monkeypatch.setattr(garbage, "NEW_OBJECTS", 50)
+    monkeypatch.setattr(garbage_collection, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(garbage_collection, "_WORTH_IT", 1)
+    monkeypatch.setattr(garbage_collection, "NEW_OBJECTS", 50)
     idle, before = [False], gc.get_threshold()
 
     async def run() -> None:
-        collecting = Garbage(lambda: idle[0])
+        collecting = DeferredCollection(lambda: idle[0])
         collecting.start()
         old = Node()
         gc.collect(1)  # it has lived for long

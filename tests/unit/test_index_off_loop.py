@@ -15,7 +15,7 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.request.ahead import USER
 from evoke_proxy.core.snapshots.at_rest import Plain

@@ -92,7 +92,7 @@ def _list_of(item: bytes, n: int) -> bytes:
 
 @pytest.fixture
 def no_full_collections() -> Iterator[None]:
-    """As in the proxy (web/garbage.py), where full collections run while nothing else does."""
+    """As in the proxy, where full collections run only while no request does."""
     gc.disable()
     yield
     gc.enable()

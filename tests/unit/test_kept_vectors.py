@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evoke_proxy.adapters.clock import SteadyClock
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
 
 

@@ -14,7 +14,7 @@ from test_policies import CONFIG, FILLER, line
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.attention import Attended, captured_for
 from evoke_proxy.core.policy.key_bounds import KeyBounds, Queries
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]
 LAYERS, HEADS, KV_HEADS, SIZE, ROWS = 2, 4, 2, 8, 3
@@ -109,7 +109,7 @@ def test_arkvale_brings_back_what_queries_look_for() -> None:
     answer |= {"key_bounds": bounds_answer(keys, [True] * 8)}
     seen = memory.told(VIEW, answer, 1, 16)
     assert memory.question(VIEW, capture)["bounds"] == []
-    plan = registry.decide(seen, Question.of("anything"), config)
+    plan = registry.decide(seen, Query.of("anything"), config)
     assert [load.label for load in plan.loads] == ["s/1"]
     assert "1" in lasting(seen, plan).split()
     assert len(plan.saves) == len(plan.evicts) > 0

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from damage import DAMAGES, damage, in_memory
-from evoke_proxy.cli.main import main
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.adapters.secret_files import KeyFile, read_secret, read_token, write_secret
+from evoke_proxy.cli.main import main
 from evoke_proxy.core.tenants.keys import Caller, Keys, digest, key_of, line_of, presented
 from evoke_proxy.errors import ConfigError
 

@@ -12,7 +12,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.operator.exposition import UpstreamMetrics
+from evoke_proxy.engine.admin.exposition import UpstreamMetrics
 from evoke_proxy.errors import UpstreamRejected
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.

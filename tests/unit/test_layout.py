@@ -55,7 +55,7 @@ def states(layout: Layout) -> str:
 
 def test_a_new_prompt_is_cut_at_the_sinks_and_along_its_messages() -> None:
     assert spans(COLD) == [(0, 16), (16, 40), (40, 104), (104, 168), (168, 200)]
-    assert [block.key for block in COLD.blocks] == [
+    assert [block.display_name for block in COLD.blocks] == [
         "system#0", "system#1", "user:1#0", "user:1#1", "user:1#2",
     ]  # fmt: skip
     assert states(COLD) == "ddddd"
@@ -101,7 +101,11 @@ def test_a_block_that_is_half_resident_is_split() -> None:
     torn = begun(saved, FIRST, slot(203, (0, 50), (60, 260)), turn=2)
     assert spans(torn) == [(0, 16), (16, 40), (40, 50), (50, 60), (60, 104), (104, 168), (168, 200)]
     assert states(torn) == "rrrdrrr"
-    assert [block.key for block in torn.blocks[2:5]] == ["user:1#0.0", "user:1#0.1", "user:1#0.2"]
+    assert [block.display_name for block in torn.blocks[2:5]] == [
+        "user:1#0.0",
+        "user:1#0.1",
+        "user:1#0.2",
+    ]
     assert torn.stale == {COLD.blocks[2].label}
     assert all(piece.text in COLD.blocks[2].text for piece in torn.blocks[2:5])
 
@@ -110,7 +114,7 @@ def test_numbering_goes_on_behind_a_split_block() -> None:
     torn = begun(COLD, FIRST, slot(203, (0, 170), (180, 260)), turn=2)
     tokens = [*range(203), *range(900, 950)]
     longer = begun(torn, rendered(tokens, 40, 240), slot(203, (0, 170), (180, 203)), turn=3)
-    assert [block.key for block in longer.blocks[4:]] == [
+    assert [block.display_name for block in longer.blocks[4:]] == [
         "user:1#2.0", "user:1#2.1", "user:1#2.2", "user:1#3", "user:1#4",
     ]  # fmt: skip
 
@@ -270,7 +274,7 @@ def _check(before: Layout, layout: Layout, given_: Rendered, view: SlotView) -> 
     covered = [p for block in layout.blocks for p in range(block.span.start, block.span.end)]
     assert covered == list(range(given_.generation))
     assert all(len(block.span) <= 64 for block in layout.blocks)
-    assert len({block.key for block in layout.blocks}) == len(layout.blocks)
+    assert len({block.display_name for block in layout.blocks}) == len(layout.blocks)
     assert len({block.label for block in layout.blocks}) == len(layout.blocks)
     assert layout.n_past == view.n_past(len(given_.tokens))
     for block, state in zip(layout.blocks, states_of(layout), strict=True):

@@ -18,13 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_recorded import seated
 
+from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.operator import history
+from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
@@ -125,7 +126,7 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
 
         end = engine._concluding
         monkeypatch.setattr(way.observer, "close", step("close"))
-        monkeypatch.setattr(history, "ended", step("ended"))
+        monkeypatch.setattr(turn_history, "ended", step("ended"))
         monkeypatch.setattr(end._vectors, "submit", step("submit"))
         monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
         monkeypatch.setattr(end._keeper, "start_background", step("parted"))
@@ -397,7 +398,7 @@ def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
 
 
 @dataclass
-class Traffic:
+class ActiveRequests:
     """Requests and background work at random, and who has what at each moment."""
 
     how: random.Random
@@ -490,7 +491,7 @@ def test_whoever_comes_and_goes_each_slot_and_session_has_one_user() -> None:
         how = random.Random(seed)
         queue = SlotQueue(LimitsConfig(queue=how.choice((0, 3, 9)), queue_timeout_s=8.0))
         queue.restart(how.choice((1, 2, 4)))
-        it, loop = Traffic(how, queue), asyncio.get_running_loop()
+        it, loop = ActiveRequests(how, queue), asyncio.get_running_loop()
         kinds = (it.request, it.request, it.work, it.operation)
         tasks = [loop.create_task(how.choice(kinds)()) for _ in range(40)]
         for task in how.sample(tasks, 15):
@@ -552,7 +553,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
                 raise PlanRefused("stale_epoch")
             return {"epoch": 5}
 
-        monkeypatch.setattr(engine.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "run", run)
         view = SlotView.parse(
             {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
         )
@@ -595,8 +596,8 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
             await dropped.wait()
             return {"epoch": 5}
 
-        monkeypatch.setattr(engine.upstream, "slot", slot)
-        monkeypatch.setattr(engine.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "slot", slot)
+        monkeypatch.setattr(BlockApi, "run", run)
         span = Span(0, len(known.tokens))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(engine._operator.drop_block(known.id, span))
@@ -650,11 +651,11 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
         (known,) = engine.conversations
         done: list[str] = []
 
-        async def run(slot: int, action: str, *_: object) -> dict[str, Any]:
+        async def run(api: BlockApi, slot: int, action: str, *_: object) -> dict[str, Any]:
             done.append(action)
             return {}
 
-        monkeypatch.setattr(engine.upstream, "run", run)
+        monkeypatch.setattr(BlockApi, "run", run)
         (await engine._slots.acquire(known.id, "")).release()
         lease = await engine._slots.acquire("other", "")
         engine.conversations.forget(known)

@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 from cpu_time import exponent
 
-from evoke_proxy.core.model.blocks import Role, Span
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.truncate import truncate_messages
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.prompt.segment import Shares, cut
 from evoke_proxy.core.request import anthropic, normalise, responses
-from evoke_proxy.core.request.chat import freed, parse_chat
+from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
 from evoke_proxy.core.request.side import is_side_request
-from evoke_proxy.core.retrieval.edges import closed, cut_off
-from evoke_proxy.core.retrieval.names import Names
-from evoke_proxy.core.retrieval.phrases import phrases, spaced
-from evoke_proxy.core.retrieval.query import Question, asked
-from evoke_proxy.core.retrieval.terms import spelled, terms
-from evoke_proxy.core.retrieval.words import Postings
+from evoke_proxy.core.retrieval.bm25 import (
+    InvertedIndex,
+    phrase_text,
+    query_phrases,
+    terms_of,
+)
+from evoke_proxy.core.retrieval.index import Index, cut_off, ends_sentence, possible_names
+from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.drift import drift
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
@@ -75,17 +78,21 @@ def _chat(text: str) -> dict[str, Any]:
 
 
 def _asked(text: str) -> None:
-    asked(parse_chat("chat", _chat(text)))
-    asked(parse_chat("chat", {"messages": [{"role": "user", "content": text}]}))
+    query_of(parse_chat("chat", _chat(text)))
+    query_of(parse_chat("chat", {"messages": [{"role": "user", "content": text}]}))
 
 
 def _retrieved(text: str) -> None:
-    postings, names = Postings(), Names()
-    postings.add(text)
-    postings.ask_about(np.zeros(1, np.int64))
-    postings.alike({term: postings.exact(term) for term in postings.telling(text)[:50]})
-    names.add([text], 0)
-    names.called(text, np.zeros(1, np.int64), np.zeros(1, np.int64), 0)
+    inverted = InvertedIndex()
+    inverted.add(text)
+    inverted.set_active(np.zeros(1, np.int64))
+    terms = inverted.informative_terms(text)[:50]
+    inverted.fuzzy_evidence({term: inverted.exact_evidence(term) for term in terms})
+
+
+def _searched(text: str) -> None:
+    blocks = BlockTable([Block("user:0#0", "s/0", Span(0, 9), Role.USER, 1, 0, text, (text,))])
+    Index().relevance(Query.of(text), blocks)
 
 
 def _cut(text: str) -> None:
@@ -97,14 +104,15 @@ def _cut(text: str) -> None:
 
 OF_TEXT: dict[str, Callable[[str], object]] = {
     "asked": _asked,
-    "question": lambda text: Question.of(text, text),
-    "narrowed": lambda text: Question.of(text).narrowed(64),
+    "question": lambda text: Query.of(text, text),
+    "narrowed": lambda text: Query.of(text).narrowed(64),
     "retrieved": _retrieved,
-    "terms": terms,
-    "spelled": spelled,
-    "phrases": lambda text: phrases(text, {"a"}),
-    "spaced": spaced,
-    "closed": closed,
+    "searched": _searched,
+    "terms": terms_of,
+    "possible_names": possible_names,
+    "phrases": lambda text: query_phrases(text, {"a"}),
+    "phrase_text": phrase_text,
+    "ends_sentence": ends_sentence,
     "cut off": lambda text: cut_off(text, ("a", "go", "語")),
     "cut": _cut,
     "dated": normalise.is_dated,
@@ -162,12 +170,12 @@ def _bodies(n: int) -> None:
 
 
 def _freed(body: dict[str, Any]) -> bytes:
-    return freed(json.dumps(body).encode(), body)
+    return strip_own_fields(json.dumps(body).encode(), body)
 
 
 def _doubled(n: int) -> None:
     text = '{"messages":[{"a":1' + ',"evoke_keep":"pin"' * n + "}]}"
-    freed(text.encode(), json.loads(text))
+    strip_own_fields(text.encode(), json.loads(text))
 
 
 def _items(kind: str, n: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evoke_proxy.core.retrieval.packed_vectors import packed, unpacked
+from evoke_proxy.core.retrieval.vectors import decode_vectors, encode_vectors
 
 VECTORS = [
     ("s/0-4-a", np.arange(6, dtype=np.float32).reshape(2, 3) / 7),
@@ -14,12 +14,12 @@ VECTORS = [
 
 
 def test_vectors_come_back_to_the_bit_of_the_same_encoder_only() -> None:
-    data = packed(b"\n1", VECTORS)
-    found = unpacked(data, b"\n1")
+    data = encode_vectors(b"\n1", VECTORS)
+    found = decode_vectors(data, b"\n1")
     assert list(found) == [label for label, _ in VECTORS]
     for label, vectors in VECTORS:
         assert found[label].dtype == np.float32 and np.array_equal(found[label], vectors)
-    assert unpacked(data, b"\n2") == {} == unpacked(packed(b"\n1", []), b"\n1")
+    assert decode_vectors(data, b"\n2") == {} == decode_vectors(encode_vectors(b"\n1", []), b"\n1")
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_vectors_come_back_to_the_bit_of_the_same_encoder_only() -> None:
 )
 def test_anything_else_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
-        unpacked(data, b"")
+        decode_vectors(data, b"")

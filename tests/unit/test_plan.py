@@ -58,7 +58,7 @@ def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
 
 def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
     assert FULL.stream is not None
-    assert FULL.stream.held == 4 + 32 + 6 + 64
+    assert FULL.stream.min_budget == 4 + 32 + 6 + 64
 
 
 def test_one_call_has_no_more_than_llama_server_takes() -> None:

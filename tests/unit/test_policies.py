@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from slot_model import BlockState, SlotModel, seen, states_of, total
 
 from evoke_proxy.config import POLICIES, PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import registry, working_set
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.registry import recovers
-from evoke_proxy.core.retrieval import Index, Scores
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.accounting import forecast
 from evoke_proxy.errors import ConfigError
 
@@ -32,7 +32,7 @@ def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
     """With two of the blocks for the oracle, and some that the client names now and then."""
     named = ("user:0", "tool:3#0") if "port" in query else ()
     files = ("src/a.py", "src/b.py") if "config" in query else ()
-    question = replace(Question.of(query), named=named, gold=(1, 2), files=files)
+    question = replace(Query.of(query), requested=named, gold=(1, 2), files=files)
     return registry.decide(view, question, config)
 
 
@@ -83,14 +83,14 @@ def _tail_state(draw: st.DrawFn) -> BlockState:
 def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
     role = draw(st.sampled_from(Role))
     return Block(
-        key=f"{role}:{number}#0",
+        display_name=f"{role}:{number}#0",
         label=f"s/{span.start}-{span.end}",
         span=span,
         role=role,
         turn=1,
         message=number // 2,
         text=" ".join(draw(st.lists(st.sampled_from(WORDS), max_size=4))),
-        identity=draw(st.sampled_from([(), (), ("src/a.py",), ("src/a.py", "src/b.py")])),
+        aliases=draw(st.sampled_from([(), (), ("src/a.py",), ("src/a.py", "src/b.py")])),
         pinned=draw(st.integers(1, 10)) <= pins_in_10,
         preferred=draw(st.integers(0, 9)) == 0,
     )
@@ -194,7 +194,7 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
             if state.resident
         )
         assert resident_tokens(then) <= max(least, stays + loose)
-        assert plan.stream is not None and plan.stream.held <= config.budget
+        assert plan.stream is not None and plan.stream.min_budget <= config.budget
     elif not plan.infeasible:
         assert needed <= config.budget
         assert resident_tokens(view) > config.budget or model.peak <= max(
@@ -246,7 +246,7 @@ def test_sinks_pins_and_the_topmost_block_are_never_evicted(
     if plan.stream is not None and plan.stream.budget:
         spared = [*plan.stream.protect, Span(0, sinks(config))]
         assert not common((victim.span for victim in plan.stream.order), spared)
-        assert plan.stream.held <= max(
+        assert plan.stream.min_budget <= max(
             plan.stream.budget, config.sink_tokens + config.recent_tokens + config.block_tokens
         )
 
@@ -293,7 +293,7 @@ def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
 ) -> None:
     config = replace(config, name=name)
     used = Index()
-    used.relevance(Question.of("vault"), view.blocks[: len(view.blocks) // 2])
+    used.relevance(Query.of("vault"), view.blocks[: len(view.blocks) // 2])
     other = replace(view, index=used)
     assert decide(view, query, config) == decide(other, query, config)
     assert decide(view, query, config) == decide(view, query, config)
@@ -409,7 +409,7 @@ def file_session() -> PolicyView:
     shapes |= {5: (4, tool, "src/a.py"), 6: (5, said, "src/a.py"), 7: (6, tool, "src/b.py")}
     blocks = list(view.blocks)
     for i, (message, role, path) in shapes.items():
-        blocks[i] = replace(blocks[i], message=message, role=role, identity=(path,))
+        blocks[i] = replace(blocks[i], message=message, role=role, aliases=(path,))
     return replace(view, blocks=BlockTable(blocks))
 
 
@@ -423,7 +423,7 @@ def file_session() -> PolicyView:
 )
 def test_a_file_that_a_tool_is_called_with_comes_back_whole(budget: int, back: str) -> None:
     view, config = file_session(), replace(CONFIG, budget=budget)
-    question = replace(Question.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
+    question = replace(Query.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
     plan = registry.decide(view, question, config)
     assert " ".join(load.label for load in plan.loads) == back
     without = registry.decide(view, replace(question, files=()), config)
@@ -455,18 +455,24 @@ def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_abou
 def test_equal_blocks_are_told_apart_by_key() -> None:
     view = line(["x"] * 10, "r" * 10)
     keys = [f"key{(i * 7) % 10}" for i in range(10)]
-    flat = [replace(b, key=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)]
+    flat = [
+        replace(b, display_name=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)
+    ]
     plan = decide(replace(view, blocks=BlockTable(flat)), "", CONFIG)
-    left = {b.key for b in flat} - {flat[int((e.label or "")[2:])].key for e in plan.evicts}
+    left = {b.display_name for b in flat} - {
+        flat[int((e.label or "")[2:])].display_name for e in plan.evicts
+    }
     assert left - {keys[0], keys[9]} == {"key1", "key2", "key4", "key5"}
     assert plan.stream is not None
-    assert [flat[int(v.label[2:])].key for v in plan.stream.order] == sorted(left - {keys[0]})
+    assert [flat[int(v.label[2:])].display_name for v in plan.stream.order] == sorted(
+        left - {keys[0]}
+    )
 
 
 class NoisyIndex(Index):
     """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
 
-    def relevance(self, question: Question, blocks: BlockTable, *_: object) -> Scores:
+    def relevance(self, question: Query, blocks: BlockTable, *_: object) -> FloatArray:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 
@@ -505,7 +511,7 @@ def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
     assert plan.crowded and "+s/9" in moved(plan)
     assert plan.stream is not None
     assert any(Span(9 * 64, 10 * 64).start in span for span in plan.stream.protect)
-    assert plan.stream.held <= 1024
+    assert plan.stream.min_budget <= 1024
     recency = decide(view, "number9", replace(CONFIG, budget=1024, name="recency"))
     assert recency.infeasible and not recency.crowded
 

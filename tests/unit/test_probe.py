@@ -24,7 +24,7 @@ from evoke_proxy.core.policy.probe import (
     reachable,
     sought,
 )
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]
 FUSED = replace(CONFIG, recall="fused")
@@ -126,7 +126,7 @@ def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) ->
     config = replace(CONFIG, recall=recall, margin=0.0)
     texts = [FILLER[0], "my residence is amber falcon", *FILLER[2:8]]
     view = line(texts, "rsrrrrrr", tail=64)
-    question = Question.of("where do I live?")
+    question = Query.of("where do I live?")
     assert registry.decide(view, question, config).loads == ()
     found = np.zeros(8)
     found[1] = 0.9
@@ -141,7 +141,7 @@ def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
     view = line([*texts, *FILLER[3:8]], "rssrrrrr", tail=64)
     found = np.zeros(8)
     found[1] = 0.9
-    question = Question.of("what is the oslo vault code?")
+    question = Query.of("what is the oslo vault code?")
     config = replace(FUSED, margin=0.0)
     plan = registry.decide(replace(view, sought=found), question, config)
     assert {load.label for load in plan.loads} == {"s/1", "s/2"}
@@ -158,31 +158,31 @@ def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
     view = line(texts, "ssrrrrrr")
 
     def sure(text: str) -> float:
-        return view.index.confidence(Question.of(text), view.blocks, view.own)
+        return view.index.confidence(Query.of(text), view.blocks, view.own)
 
     assert sure("what is the oslo vault code?") > 0.9
     assert sure("what is the oslo vault code, and where do I live?") < 0.2
     assert sure("where do I live?") < 0.2
-    assert view.index.confidence(Question(), view.blocks, view.own) == 0.0
+    assert view.index.confidence(Query(), view.blocks, view.own) == 0.0
 
 
 def test_text_is_not_sure_of_a_word_that_many_blocks_have() -> None:
     texts = [f"some heavy filler number{i}" for i in range(11)] + ["my weight is 19605"]
     view = line(texts, "s" * 11 + "r")
-    sure = view.index.confidence(Question.of("how heavy am I?"), view.blocks, view.own)
+    sure = view.index.confidence(Query.of("how heavy am I?"), view.blocks, view.own)
     assert 0 < sure < 0.6
     rare = line(["some heavy filler", *FILLER[1:12]], "s" * 11 + "r")
-    assert rare.index.confidence(Question.of("how heavy am I?"), rare.blocks, rare.own) > 0.9
+    assert rare.index.confidence(Query.of("how heavy am I?"), rare.blocks, rare.own) > 0.9
 
 
 def test_text_is_never_sure_of_what_it_finds_by_meaning_alone() -> None:
     view = line([f"some filler number{i}" for i in range(31)] + ["my weight is 19605"], "s" * 32)
     near = [np.eye(2, dtype=np.float32)[:1], np.eye(2, dtype=np.float32)[1:]]
-    view.index.relevance(Question(), view.blocks)
-    view.index.take((block.label, near[int(i == 31)]) for i, block in enumerate(view.blocks))
+    view.index.relevance(Query(), view.blocks)
+    view.index.add_vectors((block.label, near[int(i == 31)]) for i, block in enumerate(view.blocks))
 
     def sure(text: str) -> float:
-        question = Question.of(text).embedded([near[1][0]])
+        question = Query.of(text).embedded([near[1][0]])
         assert view.index.relevance(question, view.blocks).argmax() == 31
         return view.index.confidence(question, view.blocks, view.own)
 

@@ -49,10 +49,10 @@ def test_a_rendering_is_read_from_the_servers_answer() -> None:
 
 
 def test_stops_are_positions_or_bits() -> None:
-    assert Rendered.parse(ANSWER).stops.tolist() == []
-    assert Rendered.parse({**ANSWER, "stops": [1, 3]}).stops.tolist() == [1, 3]
+    assert Rendered.parse(ANSWER).sentence_starts.tolist() == []
+    assert Rendered.parse({**ANSWER, "stops": [1, 3]}).sentence_starts.tolist() == [1, 3]
     bits = base64.b64encode(bytes([0b1010, 0b1])).decode()
-    assert Rendered.parse({**ANSWER, "stops_b64": bits}).stops.tolist() == [1, 3, 8]
+    assert Rendered.parse({**ANSWER, "stops_b64": bits}).sentence_starts.tolist() == [1, 3, 8]
     with pytest.raises(UpstreamProtocolError):
         Rendered.parse({**ANSWER, "stops_b64": "?"})
 

@@ -12,36 +12,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.retrieval import Index, Scores, pieces, terms
-from evoke_proxy.core.retrieval.meaning import VectorRows
-from evoke_proxy.core.retrieval.query import Question, asked
+from evoke_proxy.core.retrieval.bm25 import terms_of
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import Query, query_of
+from evoke_proxy.core.retrieval.vectors import DocumentVectors, chunks_of
 
 
 def block(number: int, text: str, message: int | None = None, *identity: str) -> Block:
     return Block(
-        key=f"user:{number}#0",
+        display_name=f"user:{number}#0",
         label=f"s/{number}",
         span=Span(number * 10, number * 10 + 10),
         role=Role.USER,
         turn=number,
         message=number if message is None else message,
         text=text,
-        identity=identity,
+        aliases=identity,
     )
 
 
-def relevance(text: str, blocks: list[Block]) -> Scores:
-    return Index().relevance(Question.of(text), BlockTable(blocks))
+def relevance(text: str, blocks: list[Block]) -> FloatArray:
+    return Index().relevance(Query.of(text), BlockTable(blocks))
 
 
 FILLER = "The old river follows the machine under the bridge near the code of the market."
 
 
 def test_terms_keep_identifiers_whole_and_in_parts() -> None:
-    assert terms("Set API_PORT=8080 in src/config.py!") == [
+    assert terms_of("Set API_PORT=8080 in src/config.py!") == [
         "set", "api_port", "api", "port", "8080", "in", "src/config.py", "src", "config", "py",
     ]  # fmt: skip
 
@@ -55,9 +56,7 @@ def test_the_block_with_the_rare_words_wins() -> None:
 
 
 def test_nothing_in_common_is_all_zero() -> None:
-    scores = Index().relevance(
-        Question.of("zebra"), BlockTable([block(i, FILLER) for i in range(3)])
-    )
+    scores = Index().relevance(Query.of("zebra"), BlockTable([block(i, FILLER) for i in range(3)]))
     assert scores.tolist() == [0.0, 0.0, 0.0]
     assert relevance("anything", ([])).tolist() == []
 
@@ -106,9 +105,9 @@ def test_the_questions_own_blocks_take_no_place() -> None:
     blocks = [block(i, FILLER) for i in range(20)]
     blocks[3] = block(3, "The Oslo vault has 48213.")
     asking = [block(20 + i, "What has the Oslo vault?") for i in range(6)]
-    question, held = Question.of("What has the Oslo vault?"), BlockTable([*blocks, *asking])
+    question, held = Query.of("What has the Oslo vault?"), BlockTable([*blocks, *asking])
     beside = Index().relevance(question, held)
-    apart = Index().relevance(question, held, own=20)
+    apart = Index().relevance(question, held, first_new=20)
     assert apart[3] > 0.85 > beside[3]
     assert apart[20:].max() > 0.95 and apart[20:].argmax() == beside[20:].argmax()
 
@@ -122,7 +121,7 @@ def test_the_turn_before_counts_half() -> None:
         {"role": "assistant", "content": "An otter."},
         {"role": "user", "content": "And the seniority?"},
     ]
-    question = asked(parse_chat("chat", {"messages": messages}))
+    question = query_of(parse_chat("chat", {"messages": messages}))
     scores = Index().relevance(question, BlockTable(blocks))
     assert scores[3] == pytest.approx(1.0)
     assert scores[15] == pytest.approx(0.5, abs=0.03)
@@ -175,28 +174,28 @@ def embedded(blocks: list[Block], about: int) -> Index:
     """An index in which one block's second piece points along the first axis, the rest nowhere."""
     rng = np.random.default_rng(1)
     index = Index()
-    index.relevance(Question.of(""), BlockTable(blocks))
+    index.relevance(Query.of(""), BlockTable(blocks))
     for i, item in enumerate(blocks):
         drawn = rng.standard_normal((2, 16)).astype(np.float32)
         rows = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
         if i == about:
             rows[1] = unit(1.0, *[0.1] * 15)
-        index.take([(item.label, rows)])
+        index.add_vectors([(item.label, rows)])
     return index
 
 
 def test_a_vector_finds_what_no_word_does() -> None:
     blocks = [block(i, FILLER) for i in range(200)]
-    question = Question("zebra", ("zebra",), (unit(1.0, *[0.0] * 15),))
+    question = Query("zebra", ("zebra",), (unit(1.0, *[0.0] * 15),))
     assert embedded(blocks, 7).relevance(question, BlockTable(blocks)).argmax() == 7
-    missing = Question("zebra", ("zebra",), (None,))
+    missing = Query("zebra", ("zebra",), (None,))
     assert not embedded(blocks, 7).relevance(missing, BlockTable(blocks)).any()
 
 
 def test_words_that_are_sure_outweigh_a_vector_that_is_not() -> None:
     blocks = [block(i, FILLER) for i in range(200)]
     blocks[3] = block(3, "The Oslo vault has 48213.")
-    question = Question("Oslo vault", ("Oslo vault",), (unit(1.0, *[0.0] * 15),))
+    question = Query("Oslo vault", ("Oslo vault",), (unit(1.0, *[0.0] * 15),))
     scores = embedded(blocks, 7).relevance(question, BlockTable(blocks))
     assert np.argsort(-scores)[:2].tolist() == [3, 7]
 
@@ -204,27 +203,29 @@ def test_words_that_are_sure_outweigh_a_vector_that_is_not() -> None:
 def test_vectors_survive_that_the_index_forgets() -> None:
     index, dim = Index(), 4
     table = BlockTable([block(0, "kept text")])
-    index.relevance(Question.of("x"), table)
-    index.take([("s/0", unit(*[1.0] * dim)[None])])
+    index.relevance(Query.of("x"), table)
+    index.add_vectors([("s/0", unit(*[1.0] * dim)[None])])
     for generation in range(1, 30):
         more = [block(generation * 100 + i, f"word{i}") for i in range(100)]
-        index.relevance(Question.of("x"), table + BlockTable(more))
-    assert len(index._postings) < 2500
-    assert index.lacking(1000)[-1].label != "s/0" and len(index.lacking(1000)) == 100
-    close = index.coherence(unit(*[1.0] * dim), table + BlockTable(more))
+        index.relevance(Query.of("x"), table + BlockTable(more))
+    assert len(index._inverted) < 2500
+    assert (
+        index.without_vectors(1000)[-1].label != "s/0" and len(index.without_vectors(1000)) == 100
+    )
+    close = index.topic_similarity(unit(*[1.0] * dim), table + BlockTable(more))
     assert close is not None and close[0] == pytest.approx(1.0) and close[1] == 0.5
 
 
 def test_what_lacks_vectors_is_told_latest_first() -> None:
     blocks = [block(i, FILLER) for i in range(5)]
     index = Index()
-    index.relevance(Question.of("x"), BlockTable(blocks))
-    index.take([("s/3", unit(1.0, 0.0)[None]), ("unknown", unit(1.0, 0.0)[None])])
-    assert [item.label for item in index.lacking(3)] == ["s/4", "s/2", "s/1"]
+    index.relevance(Query.of("x"), BlockTable(blocks))
+    index.add_vectors([("s/3", unit(1.0, 0.0)[None]), ("unknown", unit(1.0, 0.0)[None])])
+    assert [item.label for item in index.without_vectors(3)] == ["s/4", "s/2", "s/1"]
 
 
 def test_vectors_of_another_encoder_replace_the_old() -> None:
-    rows = VectorRows()
+    rows = DocumentVectors()
     rows.put(0, np.stack([unit(1.0, 0.0)]))
     rows.put(1, np.stack([unit(1.0, 0.0, 0.0)]))
     assert 0 not in rows and 1 in rows
@@ -233,7 +234,7 @@ def test_vectors_of_another_encoder_replace_the_old() -> None:
 
 def test_many_vectors_are_looked_through_coarsely_and_the_best_closely() -> None:
     rng = np.random.default_rng(3)
-    rows, count = VectorRows(), 8000
+    rows, count = DocumentVectors(), 8000
     drawn = rng.standard_normal((count, 4, 64)).astype(np.float32)
     drawn /= np.linalg.norm(drawn, axis=2, keepdims=True)
     for number in range(count):
@@ -250,22 +251,22 @@ def test_the_sentence_is_found_among_so_many_that_blocks_are_looked_through_coar
     count, size = 9000, 64
     blocks = [block(i, f"{FILLER} A second one. A third one.") for i in range(count)]
     index = Index()
-    index.relevance(Question.of("hold"), BlockTable(blocks))
+    index.relevance(Query.of("hold"), BlockTable(blocks))
     drawn = rng.standard_normal((count, 3, size), dtype=np.float32)
     drawn /= np.linalg.norm(drawn, axis=2, keepdims=True)
     asked_for = {777: unit(*rng.standard_normal(size)), 4321: unit(*rng.standard_normal(size))}
     for number, vector in asked_for.items():
         drawn[number, 1] = unit(*(vector + 0.5 * drawn[number, 1]))
-    index.take((item.label, rows) for item, rows in zip(blocks, drawn, strict=True))
+    index.add_vectors((item.label, rows) for item, rows in zip(blocks, drawn, strict=True))
     parts = ("zebra", "gnu")
-    question = Question("zebra, gnu", parts, tuple(asked_for.values()))
+    question = Query("zebra, gnu", parts, tuple(asked_for.values()))
     scores = index.relevance(question, BlockTable(blocks))
     assert set(np.argsort(-scores)[:2].tolist()) == set(asked_for)
 
 
 @given(st.text(max_size=400))
 def test_pieces_are_few_and_lose_nothing(text: str) -> None:
-    parts = pieces(text)
+    parts = chunks_of(text)
     assert len(parts) <= 4
     assert "".join("".join(parts).split()) == "".join(text.split())
 
@@ -273,19 +274,19 @@ def test_pieces_are_few_and_lose_nothing(text: str) -> None:
 def test_blocks_that_are_gone_no_longer_count() -> None:
     index = Index()
     blocks = [block(i, FILLER) for i in range(5)] + [block(9, "Oslo vault")]
-    assert index.relevance(Question.of("vault"), BlockTable(blocks))[5] == 1.0
-    assert index.relevance(Question.of("vault"), BlockTable(blocks[:5])).tolist() == [0.0] * 5
+    assert index.relevance(Query.of("vault"), BlockTable(blocks))[5] == 1.0
+    assert index.relevance(Query.of("vault"), BlockTable(blocks[:5])).tolist() == [0.0] * 5
     assert len(index) == 5
-    assert index.relevance(Question.of("vault"), BlockTable(blocks)).argmax() == 5
+    assert index.relevance(Query.of("vault"), BlockTable(blocks)).argmax() == 5
 
 
 def test_the_index_forgets_dead_blocks_for_good() -> None:
     index = Index()
     for generation in range(40):
         blocks = [block(generation * 100 + i, f"word{i}") for i in range(100)]
-        assert index.relevance(Question.of("word7"), BlockTable(blocks)).argmax() == 7
+        assert index.relevance(Query.of("word7"), BlockTable(blocks)).argmax() == 7
     assert len(index) == 100
-    assert len(index._postings) < 2000
+    assert len(index._inverted) < 2000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
@@ -304,9 +305,9 @@ def test_looking_up_starts_no_threads_that_wait_for_each_other() -> None:
 def test_ten_thousand_blocks_take_milliseconds() -> None:
     blocks = [block(i, f"{FILLER} fact{i} is {i * 7919 % 100003}") for i in range(10_000)]
     index = Index()
-    index.relevance(Question.of("warm"), BlockTable(blocks))
+    index.relevance(Query.of("warm"), BlockTable(blocks))
     began = time.process_time()
-    scores = index.relevance(Question.of("what is fact777 under the bridge?"), BlockTable(blocks))
+    scores = index.relevance(Query.of("what is fact777 under the bridge?"), BlockTable(blocks))
     # a tripwire against something quadratic; the bench measures the real figure
     assert time.process_time() - began < 0.5
     assert scores.argmax() == 777

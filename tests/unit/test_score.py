@@ -13,8 +13,8 @@ from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.score import keep_scores
 from evoke_proxy.core.policy.task import Task
-from evoke_proxy.core.retrieval import Index
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import Query
 
 N_TOKENS = 100_000
 BLOCK = Block("user:0#0", "s/0", Span(64, 128), Role.USER, 1, 0, "")
@@ -90,8 +90,8 @@ def placed(config: PolicyConfig, **seen_too: object) -> list[float]:
     blocks = tuple(replace(at(end, Role.TOOL), label=f"s/{end}") for end in (300, 9_000, 70_000))
     view = PolicyView(*seen(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
     index = Index()
-    index.relevance(Question(), view.blocks)
-    index.take([("s/300", EAST[None]), ("s/9000", -EAST[None])])
+    index.relevance(Query(), view.blocks)
+    index.add_vectors([("s/300", EAST[None]), ("s/9000", -EAST[None])])
     return keep_scores(replace(view, index=index, **seen_too), config).tolist()  # type: ignore[arg-type]
 
 

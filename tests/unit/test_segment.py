@@ -38,7 +38,7 @@ def test_blocks_tile_what_they_are_cut_from(
     edges = {at for draft in drafts for at in (draft.span.start, draft.span.end)}
     wanted = {*cuts, *(item.span.end for item in spans_of(*lengths))}
     assert {at for at in wanted if start < at < end} <= edges
-    assert len({draft.key for draft in drafts}) == len(drafts)
+    assert len({draft.display_name for draft in drafts}) == len(drafts)
 
 
 def test_blocks_begin_at_their_message_and_after_a_cut() -> None:
@@ -51,7 +51,7 @@ def test_blocks_begin_at_their_message_and_after_a_cut() -> None:
 
 def test_without_spans_the_prompt_is_one_message() -> None:
     drafts = cut(100, [], [Message(Role.USER, "x" * 1000)], 90, 64)
-    assert [(draft.key, draft.span) for draft in drafts] == [
+    assert [(draft.display_name, draft.span) for draft in drafts] == [
         ("user:0#0", Span(0, 64)),
         ("user:0#1", Span(64, 90)),
     ]
@@ -97,7 +97,7 @@ def named() -> list[Draft]:
 
 
 def test_names_come_from_roles_calls_and_marks() -> None:
-    assert [draft.key for draft in named()] == [
+    assert [draft.display_name for draft in named()] == [
         "system#0", "user:1#0", "assistant:2#0", "file:config.py#0", "tool:search#0", "tool:edit#0",
         "file:config.py#1", "file:lib#0", "tool:8#0", "tool:weather#0", "system:10#0", "notes#0",
         "tool:run#0", "tool:search#1",
@@ -105,7 +105,7 @@ def test_names_come_from_roles_calls_and_marks() -> None:
 
 
 def test_an_identity_holds_whatever_a_text_may_call_it() -> None:
-    identities = {draft.key: draft.identity for draft in named()}
+    identities = {draft.display_name: draft.aliases for draft in named()}
     assert identities["file:config.py#0"] == ("/src/app/config.py", "config.py", "read", "c1")
     assert identities["tool:search#0"] == ("search", "c2")
     assert identities["tool:8#0"] == ("unknown",)
@@ -118,10 +118,10 @@ def test_numbering_goes_on_after_the_keys_that_are_taken() -> None:
     numbers = next_numbers(["user:0#0", "user:0#1", "user:0#2.1", "file:a#b#7"], {"tool:x": 2})
     assert numbers == {"user:0": 3, "file:a#b": 8, "tool:x": 2}
     drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, numbers=numbers)
-    assert [draft.key for draft in drafts] == ["user:0#3"]
+    assert [draft.display_name for draft in drafts] == ["user:0#3"]
     named_message = [Message(Role.USER, block_name="file:a#b")]
     [draft] = cut(10, spans_of(10), named_message, 10, numbers=numbers)
-    assert draft.key == "file:a#b#8"
+    assert draft.display_name == "file:a#b#8"
 
 
 @given(st.integers(1, 400), st.integers(0, 3000))
@@ -191,7 +191,7 @@ def test_a_text_with_other_sentences_than_its_tokens_is_known_by_length() -> Non
 
 def test_a_span_without_its_message_still_makes_blocks() -> None:
     [draft] = cut(10, [MessageSpan(7, Role.TOOL, Span(0, 10))], [], 10)
-    assert (draft.key, draft.text, draft.identity) == ("tool:7#0", "", ())
+    assert (draft.display_name, draft.text, draft.aliases) == ("tool:7#0", "", ())
 
 
 @pytest.mark.parametrize("path", ["", "   ", 7, None])
@@ -199,10 +199,10 @@ def test_an_argument_that_is_no_path_names_nothing(path: object) -> None:
     call = ToolCall("c", "read", json.dumps({"path": path, "filename": "b.txt"}))
     messages = [Message(Role.TOOL, tool_call_id="c"), Message(Role.ASSISTANT, tool_calls=(call,))]
     [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
-    assert draft.key == "file:b.txt#0"
+    assert draft.display_name == "file:b.txt#0"
 
 
 def test_a_very_long_name_is_cut() -> None:
     messages = [Message(Role.TOOL, name="n" * 500)]
     [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
-    assert draft.key == "tool:" + "n" * 95 + "#0"
+    assert draft.display_name == "tool:" + "n" * 95 + "#0"

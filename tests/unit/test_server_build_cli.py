@@ -110,7 +110,7 @@ def test_a_stopped_build_leaves_nobody_running_and_resumes(
     process.send_signal(stop)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "running it again resumes" in stderr
+    assert "run it again to resume" in stderr
     assert not running(NAP)
     lists.write_text(quick)
     done = run(llama, "--print-path")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from evoke_proxy.cli.main import main
 from test_vault import TOKENS, kept, vault
 
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.cli.main import main
 from evoke_proxy.core.request.ahead import STEP
 
 
@@ -101,7 +101,7 @@ def test_an_export_is_complete_and_for_its_owner_alone(folder: Path, tmp_path: P
         (["show", "x"], "no session"),
         (["show"], "no session"),
         (["pin", ""], "no session"),
-        (["export", "aaaa"], "name a file"),
+        (["export", "aaaa"], "name the tar file"),
     ],
 )
 def test_what_cannot_be_done_is_said(

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.retrieval.vector_cache import VectorCache
+from evoke_proxy.core.retrieval.vectors import VectorCache
 from evoke_proxy.core.tenants.shares import FairQueue, first_of_largest
 
 
@@ -47,7 +47,7 @@ def test_a_queue_serves_tenants_in_turn_the_latest_of_each_first() -> None:
 
 
 def test_a_cache_keeps_the_vectors_of_a_tenant_that_has_its_share() -> None:
-    cache = VectorCache(20_000, share_of=lambda key: key[:1])
+    cache = VectorCache(20_000, tenant_of=lambda key: key[:1])
     vector = np.ones(64, np.float32)
     for number in range(5):
         cache.put(b"q%d" % number, vector)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.store import Record, Store
+from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.ahead import STEP, USER
 from evoke_proxy.core.snapshots.snapshots import Snapshot
@@ -234,9 +234,9 @@ def test_only_what_the_other_proxy_changed_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    whole = Store._snapshot
+    whole = SnapshotIndex._snapshot
 
-    def counted(self: Store, row: tuple[Any, ...]) -> Snapshot:
+    def counted(self: SnapshotIndex, row: tuple[Any, ...]) -> Snapshot:
         read.append(row[0])
         return whole(self, row)
 
@@ -244,7 +244,7 @@ def test_only_what_the_other_proxy_changed_is_read(
         old = [kept(first, TOKENS + i, branch=f"b{i}") for i in range(4)]
         with vault(tmp_path, shared=True) as second:
             assert {item.id for item in second.snapshots} == {item.id for item in old}
-            monkeypatch.setattr(Store, "_snapshot", counted)
+            monkeypatch.setattr(SnapshotIndex, "_snapshot", counted)
             new = kept(first, TOKENS + 9, branch="new")
             first.pin(old[1], True)
             first.delete(old[2], "test")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.retrieval.vector_cache import VectorCache
+from evoke_proxy.core.retrieval.vectors import VectorCache
 
 ONE = np.ones(4, np.float32)
 COST = VectorCache(1 << 20)

@@ -15,11 +15,11 @@ from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.session import Session
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors, stacked
 
 EAST = np.array([1.0, 0.0], np.float32)
 POLICY = PolicyConfig(budget=512)
@@ -60,7 +60,7 @@ def conversation(*said: str) -> Conversation:
         Block(f"user:{i}#0", f"s/{i}", Span(i * 9, i * 9 + 9), Role.USER, 1, i, text)
         for i, text in enumerate(said)
     ]
-    session.index.relevance(Question.of("x"), BlockTable(blocks))
+    session.index.relevance(Query.of("x"), BlockTable(blocks))
     return Conversation(session, np.zeros(0, np.int32))
 
 
@@ -89,7 +89,7 @@ def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
     fake.done[b"me/The first one is here."] = EAST
     fake.done[known.awaited["s/1"][0]] = EAST
     known.session.take(stacked(vectors.arrived(known)))
-    assert [block.label for block in known.session.index.lacking(9)] == ["s/1"]
+    assert [block.label for block in known.session.index.without_vectors(9)] == ["s/1"]
     fake.submitted.clear()
     vectors.submit(known)
     assert set(known.awaited) == {"s/1"} and "The first one is here." not in fake.submitted
@@ -99,9 +99,9 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
-    monkeypatch.setattr("evoke_proxy.engine.vectors._AT_ONCE", 2)
+    monkeypatch.setattr("evoke_proxy.engine.embedding.block_vectors._AT_ONCE", 2)
     known.session.take(stacked(vectors_of(fake).arrived(known)))
-    assert len(known.embedded) == 2 and not known.session.index.lacking(9)
+    assert len(known.embedded) == 2 and not known.session.index.without_vectors(9)
 
 
 def test_an_embedder_that_is_off_is_asked_nothing() -> None:

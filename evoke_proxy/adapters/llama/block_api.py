@@ -74,7 +74,7 @@ class BlockApi:
         Raises PromptTooLong once the reply has more than `n_ctx` tokens.
         """
         previous = call.previous
-        edges = orjson.dumps(previous.edges if previous is not None else ())
+        edges = orjson.dumps(previous.message_hashes if previous is not None else ())
         # Spliced, not parsed: llama-server must see the spelling that is forwarded later.
         head = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (
             orjson.dumps(call.dialect),

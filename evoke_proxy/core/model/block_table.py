@@ -6,7 +6,7 @@ taking its beginning and adding what is new, and nothing is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 from typing import Any, overload
@@ -245,3 +245,29 @@ def shared_labels(one: BlockTable, other: BlockTable) -> int:
         at += _STRIDE
     pairs = zip(ours[at : at + _STRIDE], theirs[at : at + _STRIDE], strict=False)
     return min(count, at + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def blocks_named(blocks: BlockTable, names: Collection[str | int]) -> Mask:
+    """Which blocks these names mean.
+
+    A name is a block's display name (`file:config.py#2`), its part before the number
+    (`file:config.py`, `user:7`, or the `evoke_name` that the client gave), or one of its aliases:
+    a path, file name, tool call or message name. A number is the index of a message.
+    """
+    if not names:
+        return np.zeros(len(blocks), np.bool_)
+    wanted = frozenset(names)
+    matches = (not wanted.isdisjoint(_names_of(block)) for block in blocks)
+    return np.fromiter(matches, np.bool_, len(blocks))
+
+
+def unknown_names(blocks: BlockTable, names: Collection[str]) -> list[str]:
+    """The names that mean no block, in their order."""
+    existing = {name for block in blocks for name in _names_of(block)} if names else set()
+    return [name for name in names if name not in existing]
+
+
+def _names_of(block: Block) -> set[str | int]:
+    base, _, number = block.display_name.rpartition("#")
+    before_split = f"{base}#{number.partition('.')[0]}"
+    return {block.message, block.display_name, before_split, base, *block.aliases}

@@ -1,4 +1,4 @@
-"""Blocks of a prompt: contiguous token ranges with a name, and arithmetic on ranges."""
+"""Spans of token positions, and the blocks that a prompt is divided into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """A half-open range [start, end) of prompt positions; ValueError unless 0 <= start <= end."""
+    """A half-open range [start, end) of prompt positions.
+
+    ValueError unless 0 <= start <= end.
+    """
 
     start: int
     end: int
@@ -27,16 +30,16 @@ class Span:
         return self.start <= position < self.end
 
     def encloses(self, other: Span) -> bool:
-        """Whether `other` lies wholly inside."""
+        """Whether `other` lies entirely inside."""
         return self.start <= other.start and other.end <= self.end
 
     def clipped(self, end: int) -> Span:
-        """The part below `end`; empty when there is none."""
+        """The part before position `end`; may be empty."""
         return Span(min(self.start, end), min(self.end, end))
 
 
 class Role(StrEnum):
-    """Who a message is from; a template's other role names are mapped to these."""
+    """The author of a message."""
 
     SYSTEM = "system"
     USER = "user"
@@ -48,86 +51,95 @@ _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM, "funct
 
 
 def parse_role(name: str) -> Role:
-    """The role a template's name stands for; USER for an unknown one."""
+    """Map a role name of a request or a chat template to a `Role`; USER for an unknown name."""
     return _ROLES.get(name, Role.USER)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A range of a prompt with one identity: the unit of scoring, eviction and recovery.
+    """A range of a prompt with a name: the unit of scoring, eviction and recovery.
 
-    `key` is for people (`user:7#0`), `label` is its name in calls to llama-server and unique;
-    `turn` is the turn of the session that cut it, `message` an index into the request's messages;
-    `identity` holds what a text may call it by (path, file name, tool, ids).
+    Attributes:
+        display_name: name for people, such as `user:7#0`.
+        label: unique name in calls to llama-server; it changes with the tokens up to the end.
+        span: token positions in the prompt.
+        role: who the message is from.
+        turn: number of the session's turn that cut the block.
+        message: index of the message in the request.
+        text: roughly the text of these tokens.
+        aliases: other names that a text may use: path, file name, tool, ids.
+        pinned: whether it must stay resident.
+        preferred: whether the client marked it "prefer".
+        priority: factor of its keep-score, set by the client for the turn.
     """
 
-    key: str
+    display_name: str
     label: str
     span: Span
     role: Role
     turn: int
     message: int
     text: str
-    identity: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     pinned: bool = False
     preferred: bool = False
     priority: float = 1.0
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same positions as the fewest spans, ascending."""
-    given = [span for span in spans if span.start < span.end]
-    if all([one.end < other.start for one, other in pairwise(given)]):
-        return tuple(given)  # as almost always
-    found: list[Span] = []
-    for span in sorted(given, key=_start):
-        if found and span.start <= found[-1].end:
-            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+    """Merge spans into the fewest that cover the same positions, in ascending order."""
+    filled = [span for span in spans if span.start < span.end]
+    if all([one.end < other.start for one, other in pairwise(filled)]):
+        return tuple(filled)  # the usual case
+    result: list[Span] = []
+    for span in sorted(filled, key=_start):
+        if result and span.start <= result[-1].end:
+            result[-1] = Span(result[-1].start, max(result[-1].end, span.end))
         else:
-            found.append(span)
-    return tuple(found)
+            result.append(span)
+    return tuple(result)
 
 
 def without(spans: Iterable[Span], removed: Iterable[Span]) -> tuple[Span, ...]:
-    """The positions of `spans` that are not in `removed`, merged."""
-    left: list[Span] = []
+    """Subtract the positions of `removed` from `spans`; the result is merged."""
+    remaining: list[Span] = []
     holes, at = merged(removed), 0
     for span in merged(spans):
         start = span.start
         while at < len(holes) and holes[at].start < span.end:
             if holes[at].start > start:
-                left.append(Span(start, holes[at].start))
+                remaining.append(Span(start, holes[at].start))
             start = max(start, holes[at].end)
-            if holes[at].end > span.end:  # it may reach into the next span too
+            if holes[at].end > span.end:  # this hole may extend into the next span
                 break
             at += 1
         if start < span.end:
-            left.append(Span(start, span.end))
-    return tuple(left)
+            remaining.append(Span(start, span.end))
+    return tuple(remaining)
 
 
 def common(spans: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
-    """The positions that are in both, merged."""
-    mine = merged(spans)
-    return without(mine, without(mine, others))
+    """Intersect two sets of spans; the result is merged."""
+    first = merged(spans)
+    return without(first, without(first, others))
 
 
 def clipped(spans: Sequence[Span], part: Span) -> tuple[Span, ...]:
-    """What of ascending, disjoint spans lies in `part`; none of it is empty."""
+    """Cut ascending, disjoint spans to the range `part`; empty spans are left out."""
     if not len(part):
         return ()
     first = bisect_right(spans, part.start, key=_end)
-    behind = bisect_left(spans, part.end, key=_start)
-    found = list(spans[first:behind])
-    for at in {0, len(found) - 1} if found else ():
-        span = found[at]
+    last = bisect_left(spans, part.end, key=_start)
+    inside = list(spans[first:last])
+    for at in {0, len(inside) - 1} if inside else ():
+        span = inside[at]
         if not part.encloses(span):
-            found[at] = Span(max(span.start, part.start), min(span.end, part.end))
-    return tuple(found)
+            inside[at] = Span(max(span.start, part.start), min(span.end, part.end))
+    return tuple(inside)
 
 
 def count(spans: Iterable[Span]) -> int:
-    """How many positions disjoint spans hold."""
+    """Number of positions in disjoint spans."""
     return sum([span.end - span.start for span in spans])
 
 

@@ -61,7 +61,7 @@ class DecodeBudget:
     order: tuple[Block, ...] = ()
 
     @property
-    def held(self) -> int:
+    def min_budget(self) -> int:
         """Tokens that cannot be evicted plus one block; llama-server wants this <= budget."""
         return self.sink + self.recent + sum(len(span) for span in self.protect) + self.block
 

@@ -14,13 +14,13 @@ from evoke_proxy.core.model.block_table import ROLES, Mask, Positions
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.policy.moves import room_for
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 # What is left over is for whatever else the turn needs.
 _MOST = 0.5
 
 
-def gone_on_with(view: PolicyView, question: Question, config: PolicyConfig) -> Mask:
+def gone_on_with(view: PolicyView, question: Query, config: PolicyConfig) -> Mask:
     """The blocks of the latest reading of each file that the turn's tools were called with, and of
     what was said and done about it since, the latest first; each message of them whole or not at
     all, and together no more than half of the room for blocks."""

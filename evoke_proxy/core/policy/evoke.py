@@ -16,16 +16,14 @@ from evoke_proxy.core.policy.asking import about, by_text
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.score import Scores, keep_scores
 from evoke_proxy.core.policy.working_set import Candidates, WorkingSet, choose
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 # Of a long turn so much of both ends is looked up to rank its own text, of which all of it would be
 # a part.
 _FOCUS_CHARS = 300
 
 
-def choice(
-    view: PolicyView, question: Question, config: PolicyConfig, recovers: bool
-) -> moves.Choice:
+def choice(view: PolicyView, question: Query, config: PolicyConfig, recovers: bool) -> moves.Choice:
     """What each block is worth for the question, and the best that fits."""
 
     # What has just come back stays, for a turn, unless another is that much better.
@@ -38,7 +36,7 @@ def choice(
     kept = keep_scores(view, config)
     again = gone_on_with(view, question, config) if by_text(config) else None
 
-    def worth(asked: Question) -> Scores:
+    def worth(asked: Query) -> Scores:
         relevance = about(view, asked, config)
         if again is not None:
             relevance[again] = 1.0

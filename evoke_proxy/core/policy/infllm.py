@@ -27,16 +27,14 @@ from evoke_proxy.core.policy.working_set import (
     filled,
     first_fit,
 )
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 _MIN_WINDOW_SHARE = 4
 # So little that it only tells blocks apart which have nothing to do with the question.
 _AGE = 1e-6
 
 
-def choice(
-    view: PolicyView, question: Question, config: PolicyConfig, recovers: bool
-) -> moves.Choice:
+def choice(view: PolicyView, question: Query, config: PolicyConfig, recovers: bool) -> moves.Choice:
     """The blocks of one look-up beside a window over the newest."""
 
     def select(given: Candidates, values: Scores, capacity: int | None) -> WorkingSet:

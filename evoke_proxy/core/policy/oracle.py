@@ -10,17 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.naming import called
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.policy import evoke, moves
 from evoke_proxy.core.policy.policy_view import PolicyView
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 _GOLD = 100.0
 
 
-def choice(
-    view: PolicyView, question: Question, config: PolicyConfig, recovers: bool
-) -> moves.Choice:
+def choice(view: PolicyView, question: Query, config: PolicyConfig, recovers: bool) -> moves.Choice:
     """The blocks that the question's `gold` names, then what `evoke` would have."""
     ours = evoke.choice(view, question, config, recovers)
-    return replace(ours, values=ours.values + _GOLD * called(view.blocks, question.gold))
+    return replace(ours, values=ours.values + _GOLD * blocks_named(view.blocks, question.gold))

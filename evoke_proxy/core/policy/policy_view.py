@@ -8,7 +8,7 @@ from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask
 from evoke_proxy.core.model.blocks import Span, clipped, without
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.task import Task
-from evoke_proxy.core.retrieval import Index
+from evoke_proxy.core.retrieval.index import Index
 
 
 @dataclass(frozen=True, slots=True, eq=False)

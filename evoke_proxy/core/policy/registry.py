@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.naming import called
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
 from evoke_proxy.core.policy import attended, evoke, infllm, moves, oracle, window
 from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.score import Scores, keep_scores
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.errors import ConfigError
 
 __all__ = ["PolicyView", "asks", "decide", "recovers", "recovers_text", "worth"]
@@ -21,7 +21,7 @@ _RECOVERING = ("evoke", "infllm", "oracle")
 _ASKED_FOR = 10.0
 
 
-def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
+def decide(view: PolicyView, question: Query, config: PolicyConfig) -> Plan:
     """What to move before a prompt is decoded, `question` being what this turn is about.
 
     After the plan resident rows + tail + reserve fit the budget, or it is `infeasible` and keeps
@@ -38,7 +38,7 @@ def decide(view: PolicyView, question: Question, config: PolicyConfig) -> Plan:
     return moves.plan(view, config, _choice(view, question, config))
 
 
-def worth(view: PolicyView, question: Question, config: PolicyConfig) -> Scores:
+def worth(view: PolicyView, question: Query, config: PolicyConfig) -> Scores:
     """What each block is worth to a policy, in their order: who is worth most stays, or comes
     back. Where nothing is evicted, what it is worth whatever is asked."""
     if config.budget is None or config.name == "no_eviction":
@@ -61,16 +61,16 @@ def asks(config: PolicyConfig) -> bool:
     return config.budget is not None and config.name in (*_RECOVERING, "discard")
 
 
-def _choice(view: PolicyView, question: Question, config: PolicyConfig) -> moves.Choice:
+def _choice(view: PolicyView, question: Query, config: PolicyConfig) -> moves.Choice:
     """What the policy would have, with what the client has asked for by name above all else."""
     choice = _of_policy(view, question, config)
-    if not (choice.recovers and question.named):
+    if not (choice.recovers and question.requested):
         return choice
-    asked = choice.values + _ASKED_FOR * called(view.blocks, question.named)
+    asked = choice.values + _ASKED_FOR * blocks_named(view.blocks, question.requested)
     return replace(choice, values=asked)
 
 
-def _of_policy(view: PolicyView, question: Question, config: PolicyConfig) -> moves.Choice:
+def _of_policy(view: PolicyView, question: Query, config: PolicyConfig) -> moves.Choice:
     match config.name:
         case "recency" | "streaming":
             return window.choice(view)

@@ -42,7 +42,7 @@ def _signals(view: PolicyView, config: PolicyConfig) -> Scores:
     """The weighted mean of the signals, in [0, 1]; 0 when all of them are off."""
     focus = None
     if config.weight_focus > 0:
-        focus = view.index.coherence(view.task.focus, view.blocks)
+        focus = view.index.topic_similarity(view.task.focus, view.blocks)
     weighted = (
         (config.weight_recency, _recency(view)),
         (config.weight_focus, focus),

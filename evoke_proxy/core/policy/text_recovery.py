@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.model.naming import called
 from evoke_proxy.core.policy.asking import about
 from evoke_proxy.core.policy.moves import room_for
 from evoke_proxy.core.policy.policy_view import PolicyView
@@ -26,7 +26,7 @@ from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_places import parsed_json
 from evoke_proxy.core.request.splice import prepend
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 # A block is worth its tokens when it has at least half as much to do with the question as the best
 # of all blocks, resident or not, and something at all. In 204 questions of the quality bench's
@@ -56,7 +56,7 @@ class Recalled:
     blocks: tuple[Block, ...]
 
 
-def recall(turn: Turn, question: Question, body: bytes) -> Recalled | None:
+def recall(turn: Turn, question: Query, body: bytes) -> Recalled | None:
     """The turn's request with the evicted text that its question needs; None when there is none.
 
     The text goes to the beginning of the last user message or tool result, where every template
@@ -84,11 +84,11 @@ def quoted(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[Messag
     parts = [_HEADING]
     for run in _runs(blocks):
         text = _text(run, request, spans)
-        parts.append(f"[{run[0].key.rpartition('#')[0]}] {text}")
+        parts.append(f"[{run[0].display_name.rpartition('#')[0]}] {text}")
     return "\n".join(parts) + "\n\n"
 
 
-def _needed(view: PolicyView, question: Question, config: PolicyConfig) -> list[Block]:
+def _needed(view: PolicyView, question: Query, config: PolicyConfig) -> list[Block]:
     """Blocks that are nowhere and that the question is about by `policy.recall`, in their order.
 
     Blocks that the client names come with every kind of recall.
@@ -98,7 +98,7 @@ def _needed(view: PolicyView, question: Question, config: PolicyConfig) -> list[
     out = known & ~view.in_cache
     if not out.any():
         return []
-    asked = called(blocks, (*question.named, *question.gold))
+    asked = blocks_named(blocks, (*question.requested, *question.gold))
     found = about(view, question, config)
     least = max(_LEAST, _SHARE_OF_BEST * float(found[known].max()))
     wanted = out & (asked | (found >= least))

@@ -9,7 +9,7 @@ from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.task import Task
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.retrieval.query import Question
+from evoke_proxy.core.retrieval.query import Query
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class Turn:
     view: PolicyView
     config: PolicyConfig
     divergence: int | None
-    question: Question
+    question: Query
     task: Task
 
 
@@ -35,5 +35,5 @@ class Decided:
     """What is shown of the latest turn; its request is not kept, since that may be large."""
 
     view: PolicyView
-    question: Question
+    question: Query
     config: PolicyConfig

@@ -124,7 +124,9 @@ def by_value(wanted: Mask, values: Scores, blocks: BlockTable) -> Positions:
     if len(equal):
         for first in np.setdiff1d(equal, equal + 1).tolist():
             end = first + int((ranked[first:] == ranked[first]).sum())
-            order[first:end] = sorted(order[first:end].tolist(), key=lambda i: blocks[i].key)
+            order[first:end] = sorted(
+                order[first:end].tolist(), key=lambda i: blocks[i].display_name
+            )
     return order
 
 

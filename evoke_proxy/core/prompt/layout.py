@@ -91,13 +91,13 @@ class Layout:
         shared = common_prefix(self.tokens, rendered.tokens)
         n_past = view.n_past(len(rendered.tokens)) if len(rendered.tokens) else 0
         resident = clipped(view.resident, Span(0, n_past))
-        held = clipped(view.held, Span(0, n_past))
+        held = clipped(view.non_evictable, Span(0, n_past))
         edges = {at for span in (*resident, *held) for at in (span.start, span.end)}
         kept = self._kept(min(shared, rendered.generation), edges, rendered.tokens)
         ranges = [item for item in self.ranges if self._may_hold(item, shared, view)]
         edges |= {at for item in ranges for at in (item.span.start, item.span.end)}
         whole = len(kept) >= len(self.blocks)
-        numbers = self.numbers if whole else next_numbers(block.key for block in kept)
+        numbers = self.numbers if whole else next_numbers(block.display_name for block in kept)
         drafts = cut(
             len(rendered.tokens),
             rendered.spans,
@@ -107,7 +107,7 @@ class Layout:
             edges | {sink_tokens},
             start=kept[-1].span.end if kept else 0,
             numbers=numbers,
-            stops=rendered.stops,
+            stops=rendered.sentence_starts,
         )
         new = self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
         # Each for itself: names for some of the new ones copy none of those that stay.
@@ -125,7 +125,7 @@ class Layout:
             resident=resident,
             n_past=n_past,
             divergence=shared if shared < self.generation else None,
-            numbers=next_numbers((draft.key for draft in drafts), numbers),
+            numbers=next_numbers((draft.display_name for draft in drafts), numbers),
         )
 
     def with_saved(self, copies: Iterable[tuple[str, Span]]) -> Layout:
@@ -266,7 +266,7 @@ def _split(block: Block, edges: Sequence[int]) -> list[Block]:
     return [
         replace(
             block,
-            key=f"{block.key}.{number}",
+            display_name=f"{block.display_name}.{number}",
             label="",
             span=span,
             text=shares.of(span),
@@ -277,14 +277,14 @@ def _split(block: Block, edges: Sequence[int]) -> list[Block]:
 
 def _block(draft: Draft, turn: int) -> Block:
     return Block(
-        key=draft.key,
+        display_name=draft.display_name,
         label="",
         span=draft.span,
         role=draft.role,
         turn=turn,
         message=draft.message,
         text=draft.text,
-        identity=draft.identity,
+        aliases=draft.aliases,
     )
 
 

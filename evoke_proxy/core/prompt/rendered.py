@@ -32,12 +32,19 @@ class MessageSpan:
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """One slot now: the rows of `resident` are in it, its first `n_common` tokens are the prompt's.
+    """The state of one slot, relative to a rendered prompt. Counts are tokens.
 
-    Counts are tokens; `n_free` is how many more rows the cache can hold. Rows of `held` are not to
-    be evicted: going back to a context checkpoint goes on from them. The first `n_reusable` tokens
-    have rows that were decoded with every row before them resident; None when the server does not
-    say it.
+    Attributes:
+        id: number of the slot.
+        epoch: changes when the slot's content is replaced.
+        n_tokens: tokens in the slot.
+        n_common: how many of them, from the first on, equal the prompt's.
+        resident: ranges with rows in the KV cache.
+        n_free: rows that the cache can still take.
+        busy: whether a request runs in it.
+        non_evictable: resident ranges that decoding needs to return to a context checkpoint.
+        n_reusable: tokens, from the first on, whose rows were decoded with every earlier row
+            resident; None when the server does not state it.
     """
 
     id: int
@@ -47,7 +54,7 @@ class SlotView:
     resident: tuple[Span, ...]
     n_free: int
     busy: bool = False
-    held: tuple[Span, ...] = ()
+    non_evictable: tuple[Span, ...] = ()
     n_reusable: int | None = None
 
     @classmethod
@@ -65,7 +72,7 @@ class SlotView:
                 resident=_ranges(answer["resident"]),
                 n_free=int(answer["n_free"]),
                 busy=bool(answer.get("is_processing", False)),
-                held=_ranges(answer.get("held", ())),
+                non_evictable=_ranges(answer.get("held", ())),
                 n_reusable=int(answer["n_reusable"]) if "n_reusable" in answer else None,
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -94,17 +101,25 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
-    """A request as the tokens llama-server would decode; its answer begins at `generation`.
-    Each of `stops` is the first token of a sentence or a line behind the first of its message.
-    `edges` are where the last messages end, each with llama-server's hash of all that it said up to
-    there: what it need not say again. `instance` names the process that rendered it."""
+    """A request rendered by llama-server's chat template and tokenizer.
+
+    Attributes:
+        tokens: the whole prompt [n_tokens].
+        generation: position where the answer begins.
+        spans: where each message lies; they tile [0, generation).
+        slots: state of the slots that the server was asked about.
+        sentence_starts: first tokens of sentences and lines, except of a message's first.
+        message_hashes: ends of the last messages, each with llama-server's hash of the rendering up
+            to there; a later rendering may omit what it shares with one of them.
+        instance: id of the server process that rendered it.
+    """
 
     tokens: Tokens
     generation: int
     spans: Sequence[MessageSpan]
     slots: tuple[SlotView, ...] = ()
-    stops: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
-    edges: tuple[tuple[int, str], ...] = ()
+    sentence_starts: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
+    message_hashes: tuple[tuple[int, str], ...] = ()
     instance: str = ""
     _memory: tuple[Grown, Grown] | None = None  # of tokens and stops
 
@@ -180,8 +195,8 @@ def _went_on(
         return tokens, stops, None
     if known is None or not 0 < since <= len(known.tokens):
         raise ValueError("it goes on from what nobody knows")
-    before, stopped = known._memory or (Grown.of(known.tokens), Grown.of(known.stops))
-    first = int(known.stops.searchsorted(since, "left"))
+    before, stopped = known._memory or (Grown.of(known.tokens), Grown.of(known.sentence_starts))
+    first = int(known.sentence_starts.searchsorted(since, "left"))
     memory = before.followed(since, tokens), stopped.followed(first, stops)
     return memory[0].rows, memory[1].rows, memory
 

@@ -27,18 +27,18 @@ _GAP = re.compile(
 class Draft:
     """A block before it has a label; the fields are those of `Block`."""
 
-    key: str
+    display_name: str
     span: Span
     role: Role
     message: int
     text: str
-    identity: tuple[str, ...]
+    aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
     base: str
-    identity: tuple[str, ...]
+    aliases: tuple[str, ...]
 
 
 def cut(
@@ -74,7 +74,7 @@ def cut(
             number = taken.get(name.base, before.get(name.base, 0))
             taken[name.base] = number + 1
             key = f"{name.base}#{number}"
-            drafts.append(Draft(key, span, item.role, item.index, shares.of(span), name.identity))
+            drafts.append(Draft(key, span, item.role, item.index, shares.of(span), name.aliases))
     return drafts
 
 

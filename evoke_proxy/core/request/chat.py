@@ -20,9 +20,9 @@ from evoke_proxy.core.request.fields import (
     TOP_LEVEL_FIELDS,
     RequestOptions,
     check_marks,
-    freed,
     marked_in,
     parse_options,
+    strip_own_fields,
     whole,
 )
 from evoke_proxy.core.request.messages import Message, ToolCall
@@ -34,7 +34,7 @@ __all__ = [
     "Message",
     "RequestOptions",
     "ToolCall",
-    "freed",
+    "strip_own_fields",
     "parse_chat",
 ]
 

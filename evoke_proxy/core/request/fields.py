@@ -61,7 +61,7 @@ class RequestOptions:
     given: bool = False
 
 
-def freed(body: bytes, parsed: Mapping[str, Any]) -> bytes:
+def strip_own_fields(body: bytes, parsed: Mapping[str, Any]) -> bytes:
     """A body's bytes without our own fields, all others as they were; `parsed` is what it says."""
     return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS, keys=parsed.keys())
 

@@ -1,7 +1,12 @@
-"""The blocks of one session, and how much each has to do with a question."""
+"""Ranks the blocks of one session by their relevance to a query.
+
+Each clause of a query ranks all blocks by several signals: terms, similar terms, vectors and names.
+The rankings of the clauses are then interleaved, so that each clause gets its share of a budget.
+"""
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,295 +14,504 @@ from itertools import islice
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import BlockTable, shared_labels
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions, shared_labels
 from evoke_proxy.core.model.blocks import Block
-from evoke_proxy.core.retrieval.edges import closed, cut_off
-from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.fusion import (
-    Clause,
-    by_rank,
-    in_turns,
-    ranked,
-    with_sought,
+from evoke_proxy.core.retrieval.bm25 import (
+    WITHOUT_PHRASE,
+    Evidence,
+    InvertedIndex,
+    phrase_text,
+    phrase_weights,
+    query_phrases,
+    sum_evidence,
 )
-from evoke_proxy.core.retrieval.meaning import VectorRows, standing_out
-from evoke_proxy.core.retrieval.names import Names
-from evoke_proxy.core.retrieval.phrases import LEAST, phrases, spaced, weights
-from evoke_proxy.core.retrieval.query import Question
-from evoke_proxy.core.retrieval.words import Evidence, Numbers, Postings, Scores, summed
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.vectors import DocumentVectors, outlier_scores
 
-# What blocks can be ranked by.
+# The signals that blocks can be ranked by.
 SIGNALS = ("words", "grams", "vectors", "names")
 
 _COMPACT_ABOVE = 1024
-# After so many places what a place is worth has halved.
-_HALF_PLACE = 24
-# What the turn before was about counts half as much as what this one asks.
-_LEANING = 0.5
-# What words say is worth more than what their lookalikes say.
-_LOOKALIKE = 0.9
-# Above everything that words and vectors can say.
+# At this rank a block's evidence counts half.
+_HALF_RANK = 24
+# Weight of the clause that comes from the turn before.
+_CONTEXT_WEIGHT = 0.5
+# Weight of similar terms beside exact ones.
+_FUZZY_WEIGHT = 0.9
+# Score of a block that the query mentions by name: above everything that terms and vectors reach.
 _MENTION = 2.0
-_NEIGHBOUR, _UNSEEN_NEIGHBOUR = 0.75, 0.4
-# So many of the best are asked whether a neighbour has the rest.
-_EDGES = 32
-_TELLING_SHARE = 0.25
-# So many texts are read again for phrases, shared by the clauses.
-_CLOSELY = 48
+# Share of a block's score that a neighbour gets when a fact is cut in two between them: when a
+# term of the query stands in the block, and when none does.
+_NEIGHBOUR, _NEIGHBOUR_UNSEEN = 0.75, 0.4
+# Only the neighbours of this many best blocks are considered.
+_MAX_NEIGHBOURED = 32
+# A term in a larger share of the blocks does not locate the fact in a block's text.
+_MAX_LOCATING_SHARE = 0.25
+# This many texts are searched for phrases, shared by the clauses.
+_MAX_PHRASE_SEARCHES = 48
+
+# Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
+# Learning Methods" (2009).
+_RRF_K = 60
+# Ranks below this never fit a budget.
+_MAX_RANK = 128
+# Blocks with at least this share of the best evidence compete with it; a budget has room for few.
+_COMPETING_SHARE, _FEW_BLOCKS = 0.75, 4
+# For this share of paraphrased questions the block is among the few that an encoder ranks first
+# (bench.retrieval), so a ranking by meaning alone is never more certain.
+_VECTOR_CERTAINTY = 0.8
+
+# A name of a larger share of the blocks, and of more than so many, is that of a tool in wide use.
+_MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
+
+# The text of a block reaches this many characters into its neighbours', since the position of a
+# token in the text of its message is only estimated.
+_OVERLAP_CHARS = 80
+_FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
+_SENTENCE_MARKS = ".!?;" + _FULL_WIDTH_MARKS
+_SENTENCE_END = re.compile(r"[.!?;]\s|[\n。！？]")  # noqa: RUF001
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Looking:
-    """One question's look-ups: the index of the first block of its own, how many texts each clause
-    may read again, which words each clause asks about and what they say, see `_hear`."""
+class ClauseRanking:
+    """How one clause of a query ranks the blocks.
 
-    own: int
-    closely: int
-    asked: dict[str, Sequence[str]] = field(default_factory=dict)
-    heard: dict[str, tuple[Evidence, Evidence]] = field(default_factory=dict)
+    Attributes:
+        order: Indexes of the ranked blocks, best first.
+        evidence: [n] evidence for each block; above 1 it counts as 1.
+        weight: Factor of the evidence beside that of other clauses.
+        lexical: [n] evidence without vectors; None where no vectors contributed.
+    """
+
+    order: Positions
+    evidence: FloatArray
+    weight: float = 1.0
+    lexical: FloatArray | None = None
+
+    def confidence(self, first_new: int) -> float:
+        """Return the confidence, in [0, 1], in the best of the blocks before `first_new`."""
+        certainty = _certainty(self.evidence[:first_new])
+        if self.lexical is None:
+            return certainty
+        return max(_certainty(self.lexical[:first_new]), _VECTOR_CERTAINTY * certainty)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _QueryContext:
+    """Look-ups shared by the clauses of one query.
+
+    Attributes:
+        first_new: Index of the first block of the query's own turn.
+        max_phrase_searches: How many texts each clause may search for phrases.
+        clause_terms: The informative terms of each clause.
+        term_evidence: Of each term its exact evidence, and that together with similar terms.
+    """
+
+    first_new: int
+    max_phrase_searches: int
+    clause_terms: dict[str, Sequence[str]] = field(default_factory=dict)
+    term_evidence: dict[str, tuple[Evidence, Evidence]] = field(default_factory=dict)
 
 
 class Index:
-    """The blocks of one session, by word and by meaning. Mutable; owned by its session.
+    """The blocks of one session, searchable by terms, similar terms, vectors and names.
 
-    Blocks are told apart by label: a label always stands for the same text. `signals` leaves some
-    out, to measure what the others are worth.
+    Mutable and owned by its session. A block's label always stands for the same text. `signals`
+    restricts the ranking to some of SIGNALS, to measure what each contributes.
     """
 
     def __init__(self, signals: Collection[str] = SIGNALS) -> None:
         self._signals = frozenset(signals)
-        self._rows = VectorRows()
+        self._vectors = DocumentVectors()
         self._clear()
 
+    def _clear(self) -> None:
+        self._blocks = BlockTable()
+        # The document number of each block, in block order.
+        self._documents: Positions = np.zeros(0, np.int64)
+        self._inverted = InvertedIndex()
+        # By document number: the text to search for phrases, and whether its end is cut off.
+        self._phrase_texts: list[str] = []
+        self._open_ended = array("b")
+        self._named_documents: dict[str, array[int]] = {}
+
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._blocks)
 
     def relevance(
         self,
-        question: Question,
+        query: Query,
         blocks: BlockTable,
-        own: int | None = None,
-        sought: Scores | None = None,
-    ) -> Scores:
-        """One value in [0, 1] a block, in their order; all 0 when nothing matches.
+        first_new: int | None = None,
+        model_relevance: FloatArray | None = None,
+    ) -> FloatArray:
+        """Return the relevance [n] of each block to a query, in [0, 1]; all 0 without a match.
 
-        Blocks from index `own` on are the question's, which has all its words: they are ranked
-        among themselves. `sought` is what the model looks for, one value in [0, 1] a block: an
-        opinion on the question as a whole. The index is first made to hold exactly these blocks.
+        Blocks from index `first_new` on belong to the query's own turn and contain all its words:
+        they are ranked among themselves. `model_relevance` [n], in [0, 1], is what the model itself
+        attends to; it counts as one more ranking. The index is first updated to these blocks.
         """
-        self.hold(blocks)
-        own = len(blocks) if own is None else own
-        looking = _Looking(own, _CLOSELY // max(1, len(question.parts) - question.leans))
-        clauses = with_sought(self._clauses(question, looking), sought)
-        found = np.zeros(len(blocks))
-        places = in_turns([clause.order for clause in clauses])
-        if places:
-            at, which = np.array(places, np.int64).T
-            evidence = np.zeros(len(at))
-            for number, clause in enumerate(clauses):
-                its = which == number
-                evidence[its] = clause.share * np.minimum(clause.evidence[at[its]], 1.0)
-            mine = at >= own
-            place = np.where(mine, mine.cumsum(), (~mine).cumsum()) - 1
-            found[at] = evidence / (1 + place / _HALF_PLACE)
-        words = {term for term, (exact, _) in looking.heard.items() if self._tells(exact)}
-        return self._with_neighbours(found, [i for i, _ in places[:_EDGES]], words)
+        self.update(blocks)
+        first_new = len(blocks) if first_new is None else first_new
+        n_clauses = len(query.clauses) - query.has_context_clause
+        context = _QueryContext(first_new, _MAX_PHRASE_SEARCHES // max(1, n_clauses))
+        rankings = _with_model_ranking(self._clause_rankings(query, context), model_relevance)
+        selected = _interleave([ranking.order for ranking in rankings])
+        relevance = np.zeros(len(blocks))
+        if selected:
+            _set_discounted(relevance, selected, rankings, first_new)
+        locating = {
+            term for term, (exact, _) in context.term_evidence.items() if self._locates(exact)
+        }
+        best = [index for index, _ in selected[:_MAX_NEIGHBOURED]]
+        return self._with_neighbours(relevance, best, locating)
 
-    def confidence(self, question: Question, blocks: BlockTable, own: int) -> float:
-        """How sure a question's text is of the blocks before `own` it finds, 0 to 1: of its clauses
-        the one that finds least, or too many alike. 0 for a question without any."""
-        self.hold(blocks)
-        looking = _Looking(own, _CLOSELY // max(1, len(question.parts)))
-        asked = self._clauses(question, looking)[: len(question.parts) - question.leans]
-        return min((clause.sureness(own) for clause in asked), default=0.0)
+    def confidence(self, query: Query, blocks: BlockTable, first_new: int) -> float:
+        """Return the confidence, in [0, 1], that a query finds blocks before `first_new` by text.
 
-    def named(self, name: str, blocks: BlockTable, own: int) -> Numbers:
-        """The indexes of the blocks before `own` that go by this name, ascending."""
-        self.hold(blocks)
-        return np.flatnonzero(np.isin(self._numbers[:own], self._names.having(name)))
+        That of the least confident clause; 0 for a query without clauses.
+        """
+        self.update(blocks)
+        context = _QueryContext(first_new, _MAX_PHRASE_SEARCHES // max(1, len(query.clauses)))
+        n_clauses = len(query.clauses) - query.has_context_clause
+        rankings = self._clause_rankings(query, context)[:n_clauses]
+        return min((ranking.confidence(first_new) for ranking in rankings), default=0.0)
 
-    def coherence(self, topic: Vectors | None, blocks: BlockTable) -> Scores | None:
-        """How close each block is to a topic, (cos + 1) / 2, and 0.5 where a block has no vector.
+    def named(self, name: str, blocks: BlockTable, first_new: int) -> Positions:
+        """Return the ascending indexes of the blocks before `first_new` that carry a name."""
+        self.update(blocks)
+        documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
+        return np.flatnonzero(np.isin(self._documents[:first_new], documents))
+
+    def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
+        """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
 
         None without a topic, or when no block has a vector.
         """
-        self.hold(blocks)
-        found = None if topic is None else self._rows.topical(topic, len(self._postings))
-        if found is None:
+        self.update(blocks)
+        if topic is None:
             return None
-        close: Scores = (np.nan_to_num(found[self._numbers]) + 1) / 2
-        return close
+        cosines = self._vectors.topic_cosines(topic, len(self._inverted))
+        if cosines is None:
+            return None
+        similarity: FloatArray = (np.nan_to_num(cosines[self._documents]) + 1) / 2
+        return similarity
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block is held."""
-        return not len(self._held)
+        """Whether the index has no blocks."""
+        return not len(self._blocks)
 
-    def lacking(self, limit: int) -> list[Block]:
-        """At most so many held blocks that have no vectors, the latest first."""
-        numbers = enumerate(reversed(self._numbers.tolist()), 1)
-        missing = (self._held[-i] for i, number in numbers if number not in self._rows)
+    def without_vectors(self, limit: int) -> list[Block]:
+        """Return at most `limit` blocks that have no vectors, the latest first."""
+        documents = enumerate(reversed(self._documents.tolist()), 1)
+        missing = (self._blocks[-i] for i, number in documents if number not in self._vectors)
         return list(islice(missing, limit))
 
-    def take(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
-        """Unit vectors [k, d] of the `pieces` of blocks, by label.
+    def add_vectors(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
+        """Add unit vectors [k, d] of the chunks of blocks, by label.
 
-        Those of blocks that are not held, or have vectors already, are of no use.
+        Vectors of blocks that are not in the index, or have vectors already, are ignored.
         """
-        given = {label: found for label, found in vectors if len(found)}
-        for i in np.flatnonzero(self._held.labelled(frozenset(given))).tolist():
-            if int(self._numbers[i]) not in self._rows:
-                self._rows.put(int(self._numbers[i]), given[self._held[i].label])
+        new = {label: matrix for label, matrix in vectors if len(matrix)}
+        for i in np.flatnonzero(self._blocks.labelled(frozenset(new))).tolist():
+            document = int(self._documents[i])
+            if document not in self._vectors:
+                self._vectors.put(document, new[self._blocks[i].label])
 
-    def _clear(self) -> None:
-        self._held = BlockTable()
-        self._numbers: Numbers = np.zeros(0, np.int64)
-        self._postings = Postings()
-        self._spaced: list[str] = []
-        self._open = array("b")
-        self._names = Names()
-
-    def hold(self, blocks: BlockTable) -> None:
-        """Hold exactly these; vectors are taken for them from then on."""
-        if self._held.same_blocks(blocks):
+    def update(self, blocks: BlockTable) -> None:
+        """Make the index contain exactly these blocks; known ones keep their vectors."""
+        if self._blocks.same_blocks(blocks):
             return
-        dead = len(self._postings) - len(self._held)
-        if dead > max(_COMPACT_ABOVE, len(self._held)):
+        n_dead = len(self._inverted) - len(self._blocks)
+        if n_dead > max(_COMPACT_ABOVE, len(self._blocks)):
             self._compact()
-        same = shared_labels(self._held, blocks)
-        if not same == len(self._held) == len(blocks):
-            old = self._held[same:].labels
-            had = dict(zip(old, self._numbers[same:].tolist(), strict=True))
-            added = [had[b.label] if b.label in had else self._add(b) for b in blocks[same:]]
-            self._numbers = np.concatenate([self._numbers[:same], np.array(added, np.int64)])
-            self._postings.ask_about(self._numbers)
-        self._held = blocks
+        same = shared_labels(self._blocks, blocks)
+        if not same == len(self._blocks) == len(blocks):
+            labels = self._blocks[same:].labels
+            old = dict(zip(labels, self._documents[same:].tolist(), strict=True))
+            added = [old[b.label] if b.label in old else self._add(b) for b in blocks[same:]]
+            self._documents = np.concatenate([self._documents[:same], np.array(added, np.int64)])
+            self._inverted.set_active(self._documents)
+        self._blocks = blocks
 
     def _compact(self) -> None:
-        """Forget what is not held; the vectors of what is go with it."""
-        held, old, rows = self._held, self._numbers, self._rows
+        """Remove the documents of blocks that are no longer there, and renumber the others."""
+        blocks, old_documents, old_vectors = self._blocks, self._documents, self._vectors
         self._clear()
-        self._rows = VectorRows()
-        self._numbers = np.array([self._add(block) for block in held], np.int64)
-        for number, before in zip(self._numbers.tolist(), old.tolist(), strict=True):
-            if before in rows:
-                self._rows.put(number, rows.get(before))
-        self._held = held
-        self._postings.ask_about(self._numbers)
+        self._vectors = DocumentVectors()
+        self._documents = np.array([self._add(block) for block in blocks], np.int64)
+        for new, old in zip(self._documents.tolist(), old_documents.tolist(), strict=True):
+            if old in old_vectors:
+                self._vectors.put(new, old_vectors.get(old))
+        self._blocks = blocks
+        self._inverted.set_active(self._documents)
 
     def _add(self, block: Block) -> int:
-        number = self._postings.add(block.text)
-        self._spaced.append(spaced(block.text))
-        self._open.append(not closed(block.text))
-        self._names.add(block.identity, number)
-        return number
+        """Add a block as a new document and return the document's number."""
+        document = self._inverted.add(block.text)
+        self._phrase_texts.append(phrase_text(block.text))
+        self._open_ended.append(not ends_sentence(block.text))
+        for name in {name.lower() for name in block.aliases}:
+            self._named_documents.setdefault(name, array("l")).append(document)
+        return document
 
-    def _clauses(self, question: Question, looking: _Looking) -> list[Clause]:
-        """What each clause says, and what all the words say together when there are several."""
-        cosines = self._cosines(question)
-        asked = list(zip(question.parts, cosines, strict=True))
-        if len(asked) > 1 + question.leans:
-            asked.append((question.text, None))
-        self._hear([text for text, _ in asked], looking)
-        clauses = [self._clause(text, near, looking) for text, near in asked]
-        if question.leans:
-            at = len(question.parts) - 1
-            clauses[at] = replace(clauses[at], share=_LEANING)
-        return clauses
+    def _clause_rankings(self, query: Query, context: _QueryContext) -> list[ClauseRanking]:
+        """Return the ranking of each clause, then of the whole text when there are several."""
+        clauses = list(zip(query.clauses, self._clause_cosines(query), strict=True))
+        if len(clauses) > 1 + query.has_context_clause:
+            clauses.append((query.text, None))
+        self._score_terms([text for text, _ in clauses], context)
+        rankings = [self._clause_ranking(text, cosines, context) for text, cosines in clauses]
+        if query.has_context_clause:
+            at = len(query.clauses) - 1
+            rankings[at] = replace(rankings[at], weight=_CONTEXT_WEIGHT)
+        return rankings
 
-    def _cosines(self, question: Question) -> Sequence[Scores | None]:
-        nothing = [None] * len(question.parts)
-        vectors = [vector for vector in question.vectors if vector is not None]
-        if "vectors" not in self._signals or len(vectors) != len(nothing):
-            return nothing
-        found = self._rows.cosines(vectors, len(self._postings))
-        return nothing if found is None else [self._of_held(one) for one in found]
+    def _clause_cosines(self, query: Query) -> Sequence[FloatArray | None]:
+        """Return the cosines [n] of the blocks with each clause; None where there are none."""
+        unavailable = [None] * len(query.clauses)
+        vectors = [vector for vector in query.vectors if vector is not None]
+        if "vectors" not in self._signals or len(vectors) != len(unavailable):
+            return unavailable
+        cosines = self._vectors.cosines(vectors, len(self._inverted))
+        return unavailable if cosines is None else [self._of_blocks(row) for row in cosines]
 
-    def _clause(self, text: str, cosines: Scores | None, looking: _Looking) -> Clause:
-        """Each signal's evidence, weighted with its reciprocal rank, summed.
+    def _clause_ranking(
+        self, text: str, cosines: FloatArray | None, context: _QueryContext
+    ) -> ClauseRanking:
+        """Fuse the signals of one clause: evidence weighted by its reciprocal rank, summed.
 
-        Ranks alone would not do: the first of a signal that has nothing to say counts there as much
-        as the first of one that is sure. Words and their lookalikes are one opinion, not two.
+        Ranks alone do not serve: the first of a signal without a match would count as much as the
+        first of a certain one. Terms and similar terms are one opinion, not two.
         """
-        said = self._said(text, looking)
-        later = np.zeros(len(said))
+        lexical = self._lexical_scores(text, context)
+        mentions = np.zeros(len(lexical))
         if "names" in self._signals:
-            held = self._numbers, self._held.messages
-            later = self._names.called(text, *held, looking.own)
-            said += _MENTION * (later > 0)
+            mentions = self._mentions(text, context.first_new)
+            lexical += _MENTION * (mentions > 0)
         if cosines is None:
-            return Clause(ranked(said + _MENTION * later), said)
-        near = standing_out(cosines)
-        total = said + by_rank(near, near)
-        return Clause(ranked(total + _MENTION * later), total, said=said)
+            return ClauseRanking(top_ranked(lexical + _MENTION * mentions), lexical)
+        similarity = outlier_scores(cosines)
+        total = lexical + reciprocal_rank_scores(similarity, similarity)
+        return ClauseRanking(top_ranked(total + _MENTION * mentions), total, lexical=lexical)
 
-    def _said(self, text: str, looking: _Looking) -> Scores:
-        """What words and their lookalikes say."""
-        asked = looking.asked[text]
-        heard = [looking.heard[term] for term in asked]
-        words, grams = "words" in self._signals, "grams" in self._signals
-        said = np.zeros(len(self._held))
-        if words:
-            scores, covered = self._summed([exact for exact, _ in heard])
-            said = by_rank(scores, covered)
-        if grams and not (words and all(alike is exact for exact, alike in heard)):
-            scores, covered = self._summed([alike for _, alike in heard])
-            said = np.maximum(said, _LOOKALIKE * by_rank(scores, covered))
-        wanted = phrases(text, asked)
-        return self._together(wanted, said, looking) if wanted else said
+    def _lexical_scores(self, text: str, context: _QueryContext) -> FloatArray:
+        """Return the scores [n] of the blocks by terms, similar terms and phrases of a clause."""
+        terms = context.clause_terms[text]
+        evidence = [context.term_evidence[term] for term in terms]
+        by_terms, by_similar = "words" in self._signals, "grams" in self._signals
+        scores = np.zeros(len(self._blocks))
+        if by_terms:
+            sums, coverage = self._sum_of_blocks([exact for exact, _ in evidence])
+            scores = reciprocal_rank_scores(sums, coverage)
+        if by_similar and not (by_terms and all(fuzzy is exact for exact, fuzzy in evidence)):
+            sums, coverage = self._sum_of_blocks([fuzzy for _, fuzzy in evidence])
+            scores = np.maximum(scores, _FUZZY_WEIGHT * reciprocal_rank_scores(sums, coverage))
+        phrases = query_phrases(text, terms)
+        return self._with_phrases(phrases, scores, context) if phrases else scores
 
-    def _together(self, wanted: Sequence[str], said: Scores, looking: _Looking) -> Scores:
-        """What words say where they stand as in the question; less where they do not, if they do
-        somewhere else."""
-        best = [i for i in ranked(said, looking.closely).tolist() if i < looking.own]
-        # What is worth less than the best without its phrases needs none to stay behind it.
-        best = [i for i in best if said[i] >= LEAST * said[best[0]]]
-        texts = [self._spaced[number] for number in self._numbers[best].tolist()]
-        counts = [sum(phrase in text for phrase in wanted) for text in texts]
+    def _with_phrases(
+        self, phrases: Sequence[str], scores: FloatArray, context: _QueryContext
+    ) -> FloatArray:
+        """Reduce the scores of blocks without the query's phrases, if any block has one."""
+        best = top_ranked(scores, context.max_phrase_searches).tolist()
+        best = [i for i in best if i < context.first_new]
+        # A block that stays behind the best one even with all phrases need not be searched.
+        best = [i for i in best if scores[i] >= WITHOUT_PHRASE * scores[best[0]]]
+        texts = [self._phrase_texts[document] for document in self._documents[best].tolist()]
+        counts = [sum(phrase in text for phrase in phrases) for text in texts]
         if not any(counts):
-            return said
-        together: Scores = LEAST * said
-        together[best] = said[best] * weights(np.array(counts, np.float64))
-        together[looking.own :] = said[looking.own :]
-        return together
-
-    def _hear(self, texts: Sequence[str], looking: _Looking) -> None:
-        """Find out what each word says by itself, and together with those that look like it."""
-        looking.asked.update((text, self._postings.telling(text)) for text in texts)
-        terms = dict.fromkeys(term for asked in looking.asked.values() for term in asked)
-        exact = {term: self._postings.exact(term) for term in terms}
-        alike = self._postings.alike(exact) if "grams" in self._signals else exact
-        looking.heard.update((term, (exact[term], alike[term])) for term in terms)
-
-    def _summed(self, evidence: Iterable[Evidence]) -> tuple[Scores, Scores]:
-        scores, covered = summed(evidence, len(self._postings))
-        return self._of_held(scores), self._of_held(covered)
-
-    def _of_held(self, scores: Scores) -> Scores:
-        """Of values by number those of the held blocks."""
-        if len(self._held) == len(self._postings):
             return scores
-        return scores[self._numbers]
+        reduced: FloatArray = WITHOUT_PHRASE * scores
+        reduced[best] = scores[best] * phrase_weights(np.array(counts, np.float64))
+        reduced[context.first_new :] = scores[context.first_new :]
+        return reduced
 
-    def _tells(self, evidence: Evidence) -> bool:
-        return 0 < len(evidence.numbers) <= max(1.0, _TELLING_SHARE * len(self._held))
+    def _score_terms(self, clauses: Sequence[str], context: _QueryContext) -> None:
+        """Look up the informative terms of all clauses, once each, into the context."""
+        context.clause_terms.update((t, self._inverted.informative_terms(t)) for t in clauses)
+        terms = dict.fromkeys(t for found in context.clause_terms.values() for t in found)
+        exact = {term: self._inverted.exact_evidence(term) for term in terms}
+        fuzzy = self._inverted.fuzzy_evidence(exact) if "grams" in self._signals else exact
+        context.term_evidence.update((term, (exact[term], fuzzy[term])) for term in terms)
+
+    def _mentions(self, text: str, first_new: int) -> FloatArray:
+        """Return for each block [n] how late it is among the blocks whose name a text mentions.
+
+        0 where the text has none of a block's names, else from 1 up: of several readings of one
+        file, the latest is valid. Blocks from `first_new` on count as the earliest.
+        """
+        most = max(_MIN_NAMED_BLOCKS, _MAX_NAMED_SHARE * len(self._documents))
+        lateness = np.zeros(len(self._documents))
+        for name in possible_names(text) & self._named_documents.keys():
+            named = np.array(self._named_documents[name])
+            if len(named) <= most:
+                at = np.flatnonzero(np.isin(self._documents, named))
+                message = np.where(at < first_new, self._blocks.messages[at], -1)
+                _, age = np.unique(-message, return_inverse=True)
+                lateness[at] = np.maximum(lateness[at], 1.0 + len(at) - age)
+        return lateness
+
+    def _sum_of_blocks(self, evidence: Iterable[Evidence]) -> tuple[FloatArray, FloatArray]:
+        """Return the summed scores and the coverage of each block."""
+        scores, coverage = sum_evidence(evidence, len(self._inverted))
+        return self._of_blocks(scores), self._of_blocks(coverage)
+
+    def _of_blocks(self, values: FloatArray) -> FloatArray:
+        """Select the values of the blocks from values by document number."""
+        if len(self._blocks) == len(self._inverted):
+            return values
+        return values[self._documents]
+
+    def _locates(self, evidence: Evidence) -> bool:
+        """Return whether a term is rare enough to locate a fact in a text."""
+        most = max(1.0, _MAX_LOCATING_SHARE * len(self._blocks))
+        return 0 < len(evidence.documents) <= most
 
     def _with_neighbours(
-        self, scores: Scores, best: Sequence[int], words: Collection[str]
-    ) -> Scores:
-        """What was cut in two comes back whole: the neighbour of a block that has the rest."""
-        shared, touching = scores.copy(), self._held.adjacent()
-        open_ended = np.array(self._open, np.bool_)[self._numbers[touching]]
+        self, scores: FloatArray, best: Sequence[int], terms: Collection[str]
+    ) -> FloatArray:
+        """Raise the scores of blocks that hold the rest of a fact found in a neighbour.
+
+        Blocks are cut between sentences and lines where that is possible; whether a sentence is
+        cut in two shows in their texts, which overlap a little.
+        """
+        raised, touching = scores.copy(), self._blocks.adjacent()
+        open_ended = np.array(self._open_ended, np.bool_)[self._documents[touching]]
         cut = set(touching[open_ended].tolist())
         for i in best:
-            before, behind = i - 1 in cut, i in cut
-            if not before and not behind:
+            cut_before, cut_after = i - 1 in cut, i in cut
+            if not cut_before and not cut_after:
                 continue
-            text = self._held[i].text
-            worth = _NEIGHBOUR if any(map(text.lower().count, words)) else _UNSEEN_NEIGHBOUR
-            begins, ends = cut_off(text, words)
-            if begins and before:
-                shared[i - 1] = max(shared[i - 1], worth * scores[i])
-            if ends and behind:
-                shared[i + 1] = max(shared[i + 1], worth * scores[i])
-        return shared
+            text = self._blocks[i].text
+            seen = any(map(text.lower().count, terms))
+            share = _NEIGHBOUR if seen else _NEIGHBOUR_UNSEEN
+            starts_earlier, ends_later = cut_off(text, terms)
+            if starts_earlier and cut_before:
+                raised[i - 1] = max(raised[i - 1], share * scores[i])
+            if ends_later and cut_after:
+                raised[i + 1] = max(raised[i + 1], share * scores[i])
+        return raised
+
+
+def _set_discounted(
+    relevance: FloatArray,
+    selected: Sequence[tuple[int, int]],
+    rankings: Sequence[ClauseRanking],
+    first_new: int,
+) -> None:
+    """Write the evidence of the selected blocks into `relevance`, discounted by rank.
+
+    `selected` holds pairs of a block index and a ranking, best first. Ranks before and from
+    `first_new` on are counted separately.
+    """
+    blocks, chosen_by = np.array(selected, np.int64).T
+    evidence = np.zeros(len(blocks))
+    for number, ranking in enumerate(rankings):
+        chosen = chosen_by == number
+        evidence[chosen] = ranking.weight * np.minimum(ranking.evidence[blocks[chosen]], 1.0)
+    is_new = blocks >= first_new
+    rank = np.where(is_new, is_new.cumsum(), (~is_new).cumsum()) - 1
+    relevance[blocks] = evidence / (1 + rank / _HALF_RANK)
+
+
+def _with_model_ranking(
+    rankings: list[ClauseRanking], model_relevance: FloatArray | None
+) -> list[ClauseRanking]:
+    """Add the model's own ranking: fused with a single clause, else as a ranking beside them."""
+    if model_relevance is None:
+        return rankings
+    evidence = reciprocal_rank_scores(model_relevance, model_relevance)
+    if len(rankings) == 1:
+        total = rankings[0].weight * np.minimum(rankings[0].evidence, 1.0) + evidence
+        return [ClauseRanking(top_ranked(total), total)]
+    return [ClauseRanking(top_ranked(evidence), evidence), *rankings]
+
+
+def _certainty(evidence: FloatArray) -> float:
+    """Return the best evidence, reduced when more than a few blocks have nearly as much."""
+    best = float(evidence.max(initial=0.0))
+    n_competing = int((evidence >= _COMPETING_SHARE * best).sum())
+    return min(1.0, best) * min(1.0, _FEW_BLOCKS / max(1, n_competing))
+
+
+def top_ranked(scores: FloatArray, limit: int = _MAX_RANK) -> Positions:
+    """Return the indexes of the highest positive scores, best first.
+
+    Of equal scores, the last index comes first.
+    """
+    # Reversed: a stable sort keeps the order of equal scores.
+    positive = np.flatnonzero(scores > 0)[::-1]
+    values = scores[positive]
+    if len(values) > limit:
+        is_high = values >= np.partition(values, len(values) - limit)[len(values) - limit]
+        positive, values = positive[is_high], values[is_high]
+    return positive[np.argsort(-values, kind="stable")[:limit]]
+
+
+def reciprocal_rank_scores(scores: FloatArray, values: FloatArray) -> FloatArray:
+    """Return each value times (k + 1) / (k + rank): unchanged for the best score, 0 if unranked.
+
+    Equal scores share the rank of the first of them.
+    """
+    order = top_ranked(scores)
+    descending = -scores[order]
+    ranks = np.searchsorted(descending, descending, "left")
+    weighted = np.zeros(len(scores))
+    weighted[order] = values[order] * ((_RRF_K + 1) / (_RRF_K + 1 + ranks))
+    return weighted
+
+
+def _interleave(orders: Sequence[Positions]) -> list[tuple[int, int]]:
+    """Take the first of each order, then the second of each: pairs of an index and its order.
+
+    An index that another order has taken is skipped.
+    """
+    if len(orders) == 1:
+        return [(i, 0) for i in orders[0][:_MAX_RANK].tolist()]
+    taken: dict[int, int] = {}
+    queues = [iter(order.tolist()) for order in orders]
+    remaining = list(range(len(queues)))
+    while remaining and len(taken) < _MAX_RANK:
+        for number in list(remaining):
+            for i in queues[number]:
+                if i not in taken:
+                    taken[i] = number
+                    break
+            else:
+                remaining.remove(number)
+    return list(taken.items())
+
+
+def possible_names(text: str) -> set[str]:
+    """Return everything in a text that could be a name: words, and their parts after a slash."""
+    words = (word.strip("\"'`.,;:!?()[]{}<>*") for word in text.lower().split())
+    return {name for word in words for name in (word, word.rsplit("/", 1)[-1]) if name}
+
+
+def ends_sentence(text: str) -> bool:
+    """Return whether a block's text ends where a sentence or a line does."""
+    stripped = text.rstrip()
+    gap, last = text[len(stripped) :], stripped[-1:]
+    if "\n" in gap:
+        return True
+    return bool(stripped) and last in (_SENTENCE_MARKS if gap else _FULL_WIDTH_MARKS)
+
+
+def cut_off(text: str, terms: Collection[str]) -> tuple[bool, bool]:
+    """Return whether the sentence with these terms may start before, and end after, a text.
+
+    A text without any of the terms may be cut off at both ends.
+    """
+    lowered = text.lower()
+    found = [
+        (i, lowered.rfind(term) + len(term)) for term in terms if (i := lowered.find(term)) >= 0
+    ]
+    if not found:
+        return True, True
+    first, last = min(found)[0], max(end for _, end in found)
+    starts_earlier = _SENTENCE_END.search(text, _OVERLAP_CHARS, max(first, _OVERLAP_CHARS)) is None
+    end = max(len(text) - _OVERLAP_CHARS, last)
+    return starts_earlier, _SENTENCE_END.search(text, last, end) is None

@@ -1,4 +1,4 @@
-"""What a turn is about: its text, the clauses it asks in, and their vectors."""
+"""The query of a turn: what its request asks for, split into clauses that are ranked separately."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.encoding import Vectors
 
-# What a long turn is about stands at its beginning or at its end; so much of both is looked up.
+# A long text usually asks at its beginning or its end: this many characters of each are read.
 _MAX_CHARS = 2048
-_MAX_PARTS = 8
-_PART_CHARS = 256
-# A turn of no more words than that leans on the one before it: "and the other one?"
+_MAX_CLAUSES = 8
+_CLAUSE_CHARS = 256
+# A turn of at most this many words cannot be understood alone: "and the other one?"
 _FEW_WORDS = 4
 
-# What is between a sentence or a line and the next.
-GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
-# What is between the clauses of one sentence, whose words have single spaces between them.
-_JOINT = re.compile(r",? (?:and|or|as well as) (?:also )?| ?, | & ", re.IGNORECASE)
-_ASKING = re.compile(
+# The gap between two sentences or lines.
+SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
+# The gap between two clauses of a sentence whose words are separated by single spaces.
+_CLAUSE_GAP = re.compile(r",? (?:and|or|as well as) (?:also )?| ?, | & ", re.IGNORECASE)
+_INTERROGATIVE = re.compile(
     r"(?:what|where|who|whom|whose|when|which|why|how|is|are|was|were|do|does|did|can|could|"
     r"should|will|would|tell|give|show|list|name|find|explain)\b",
     re.IGNORECASE,
@@ -34,114 +34,131 @@ _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class Query:
     """What the blocks of one turn are ranked by.
 
-    `parts` are the clauses of `text`, each of which may need a block of its own, and what of the
-    turns before helps to understand it; with `leans` the last of them is from the turn before,
-    which this one may go on about, or not. `files` are the paths its tools were called with.
-    `vectors` are one unit vector [d] or None a part, or
-    nothing at all without an embedder. `named` are blocks the client wants back, `gold` those of
-    which a bench says that they hold the answer, see `naming.called`.
+    Attributes:
+        text: The text of the turn; of a long one, both ends.
+        clauses: The clauses of `text`, each of which may need a block of its own, then clauses of
+            the turn before that are needed to understand it.
+        vectors: One unit vector [d] or None for each clause; empty without an embedder.
+        requested: Names of blocks that the client asks to recover, see `naming.called`.
+        gold: Names or message indexes of the blocks that hold the answer; only benches give them.
+        has_context_clause: Whether the last clause comes from the turn before, which this turn may
+            or may not continue.
+        files: Paths that the tools of this turn were called with.
     """
 
     text: str = ""
-    parts: tuple[str, ...] = ()
+    clauses: tuple[str, ...] = ()
     vectors: tuple[Vectors | None, ...] = ()
-    named: tuple[str, ...] = ()
+    requested: tuple[str, ...] = ()
     gold: tuple[str | int, ...] = ()
-    leans: bool = False
+    has_context_clause: bool = False
     files: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, text: str, context: str = "") -> Question:
-        """The question a text asks, its clauses not embedded yet.
+    def of(cls, text: str, context: str = "") -> Query:
+        """Build the query of a text, without vectors.
 
-        Of a long text only both ends count. `context` is looked up too, and after it.
+        Only both ends of a long text are read. The last clause of `context` is added as a clause.
         """
-        text = _ends(text, _MAX_CHARS)
-        parts = [*clauses(text), *clauses(_ends(context, _MAX_CHARS))[-1:]]
-        return cls(text, tuple(dict.fromkeys(parts)))
+        text = _both_ends(text, _MAX_CHARS)
+        clauses = [*split_clauses(text), *split_clauses(_both_ends(context, _MAX_CHARS))[-1:]]
+        return cls(text, tuple(dict.fromkeys(clauses)))
 
-    def embedded(self, vectors: Sequence[Vectors | None]) -> Question:
-        """The same with the vectors of its parts."""
+    def embedded(self, vectors: Sequence[Vectors | None]) -> Query:
+        """Return this query with the vectors of its clauses."""
         return replace(self, vectors=tuple(vectors))
 
-    def narrowed(self, chars: int) -> Question:
-        """The question without the middle of a text longer than twice `chars`."""
+    def narrowed(self, chars: int) -> Query:
+        """Return this query without the middle of a text that is longer than twice `chars`."""
         if len(self.text) <= 2 * chars:
             return self
-        narrow = Question.of(_ends(self.text, chars))
-        known = dict(zip(self.parts, self.vectors, strict=False))
-        return narrow.embedded([known.get(part) for part in narrow.parts] if known else ())
+        narrow = Query.of(_both_ends(self.text, chars))
+        vectors = dict(zip(self.clauses, self.vectors, strict=False))
+        return narrow.embedded(
+            [vectors.get(clause) for clause in narrow.clauses] if vectors else ()
+        )
 
     @property
     def topic(self) -> Vectors | None:
-        """The unit vector between those of the parts; None while one is missing."""
-        found = [vector for vector in self.vectors if vector is not None]
-        if not found or len(found) < len(self.parts):
+        """The normalized mean of the clauses' vectors; None while one of them is missing."""
+        vectors = [vector for vector in self.vectors if vector is not None]
+        if not vectors or len(vectors) < len(self.clauses):
             return None
-        total = np.sum(found, axis=0)
+        total = np.sum(vectors, axis=0)
         topic: Vectors = (total / max(float(np.linalg.norm(total)), 1e-12)).astype(np.float32)
         return topic
 
 
-def asked(request: ChatRequest) -> Question:
-    """What a request asks. What the user said last belongs to it when only tools have spoken since,
-    and the turn before when there are next to no words in this one."""
-    said = _said(request.messages)
-    text = request.query
-    latest = next(said, "")
-    leans = bool(latest) and latest in text
-    if leans:
-        words = sum(1 for _ in islice(_WORD.finditer(_ends(text, _MAX_CHARS)), _FEW_WORDS + 1))
-        latest = next(said, "") if words <= _FEW_WORDS else ""
-    question = Question.of(text, latest)
-    leans = leans and len(question.parts) > len(Question.of(text).parts)
-    tags = request.tags
-    return replace(question, leans=leans, named=tags.recover, gold=tags.oracle, files=request.files)
+def query_of(request: ChatRequest) -> Query:
+    """Build the query of a request.
 
-
-def clauses(text: str) -> list[str]:
-    """The parts of a text that each ask for something, in its order; at most 8.
-
-    Sentences, and what stands between the commas and ands of one that asks; of a list of short
-    entries each with the words that the first has before it. Of many those that ask are taken,
-    and of these the last.
+    The last user message belongs to the query when only tools have answered since. The turn before
+    belongs to it when this turn has next to no words of its own.
     """
-    sentences = [part.strip() for part in GAP.split(text) if _WORD.search(part)]
-    found = [clause for one in sentences for clause in _split(one)]
-    if len(found) > _MAX_PARTS:
-        asking = [i for i, clause in enumerate(found) if clause.endswith("?")][-_MAX_PARTS:]
-        rest = [i for i in range(len(found)) if i not in asking]
-        room = _MAX_PARTS - len(asking)
-        taken = sorted([*asking, *(rest[-room:] if room else ())])
-        found = [found[i] for i in taken]
-    return [_ends(clause, _PART_CHARS) for clause in found]
+    user_texts = _user_texts(request.messages)
+    text = request.query
+    latest = next(user_texts, "")
+    if latest and latest in text:
+        words = _WORD.finditer(_both_ends(text, _MAX_CHARS))
+        is_short = sum(1 for _ in islice(words, _FEW_WORDS + 1)) <= _FEW_WORDS
+        query = Query.of(text, next(user_texts, "") if is_short else "")
+        has_context_clause = len(query.clauses) > len(Query.of(text).clauses)
+    else:
+        query = Query.of(text, latest)
+        has_context_clause = False
+    return replace(
+        query,
+        has_context_clause=has_context_clause,
+        requested=request.tags.recover,
+        gold=request.tags.oracle,
+        files=request.files,
+    )
 
 
-def _split(sentence: str) -> Iterator[str]:
-    """The clauses of one sentence; a statement has one."""
-    pieces = [piece for piece in _JOINT.split(" ".join(sentence.split())) if piece.strip()]
-    if len(pieces) < 2 or not (sentence.endswith("?") or _ASKING.match(sentence)):
+def split_clauses(text: str) -> list[str]:
+    """Split a text into at most 8 clauses that each ask for something, in text order.
+
+    A clause is a sentence, or a part of an asking sentence between commas and conjunctions. An
+    entry of a list of short entries gets the words that the first entry begins with. Of more than
+    8 clauses, the last questions are taken first, then the last other clauses.
+    """
+    sentences = [part.strip() for part in SENTENCE_GAP.split(text) if _WORD.search(part)]
+    clauses = [clause for sentence in sentences for clause in _clauses_of(sentence)]
+    if len(clauses) > _MAX_CLAUSES:
+        questions = [i for i, clause in enumerate(clauses) if clause.endswith("?")][-_MAX_CLAUSES:]
+        others = [i for i in range(len(clauses)) if i not in questions]
+        room = _MAX_CLAUSES - len(questions)
+        clauses = [clauses[i] for i in sorted([*questions, *(others[-room:] if room else ())])]
+    return [_both_ends(clause, _CLAUSE_CHARS) for clause in clauses]
+
+
+def _clauses_of(sentence: str) -> Iterator[str]:
+    """Yield the clauses of one sentence; a statement is a single clause."""
+    parts = [part for part in _CLAUSE_GAP.split(" ".join(sentence.split())) if part.strip()]
+    if len(parts) < 2 or not (sentence.endswith("?") or _INTERROGATIVE.match(sentence)):
         yield sentence
         return
-    head = pieces[0].split()
-    for at, piece in enumerate(pieces):
-        words = piece.split()
-        if at and len(words) <= 3 and len(head) > len(words) and not _ASKING.match(piece):
+    head = parts[0].split()
+    for i, part in enumerate(parts):
+        words = part.split()
+        is_list_entry = i and len(words) <= 3 and len(head) > len(words)
+        if is_list_entry and not _INTERROGATIVE.match(part):
             words = [*head[: -len(words)], *words]
         else:
             head = words
         yield " ".join(words).rstrip("?") + "?"
 
 
-def _said(messages: Sequence[Message]) -> Iterator[str]:
-    """What the user has said, the latest first."""
-    for at in range(len(messages) - 1, -1, -1):
-        if messages[at].role is Role.USER:
-            yield messages[at].text
+def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield the texts of the user's messages, the latest first."""
+    for message in reversed(messages):
+        if message.role is Role.USER:
+            yield message.text
 
 
-def _ends(text: str, chars: int) -> str:
+def _both_ends(text: str, chars: int) -> str:
+    """Return a text, or its first and last `chars` characters when it is longer than both."""
     return text if len(text) <= 2 * chars else f"{text[:chars]}\n{text[-chars:]}"

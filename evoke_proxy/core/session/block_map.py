@@ -91,7 +91,7 @@ def spans(found: Iterable[Span]) -> list[list[int]]:
 
 def _shown(block: Block, where: Whereabouts, names: bool) -> dict[str, Any]:
     said = _range(block.span, where) | {"role": block.role.value, "turn": block.turn}
-    return said | {"message": block.message} | ({"name": block.key} if names else {})
+    return said | {"message": block.message} | ({"name": block.display_name} if names else {})
 
 
 def _range(span: Span, where: Whereabouts) -> dict[str, Any]:

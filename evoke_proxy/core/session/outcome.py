@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import Mask
+from evoke_proxy.core.model.block_table import Mask, blocks_named, unknown_names
 from evoke_proxy.core.model.blocks import Block
-from evoke_proxy.core.model.naming import called, unknown
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.registry import recovers_text
 from evoke_proxy.core.policy.turn import Turn
@@ -29,9 +28,9 @@ def outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str, Any]
     names = turn.request.tags.recover
     if names:
         blocks = turn.view.blocks
-        strange = unknown(blocks, names)
+        strange = unknown_names(blocks, names)
         out = ~_there(turn, plan, quoted)
-        missing = [name for name in names if (called(blocks, (name,)) & out).any()]
+        missing = [name for name in names if (blocks_named(blocks, (name,)) & out).any()]
         said["recover"] = {"unknown": strange, "missing": missing}
     return said
 

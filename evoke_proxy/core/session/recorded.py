@@ -127,7 +127,7 @@ def _seated(value: Mapping[str, Any]) -> Seated:
         blocks=blocks.with_copies(np.array(value["copied"], np.bool_)),
         ranges=tuple(SavedRange(label, Span(a, b)) for label, a, b in value["ranges"]),
         stale=frozenset(value["stale"]),
-        numbers=next_numbers(block.key for block in blocks),
+        numbers=next_numbers(block.display_name for block in blocks),
     )
     session = Recorded(
         id=value["id"],
@@ -157,9 +157,9 @@ def _orders(value: Mapping[str, Any]) -> Orders:
 
 
 def _columns(block: Block) -> list[Any]:
-    place = [block.key, block.label, *_ends(block.span), block.role.value, block.turn]
+    place = [block.display_name, block.label, *_ends(block.span), block.role.value, block.turn]
     marks = [block.pinned, block.preferred, block.priority]
-    return [*place, block.message, block.text, list(block.identity), *marks]
+    return [*place, block.message, block.text, list(block.aliases), *marks]
 
 
 def _block(columns: Sequence[Any]) -> Block:

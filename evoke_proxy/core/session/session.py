@@ -26,9 +26,9 @@ from evoke_proxy.core.policy.turn import Decided, Turn
 from evoke_proxy.core.prompt.layout import Layout, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.retrieval import Index
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.query import asked
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.accounting import TokenAccounting, agree, forecast
 from evoke_proxy.core.session.recorded import Recorded
 
@@ -118,8 +118,8 @@ class Session:
         if self.pins is before:  # an operator may have changed them meanwhile
             self.pins = kept
         self._doubtful = self._doubtful if adopt_to else {}
-        question = asked(request)
-        question = question.embedded([(vectors or {}).get(part) for part in question.parts])
+        question = query_of(request)
+        question = question.embedded([(vectors or {}).get(clause) for clause in question.clauses])
         task = self._task.after(question.topic, self._boundary(layout, request, number))
         return Turn(
             number=number,
@@ -278,7 +278,7 @@ class Session:
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
             resident=view.resident,
-            held=view.held,
+            held=view.non_evictable,
             n_free=view.n_free,
             max_tokens=request.max_tokens,
             adopt_to=adopt_to,
@@ -301,8 +301,8 @@ class Session:
         """Vectors [k, d] of the `pieces` of blocks that the index lacks, by label."""
         given = list(vectors)
         if given and self.index.is_empty:  # the session was recalled from its record
-            self.index.hold(self.layout.blocks)
-        self.index.take(given)
+            self.index.update(self.layout.blocks)
+        self.index.add_vectors(given)
 
     def _generated(self, view: SlotView, start: int) -> list[Span]:
         """Resident rows behind the last block, in pieces of a block, without saved ranges."""

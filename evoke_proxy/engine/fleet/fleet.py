@@ -14,12 +14,12 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
 from evoke_proxy.core.session.identity import hint_of
+from evoke_proxy.engine.admin.admin import Operators
+from evoke_proxy.engine.admin.gauges import show
 from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
-from evoke_proxy.engine.operator.gauges import show
-from evoke_proxy.engine.operator.operators import Operators
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.parsing.large_bodies import run_off_loop
 from evoke_proxy.engine.parsing.tenant import tenant_of

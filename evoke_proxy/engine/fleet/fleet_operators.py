@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from evoke_proxy.engine.admin.admin import Operators
+from evoke_proxy.engine.admin.sessions import Operator, on_disk
 from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.operator.operating import Operator, on_disk
-from evoke_proxy.engine.operator.operators import Operators
 
 
 class FleetOperators(Operators):

@@ -16,7 +16,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.core.snapshots.fingerprint import same_model
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.errors import (
@@ -51,7 +51,7 @@ class Servers:
     """By their place in the configuration; use as an async context manager, inside the engines'."""
 
     def __init__(
-        self, engines: Mapping[str, Server], config: PoolConfig, metrics: Metrics, feed: Feed
+        self, engines: Mapping[str, Server], config: PoolConfig, metrics: Metrics, feed: EventFeed
     ) -> None:
         self.engines = engines
         self._each = tuple(engines.values())
@@ -282,7 +282,7 @@ class Servers:
                 self._told[at] = state
                 level = logging.INFO if state in (_WELL, _DRAINS) else logging.WARNING
                 _log.log(level, "server %s %s%s", name, state, why if state == _AWAY else "")
-                self._feed.tell("servers", server=name, state=state)
+                self._feed.publish("servers", server=name, state=state)
 
     def _show(self) -> None:
         """Gauges that look when they are asked."""

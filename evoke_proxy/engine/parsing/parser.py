@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.core.request.chat import ChatRequest, freed, parse_chat
+from evoke_proxy.core.request.chat import ChatRequest, parse_chat, strip_own_fields
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
 from evoke_proxy.engine.parsing.json_object import parse_object
@@ -68,6 +68,6 @@ class RequestParser:
         way.known = read.before.rendered if read.before is not None else None
         way.kept = self._bodies.keep(read, tenant) if request.plain else None
         if request.tags.given:
-            way.body = freed(way.body, body)
+            way.body = strip_own_fields(way.body, body)
         way.is_batch = request.n > 1 and isinstance(body.get("prompt"), list)
         return request

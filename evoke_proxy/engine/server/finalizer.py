@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
+from evoke_proxy.adapters.metrics import TOKEN_KINDS, Metrics
 from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.costs import is_odd
-from evoke_proxy.engine.operator import history
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue
@@ -23,7 +24,6 @@ from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.booking import book
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import UpstreamProtocolError
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class TurnFinalizer:
         hurried: Callable[[], bool],
         writeback: WriteBack,
         records: SessionPersistence,
-        feed: Feed,
+        feed: EventFeed,
     ) -> None:
         self._metrics = metrics
         self._slots = slots
@@ -106,7 +106,7 @@ class TurnFinalizer:
         with self._guarded("a turn is not finished"):
             self._finish(way)
         with self._guarded("a turn is not recorded"):
-            self._count(way, history.ended(way, self._feed))
+            self._count(way, turn_history.ended(way, self._feed))
         with self._guarded("an unmanaged answer is not counted"):
             self._count_unmanaged(way)
         with self._guarded("an odd usage is not counted"):
@@ -146,7 +146,7 @@ class TurnFinalizer:
             self._slots.pool.forget(gone.id)
             self._records.forget(gone.id)
             if not gone.passing:
-                self._feed.tell("forgotten", session=gone.id)
+                self._feed.publish("forgotten", session=gone.id)
             if gone.labels:
                 self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
 
@@ -157,7 +157,7 @@ class TurnFinalizer:
             path = turn.path if turn is not None else path
             self._metrics.ttft_seconds.labels(path=path).observe(way.first_byte_s)
         if turn is not None and way.books is None:
-            self._metrics.count_books({kind: getattr(turn, kind) for kind in BOOK_KINDS})
+            self._metrics.count_tokens({kind: getattr(turn, kind) for kind in TOKEN_KINDS})
 
     def _count_unmanaged(self, way: Forwarding) -> None:
         """Count an answer to a request that llama-server had refused to render: a fault of ours."""

@@ -16,14 +16,15 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.admin.admin import Operators
+from evoke_proxy.engine.admin.context import Reach
+from evoke_proxy.engine.admin.gauges import show
+from evoke_proxy.engine.admin.sessions import Operator
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.operator import history
-from evoke_proxy.engine.operator.gauges import show
-from evoke_proxy.engine.operator.operating import Operator
-from evoke_proxy.engine.operator.operators import Operators
-from evoke_proxy.engine.operator.reach import Reach
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.finalizer import TurnFinalizer
@@ -39,7 +40,6 @@ from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
-from evoke_proxy.engine.vectors import BlockVectors
 from evoke_proxy.errors import (
     CapacityError,
     EvokeError,
@@ -222,7 +222,7 @@ class Server:
             self.metrics.own_seconds.observe(way.own_s)
             if way.conversation is not None and way.arrival is not None:
                 self.conversations.commit(way.conversation, way.arrival)
-            history.begun(way, self.feed)
+            turn_history.begun(way, self.feed)
             yield way
         except UpstreamError as error:
             error.counted |= way.has_failed  # one request is one failure
@@ -327,7 +327,7 @@ class Server:
                 self._slots.pool.moved(id, slot)
         self._records.started(server)
         self.keeper.server_started(server)
-        self.feed.tell("server", patched=server.patched, slots=server.n_slots)
+        self.feed.publish("server", patched=server.patched, slots=server.n_slots)
 
 
 def _now() -> float:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-from evoke_proxy.adapters.store import Store
+from evoke_proxy.adapters.snapshot_index import SnapshotIndex
 from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, as_changed
 
 # Ids of removed snapshots that are remembered.
@@ -21,7 +21,7 @@ class SnapshotIndexCache:
     What its owner changes there it says here.
     """
 
-    def __init__(self, index: Store) -> None:
+    def __init__(self, index: SnapshotIndex) -> None:
         self._index = index
         self._generation, self._version, self._touched = -1, -1, 0
         self._items: dict[str, Snapshot] = {}

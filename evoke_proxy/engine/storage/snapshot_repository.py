@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
-from evoke_proxy.adapters.store import Owner, Record, Store, pack
+from evoke_proxy.adapters.snapshot_index import Owner, Record, SnapshotIndex, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots.snapshots import (
@@ -59,7 +59,7 @@ class SnapshotRepository:
         self._metrics = metrics or Metrics()
         self._form, self._shared = at_rest(config.key_file), config.shared
         self.files = SnapshotFiles(Path(config.directory), self._form)
-        self._store: Store | None = None
+        self._store: SnapshotIndex | None = None
         self._read: SnapshotIndexCache | None = None
         self._sweeper = FileRemover()
         self.clock = SteadyClock()
@@ -89,18 +89,18 @@ class SnapshotRepository:
             self.close()
             raise
 
-    def _opened(self, alone: bool) -> Store:
+    def _opened(self, alone: bool) -> SnapshotIndex:
         """The index; a damaged one is set aside, and with it all that it knew of."""
         path = self.files.directory / INDEX
         try:
-            return Store(path, self._form)
+            return SnapshotIndex(path, self._form)
         except IndexUnusable as error:
             if not alone:
                 raise ConfigError(f"snapshots.directory: {error}") from error
             _log.error("the index is set aside, nothing is kept of before: %s", error)
         self._metrics.snapshots_bad.labels(reason="index").inc()
         self.files.index_aside()
-        return Store(path, self._form)
+        return SnapshotIndex(path, self._form)
 
     def close(self) -> None:
         """Let another process have it."""
@@ -116,7 +116,7 @@ class SnapshotRepository:
         self.trim()
 
     @property
-    def _index(self) -> Store:
+    def _index(self) -> SnapshotIndex:
         assert self._store is not None, "it is not open"
         return self._store
 

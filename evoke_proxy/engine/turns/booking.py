@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from evoke_proxy.adapters.metrics import BOOK_KINDS, Metrics
+from evoke_proxy.adapters.metrics import TOKEN_KINDS, Metrics
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -25,4 +25,4 @@ def book(way: Forwarding, known: Conversation, books: TokenAccounting, metrics: 
     known.n_resident, known.timings = books.n_resident, way.observer.timings
     metrics.decoded_again.inc(max(0, known.session.decoded_again))
     metrics.evicted.inc(len(books.auto_evicted))
-    metrics.count_books({kind: getattr(books, kind) for kind in BOOK_KINDS})
+    metrics.count_tokens({kind: getattr(books, kind) for kind in TOKEN_KINDS})

@@ -24,6 +24,7 @@ from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
 from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
@@ -33,7 +34,6 @@ from evoke_proxy.engine.strategies.budgeted.probe import Prober
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.engine.vectors import BlockVectors, stacked
 from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from evoke_proxy.adapters.llama.block_api import (
     copies_of,
 )
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from evoke_proxy.adapters.store import Record
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.packed_vectors import packed, unpacked
-from evoke_proxy.engine.embedding import Embedding
+from evoke_proxy.core.retrieval.vectors import decode_vectors, encode_vectors
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
@@ -28,7 +28,7 @@ _MOST_BLOCKS = 2048
 class VectorRecords:
     """Does nothing without an embedder. What is not written down is embedded again."""
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: EmbeddingService) -> None:
         self._embedding = embedding
         self._there: dict[str, int] = {}
 
@@ -37,7 +37,7 @@ class VectorRecords:
         found: dict[str, Vectors] = {}
         for part in parts:
             try:
-                found |= unpacked(part.packed, self._embedding.mark)
+                found |= decode_vectors(part.packed, self._embedding.mark)
             except ValueError as error:
                 _log.warning("vectors of session %s are made anew: %s", session, error)
         self._there[session] = len(found)
@@ -53,7 +53,7 @@ class VectorRecords:
         if there + len(new) > _MOST_BLOCKS:
             vault.remove_record(known.id)
             there = 0
-        data = await asyncio.to_thread(packed, self._embedding.mark, new[-_MOST_BLOCKS:])
+        data = await asyncio.to_thread(encode_vectors, self._embedding.mark, new[-_MOST_BLOCKS:])
         now = vault.clock.now()
         part = f"{known.id}#{int(now * 1e9)}"
         try:

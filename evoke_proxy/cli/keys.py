@@ -1,0 +1,84 @@
+"""`evoke-proxy keys`: manages the file of client keys, and creates token files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from pathlib import Path
+
+from evoke_proxy.adapters.secret_files import read_secret, write_secret
+from evoke_proxy.config import load
+from evoke_proxy.core.tenants.keys import Caller, Keys, checked_name, key_of, line_of, without
+from evoke_proxy.errors import ConfigError
+
+DESCRIPTION = """\
+Manage the client keys in security.keys_file. Each key belongs to a tenant, and tenants share
+nothing. A running proxy reads changes of the file."""
+
+EXAMPLES = """examples:
+  evoke-proxy keys add alice --tenant research --file /etc/evoke-proxy/keys
+      print a new key; the file stores only its hash
+  evoke-proxy keys list --file /etc/evoke-proxy/keys
+  evoke-proxy keys remove alice --file /etc/evoke-proxy/keys
+      revoke a key; takes effect without a restart
+  evoke-proxy keys token --file /etc/evoke-proxy/admin-token
+      create a file for security.admin_token_file or snapshots.key_file"""
+_ACTIONS = ("add", "list", "remove", "token")
+_SETTING = "security.keys_file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("action", choices=_ACTIONS, help="action on the key file")
+    parser.add_argument("name", nargs="?", help="name of the key, as logged")
+    parser.add_argument("--tenant", help="tenant of the key (default: its name)")
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help=f"key file, mode 0600 (default: {_SETTING})"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the action; raises ConfigError when a name is invalid or the file cannot be used."""
+    path = arguments.file or Path(load(arguments.config, os.environ).security.keys_file)
+    if not path.name:
+        raise ConfigError(f"{_SETTING}: name the file with --file")
+    try:
+        return _act(arguments, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _act(arguments: argparse.Namespace, path: Path) -> int:
+    if arguments.action == "token":
+        if path.exists():
+            raise ConfigError(f"{path} exists already; delete it first to replace the token")
+        write_secret(path, secrets.token_hex(32) + "\n")
+        return 0
+    text = read_secret(path, _SETTING) if path.exists() else ""
+    keys = Keys.parse(text)
+    if arguments.action == "list":
+        for caller in keys.callers.values():
+            print(f"{caller.name} {caller.tenant}")
+        return 0
+    name = checked_name(arguments.name or "")
+    if arguments.action == "remove":
+        remaining = without(text, name)
+        if remaining is None:
+            raise ConfigError(f"no key has the name {name}")
+        write_secret(path, remaining)
+        return 0
+    _add(path, text, Caller(name, checked_name(arguments.tenant or name)))
+    return 0
+
+
+def _add(path: Path, text: str, caller: Caller) -> None:
+    key = key_of(secrets.token_bytes(32))
+    lines = text if not text or text.endswith("\n") else text + "\n"
+    lines += f"{line_of(caller, key)}\n"
+    Keys.parse(lines)  # refuses a name that exists already
+    write_secret(path, lines)
+    print(key)
+    print(f"key of tenant {caller.tenant}; it cannot be displayed later", file=sys.stderr)

@@ -1,0 +1,115 @@
+"""Entry point of `evoke-proxy`: the table of commands, their parsers and exit codes.
+
+Exit codes: 0 success, 1 failure, 2 wrong arguments or an invalid configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from evoke_proxy import __version__
+from evoke_proxy.errors import ConfigError
+
+_DESCRIPTION = """\
+A proxy for llama-server that evicts and recovers KV-cache blocks under a token budget.
+Exit codes: 0 success, 1 failure, 2 wrong arguments or an invalid configuration."""
+
+_EXAMPLES = """examples:
+  evoke-proxy serve --upstream http://127.0.0.1:8080
+      run the proxy in front of a llama-server
+  evoke-proxy demo
+      build the patched llama-server and see a fact evicted and recovered
+  evoke-proxy check-config --config evoke.yaml
+      validate a configuration file
+Help for one command: evoke-proxy COMMAND --help"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the table.
+
+    Attributes:
+        name: The word on the command line.
+        summary: Its line in `evoke-proxy --help`.
+        module: The module that implements it, imported only when the command is used.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+
+COMMANDS = (
+    Command(
+        "serve", "run the proxy in front of one or more llama-servers", "evoke_proxy.cli.serve"
+    ),
+    Command(
+        "check-config", "validate the configuration and print it", "evoke_proxy.cli.check_config"
+    ),
+    Command("demo", "run a test session on the bundled model", "evoke_proxy.demo.cli"),
+    Command("build-server", "build the patched llama-server", "evoke_proxy.server_build.cli"),
+    Command(
+        "doctor", "test a running llama-server and advise on its options", "evoke_proxy.cli.doctor"
+    ),
+    Command("sessions", "list, pin, export or delete saved sessions", "evoke_proxy.cli.sessions"),
+    Command("keys", "manage client keys and the admin token", "evoke_proxy.cli.keys"),
+)
+
+
+class CommandModule(Protocol):
+    """The interface of a command's module."""
+
+    DESCRIPTION: str
+    EXAMPLES: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command and return its exit code; ConfigError becomes exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (by default sys.argv) names; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = build_parser(words).parse_args(words)
+    try:
+        return _load(arguments.command).run(arguments)
+    except ConfigError as error:
+        print(f"evoke-proxy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1
+
+
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Build the parser; only the command that `words` names gets its arguments."""
+    parser = _Parser(prog="evoke-proxy", description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"evoke-proxy {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.summary)
+        if command.name == chosen:
+            module = _load(command.name)
+            subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
+            module.add_arguments(subparser)
+    return parser
+
+
+def _load(name: str) -> CommandModule:
+    module = next(command.module for command in COMMANDS if command.name == name)
+    return cast(CommandModule, importlib.import_module(module))
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that keeps the line breaks of descriptions and examples."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**options)

@@ -1,0 +1,87 @@
+"""`evoke-proxy serve`, and the options for settings that `check-config` shares with it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, POLICIES, Config, load
+
+DESCRIPTION = "Run the proxy: forward clients to llama-server and keep sessions within a budget."
+
+EXAMPLES = """examples:
+  evoke-proxy serve
+      listen on 127.0.0.1:8090 and forward to a llama-server on 127.0.0.1:8080
+  evoke-proxy serve --listen 0.0.0.0:8090 --upstream http://gpu-box:8080 --budget 8192
+      keep at most 8192 tokens of each session in the KV cache
+  evoke-proxy serve --upstream a=http://gpu-1:8080 --upstream b=http://gpu-2:8080
+      distribute conversations over two llama-servers that run the same model
+  EVOKE_UPSTREAM_URL=http://gpu-box:8080 evoke-proxy serve --config evoke.yaml
+      each setting has an environment variable; command-line options override both"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that override settings."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+    parser.add_argument(
+        "--listen", action="append", metavar="HOST:PORT", help="address for clients; repeatable"
+    )
+    parser.add_argument(
+        "--admin-listen",
+        action="append",
+        metavar="HOST:PORT",
+        help="address for the admin API and the page; repeatable",
+    )
+    parser.add_argument(
+        "--upstream",
+        action="append",
+        metavar="[NAME=]URL",
+        help="URL of llama-server; repeat it for several servers that run the same model",
+    )
+    parser.add_argument(
+        "--budget", type=int, metavar="N", help="tokens that a session may keep in the KV cache"
+    )
+    parser.add_argument("--policy", choices=POLICIES, help="how blocks to evict are chosen")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="least severity to log")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, help="log lines or JSON objects")
+
+
+def load_config(arguments: argparse.Namespace) -> Config:
+    """The configuration from the file, the environment and the options; raises ConfigError."""
+    overrides = {
+        "listen": arguments.listen,
+        "security.admin_listen": arguments.admin_listen,
+        **_upstream_overrides(arguments.upstream or ()),
+        "policy.budget": arguments.budget,
+        "policy.name": arguments.policy,
+        "log.level": arguments.log_level,
+        "log.format": arguments.log_format,
+    }
+    return load(arguments.config, os.environ, overrides)
+
+
+def _upstream_overrides(urls: Sequence[str]) -> dict[str, object]:
+    """One URL without a name replaces all servers of the file; other lists set the pool."""
+    if len(urls) == 1 and "=" not in urls[0].partition("/")[0]:
+        return {"upstream.url": urls[0], "pool.upstreams": []}
+    return {"pool.upstreams": list(urls) or None}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal stops the proxy; 1 when an address cannot be bound."""
+    config = load_config(arguments)
+    # Imported after the configuration is read, so that its errors are reported at once.
+    from evoke_proxy.web import logs
+    from evoke_proxy.web.serve import serve
+
+    logs.set_up(config.log)
+    try:
+        asyncio.run(serve(config, lambda: load_config(arguments)))
+    except OSError as error:
+        print(f"evoke-proxy: {error}", file=sys.stderr)
+        return 1
+    return 0

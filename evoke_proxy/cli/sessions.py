@@ -1,0 +1,177 @@
+"""`evoke-proxy sessions`: lists, pins, exports and deletes saved sessions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.config import load
+from evoke_proxy.core.session.recorded import read
+from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.engine.storage.export import archive
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.errors import ConfigError
+
+DESCRIPTION = """\
+List, pin, export and delete the sessions saved in snapshots.directory. A running proxy sees every
+change of snapshots. It keeps budgeted sessions of a patched server in memory: delete those through
+its admin API or page."""
+
+EXAMPLES = """examples:
+  evoke-proxy sessions list --config evoke.yaml
+      print one line for each session
+  evoke-proxy sessions pin 3f2a --config evoke.yaml
+      exempt a session from deletion for room or age; an unambiguous prefix of an id suffices
+  evoke-proxy sessions export 3f2a chat.tar --directory /var/lib/llama/slots
+      write its files and index entries to a tar file, which contains the conversation"""
+_ACTIONS = ("list", "show", "pin", "unpin", "export", "delete")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("action", choices=_ACTIONS, help="action on the saved sessions")
+    parser.add_argument("id", nargs="?", help="id of a session, or a prefix of it")
+    parser.add_argument("file", nargs="?", type=Path, help="tar file to write (export)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+    parser.add_argument(
+        "--directory", metavar="DIR", help="directory of snapshots (default: snapshots.directory)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the action; raises ConfigError for an unknown id or a directory without snapshots."""
+    config = load(arguments.config, os.environ, {"snapshots.directory": arguments.directory})
+    directory = Path(config.snapshots.directory)
+    if not config.snapshots.directory or not (directory / "index.sqlite").exists():
+        raise ConfigError(
+            "snapshots.directory: no snapshots there; name the directory with --directory"
+        )
+    repository = SnapshotRepository(config.snapshots)
+    repository.open(claim=False)
+    try:
+        return _run_action(repository, arguments)
+    finally:
+        repository.close()
+
+
+def _run_action(repository: SnapshotRepository, arguments: argparse.Namespace) -> int:
+    if arguments.action == "list":
+        _print_sessions(_rows(repository), arguments.json)
+        return 0
+    id, snapshots = _find_session(repository, arguments.id)
+    if arguments.action == "export":
+        if arguments.file is None:
+            raise ConfigError("export: name the tar file to write")
+        _export(repository, snapshots, arguments.file)
+    for item in snapshots if arguments.action in ("pin", "unpin") else ():
+        repository.pin(item, arguments.action == "pin")
+    for item in snapshots if arguments.action == "delete" else ():
+        repository.delete(item, "asked")
+    if arguments.action == "delete":
+        repository.remove_record(id)
+    if arguments.action == "show":
+        _print_snapshots(snapshots, arguments.json)
+    else:
+        print(f"{id}: {arguments.action} done, {len(snapshots)} snapshots", file=sys.stderr)
+    return 0
+
+
+def _find_session(repository: SnapshotRepository, prefix: str | None) -> tuple[str, list[Snapshot]]:
+    sessions: dict[str, list[Snapshot]] = {record.session: [] for record in repository.records()}
+    sessions |= by_branch(repository.snapshots)
+    ids = [id for id in sessions if prefix and id.startswith(prefix)]
+    if prefix in sessions:
+        ids = [prefix]
+    if len(ids) != 1:
+        count = "no session has" if not ids else f"{len(ids)} sessions have"
+        raise ConfigError(
+            f"{count} an id with the prefix {prefix!r}; evoke-proxy sessions list prints the ids"
+        )
+    return ids[0], sessions[ids[0]]
+
+
+def _rows(repository: SnapshotRepository) -> list[dict[str, Any]]:
+    """The rows of `list`: sessions with snapshots, and records of budgeted sessions."""
+    branches = by_branch(repository.snapshots)
+    rows = {id: branch_summary(id, items) for id, items in branches.items()}
+    records = repository.records()
+    sizes: Counter[str] = Counter()
+    for record in records:
+        sizes[record.session] += len(record.packed)
+    for record in (record for record in records if not record.is_part):
+        row = _record_row(record, sizes[record.id])
+        if record.id in rows:  # it has snapshots of whole slots as well
+            row = rows[record.id] | {
+                "bytes": rows[record.id]["bytes"] + row["bytes"],
+                "pinned": rows[record.id]["pinned"] or row["pinned"],
+            }
+        rows[record.id] = row
+    return list(rows.values())
+
+
+def _record_row(record: Record, n_bytes: int) -> dict[str, Any]:
+    tokens, pinned = 0, False
+    try:
+        session_record = read(zlib.decompress(record.packed))
+        tokens, pinned = len(session_record.session.layout.tokens), session_record.orders.pinned
+    except (ValueError, zlib.error):  # another version; it can still be deleted
+        pass
+    return {
+        "id": record.id,
+        "tenant": record.tenant,
+        "snapshots": 0,
+        "tokens": tokens,
+        "bytes": n_bytes,
+        "used": record.used,
+        "pinned": pinned,
+    }
+
+
+def _print_sessions(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"sessions": rows}, indent=2))
+        return
+    print(f"{'session':14}{'snapshots':>9}{'tokens':>9}{'MiB':>9}{'used':>12}  pinned")
+    for row in rows:
+        print(
+            f"{row['id']:14}{row['snapshots']:>9}{row['tokens']:>9}{row['bytes'] / 2**20:>9.1f}"
+            f"{_ago(row['used']):>12}  {'yes' if row['pinned'] else 'no'}"
+        )
+
+
+def _print_snapshots(items: Sequence[Snapshot], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"snapshots": [described(item) for item in items]}, indent=2))
+        return
+    print(f"{'snapshot':22}{'kind':6}{'tokens':>8}{'MiB':>9}{'restores':>10}{'used':>12}")
+    for item in items:
+        print(
+            f"{item.id:22}{item.kind:6}{item.n_tokens:>8}{item.n_bytes / 2**20:>9.1f}"
+            f"{item.hits:>10.1f}{_ago(item.used):>12}"
+        )
+
+
+def _ago(when: float) -> str:
+    seconds = max(0.0, time.time() - when)
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds / 86400:.0f} d ago"
+
+
+def _export(repository: SnapshotRepository, items: Sequence[Snapshot], path: Path) -> None:
+    """Write a tar file that only its owner may read."""
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    os.fchmod(handle, 0o600)  # an existing file keeps its mode
+    with os.fdopen(handle, "wb") as out:
+        out.writelines(archive(repository.files.directory, items))

@@ -1,0 +1,256 @@
+"""BM25 over the blocks of one session: terms, an inverted index, and phrases of the query.
+
+Document frequencies are those of the session itself, so that a word that stands in most blocks
+weighs next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
+from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms
+
+# Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
+_K1 = 1.2
+_B = 0.75
+_FUNCTION_WORD_WEIGHT = 0.1
+# A term with a larger document frequency than this share is not expanded to similar terms.
+_MAX_EXPANDED_SHARE = 0.05
+# A term in a larger share of at least so many documents is not informative.
+_MAX_INFORMATIVE_SHARE = 0.5
+_MIN_DOCUMENTS = 64
+
+WORD = re.compile(r"\w+(?:[-./]\w+)*")
+_PART = re.compile(r"[^\W_]+")
+_CAMEL_CASE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+# Scripts without spaces between words: Thai, kana, Han, Hangul.
+_UNSPACED = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{2,}")
+
+# English words that say how something is asked rather than what is asked for. Their counterparts
+# in other languages are recognized by their document frequency, which takes a longer session.
+FUNCTION_WORDS = frozenset(
+    """
+    a about after again all also am an and any are as at be been before being but by can could did
+    do does doing done for from get give had has have having he her hers him his how i if in into
+    is it its just know let like may me might mine must my no not now of off ok on one only or our
+    ours out over please say she should show so some tell than thank thanks that the their theirs
+    them then there these they thing this those to too under up upon us use very was we were what
+    whats when where which while who whom whose why will with would yes you your yours
+    """.split()
+)
+
+# Evidence for a block loses this share where none of the query's phrases stands in it. The pairs
+# are the ordered ones of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
+# (2005). They add a tenth; here the scores also compete with recency.
+_PHRASE_SHARE = 0.35
+WITHOUT_PHRASE = 1.0 - _PHRASE_SHARE
+
+
+def terms_of(text: str) -> list[str]:
+    """Return the terms of a text in lower case: words, numbers, identifiers and their parts.
+
+    Text without spaces between words is cut into pairs of characters.
+    """
+    terms: list[str] = []
+    for word in WORD.findall(text):
+        lowered = word.lower()
+        terms.append(lowered)
+        if not lowered.isalnum():
+            terms += _parts_of(lowered)
+        if word != lowered and not word[1:].islower() and not word.isupper():
+            terms += _camel_case_parts(word)
+    if not text.isascii():
+        terms += [run[i : i + 2] for run in _UNSPACED.findall(text) for i in range(len(run) - 1)]
+    return terms
+
+
+def _parts_of(word: str) -> list[str]:
+    parts = _PART.findall(word)
+    return parts if len(parts) > 1 or parts != [word] else []
+
+
+def _camel_case_parts(word: str) -> list[str]:
+    """Return the parts of names like maxRetryCount, without those of one or two characters."""
+    found = []
+    for part in _PART.findall(word):
+        humps = _CAMEL_CASE.findall(part)
+        if len(humps) > 1 and part.isascii() and sum(map(len, humps)) == len(part):
+            found += [hump.lower() for hump in humps if len(hump) > 2]
+    return found
+
+
+def query_phrases(text: str, informative: Collection[str]) -> tuple[str, ...]:
+    """Return the pairs of neighbouring words that contain an informative term, in lower case.
+
+    "My street" is not "a street near my house", though both texts have the same words.
+    """
+    words = WORD.findall(text.lower())
+    pairs = zip(words, words[1:], strict=False)
+    phrases = (f" {a} {b}" for a, b in pairs if a in informative or b in informative)
+    return tuple(dict.fromkeys(phrases))
+
+
+def phrase_text(text: str) -> str:
+    """Return a text in lower case with single spaces, in which phrases can be searched."""
+    return " " + " ".join(text.lower().split())
+
+
+def phrase_weights(counts: FloatArray) -> FloatArray:
+    """Return a factor for each document, given how many of the phrases it has.
+
+    The factor is 1 for the documents with most phrases, and 1 everywhere when there are none.
+    """
+    most = counts.max(initial=0.0)
+    if most <= 0:
+        return np.ones(len(counts))
+    weights: FloatArray = 1.0 - _PHRASE_SHARE * (1.0 - counts / most)
+    return weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """The BM25 evidence of one query term.
+
+    Attributes:
+        documents: [n] numbers of the documents that contain the term.
+        scores: [n] BM25 score of the term in each of them.
+        match_strength: [n] in (0, 1]: 1 for the term itself, less for a similar one.
+        weight: The inverse document frequency of the term in this session.
+    """
+
+    documents: Positions
+    scores: FloatArray
+    match_strength: FloatArray
+    weight: float
+
+
+class InvertedIndex:
+    """InvertedIndex of numbered documents.
+
+    Documents are numbered from 0 in the order they are added and are never removed; `set_active`
+    chooses those that searches and statistics see.
+    """
+
+    def __init__(self) -> None:
+        self._lengths = array("d")
+        # Of each term: numbers of the documents that contain it, and how often each does.
+        self._postings: dict[str, tuple[array[int], array[float]]] = {}
+        self._fuzzy_terms = FuzzyTerms()
+        self._active: Mask = np.zeros(0, np.bool_)
+        self._length_norms: FloatArray = np.zeros(0)
+        self._n_active = 0
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def add(self, text: str) -> int:
+        """Add a document and return its number."""
+        number = len(self._lengths)
+        counts = Counter(terms_of(text))
+        self._lengths.append(float(counts.total()))
+        for term, count in counts.items():
+            postings = self._postings.get(term)
+            if postings is None:
+                postings = self._postings[term] = (array("l"), array("d"))
+                self._fuzzy_terms.add(term)
+            postings[0].append(number)
+            postings[1].append(count)
+        return number
+
+    def set_active(self, documents: Positions) -> None:
+        """Restrict searches and statistics to these documents."""
+        lengths = np.array(self._lengths)
+        self._active = np.zeros(len(lengths), np.bool_)
+        self._active[documents] = True
+        self._n_active = len(documents)
+        mean = lengths[documents].mean() if len(documents) else 0.0
+        self._length_norms = _K1 * (1 - _B + _B * lengths / max(mean, 1.0))
+
+    def exact_evidence(self, term: str) -> Evidence:
+        """Return the evidence of the documents that contain exactly this term."""
+        return self._evidence(term, *self._active_postings(term))
+
+    def fuzzy_evidence(self, exact: Mapping[str, Evidence]) -> dict[str, Evidence]:
+        """Return the evidence of each term together with the terms that are similar to it.
+
+        Given the exact evidence of the terms; where a term has no similar ones, or is too frequent
+        to be expanded, the result holds the very same object.
+        """
+        most = max(1.0, _MAX_EXPANDED_SHARE * self._n_active)
+        rare = [
+            term
+            for term, evidence in exact.items()
+            if len(evidence.documents) <= most and term not in FUNCTION_WORDS
+        ]
+        expansions = zip(rare, self._fuzzy_terms.similar(rare), strict=True)
+        return {
+            **exact,
+            **{term: self._expanded(term, others) for term, others in expansions if others},
+        }
+
+    def _expanded(self, term: str, similar: Sequence[tuple[str, float]]) -> Evidence:
+        """Return the evidence of a term together with similar ones, given with their similarity."""
+        postings = [self._active_postings(term)]
+        for other, similarity in similar:
+            documents, counts = self._active_postings(other)
+            postings.append((documents, counts * similarity**2))
+        documents = np.concatenate([numbers for numbers, _ in postings])
+        weights = np.concatenate([counts for _, counts in postings])
+        unique, inverse = np.unique(documents, return_inverse=True)
+        counts = np.bincount(inverse, weights, len(unique)).astype(np.float64)
+        return self._evidence(term, unique, counts)
+
+    def informative_terms(self, text: str) -> list[str]:
+        """Return the terms of a text to search for, each once.
+
+        Function words and terms that most documents contain are taken only when there are no
+        others.
+        """
+        terms = list(dict.fromkeys(terms_of(text)))
+        content = [term for term in terms if term not in FUNCTION_WORDS]
+        rare = [term for term in content if self._document_share(term) <= _MAX_INFORMATIVE_SHARE]
+        return rare or content or terms
+
+    def _document_share(self, term: str) -> float:
+        """Return at most which share of the documents has a term; 0 for few documents."""
+        postings = self._postings.get(term)
+        if not postings or self._n_active < _MIN_DOCUMENTS:
+            return 0.0
+        return len(postings[0]) / self._n_active
+
+    def _active_postings(self, term: str) -> tuple[Positions, FloatArray]:
+        """Return the active documents with a term, and how often each contains it."""
+        postings = self._postings.get(term)
+        if postings is None:
+            return np.zeros(0, np.int64), np.zeros(0)
+        documents = np.array(postings[0])
+        active = self._active[documents]
+        return documents[active], np.array(postings[1])[active]
+
+    def _evidence(self, term: str, documents: Positions, counts: FloatArray) -> Evidence:
+        frequency = len(documents)
+        weight = math.log1p((self._n_active - frequency + 0.5) / (frequency + 0.5))
+        weight *= _FUNCTION_WORD_WEIGHT if term in FUNCTION_WORDS else 1.0
+        scores = weight * counts * (_K1 + 1) / (counts + self._length_norms[documents])
+        return Evidence(documents, scores, np.minimum(counts, 1.0), weight)
+
+
+def sum_evidence(evidence: Iterable[Evidence], size: int) -> tuple[FloatArray, FloatArray]:
+    """Sum the evidence of several terms: the score and the coverage of each of `size` documents.
+
+    Coverage, in [0, 1], is the share of the terms' total weight that a document matches.
+    """
+    scores, covered, possible = np.zeros(size), np.zeros(size), 0.0
+    for term in evidence:
+        scores[term.documents] += term.scores
+        covered[term.documents] += term.weight * term.match_strength
+        possible += term.weight
+    return scores, covered / possible if possible > 0 else covered

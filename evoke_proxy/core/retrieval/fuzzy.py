@@ -1,0 +1,161 @@
+"""Finds terms with similar spelling by character n-grams: inflections, typing errors, fragments.
+
+The n-grams are those of the distinct terms of a session, not of its blocks: a term that stands in a
+hundred blocks is indexed once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import FloatArray, Positions
+
+_MIN_CHARS = 4
+_MAX_CHARS = 40
+# An n-gram that a larger share of the terms contain does not tell them apart; it is not counted
+# once more than _ALWAYS_COUNTED terms contain it.
+_MAX_SHARE = 0.05
+_ALWAYS_COUNTED = 64
+_MAX_CANDIDATES = 10
+_MIN_SIMILARITY = 0.5
+# Terms whose trigrams overlap less cannot have half of their bigrams in common.
+_MIN_TRIGRAM_OVERLAP = 0.2
+# Similarity of a term to one that contains it: port and ports, timeout and requesttimeout.
+_CONTAINMENT = 0.7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SharedTrigrams:
+    """Pairs of a query term and an indexed term that share trigrams.
+
+    Attributes:
+        queries: [p] index of the query term of each pair, ascending.
+        terms: [p] number of the indexed term of each pair.
+        shared: [p] how many trigrams the two share.
+        query_sizes: [q] how many trigrams each query term has.
+    """
+
+    queries: Positions
+    terms: Positions
+    shared: Positions
+    query_sizes: Positions
+
+
+class FuzzyTerms:
+    """The distinct terms of one session, searchable by trigrams. Terms are never removed."""
+
+    def __init__(self) -> None:
+        self._terms: list[str] = []
+        # How many trigrams each term has, and of each trigram the numbers of the terms with it.
+        self._sizes = array("q")
+        self._postings: dict[str, array[int]] = {}
+
+    def add(self, term: str) -> None:
+        """Add a term that was not added before; one that is not `comparable` is ignored."""
+        if not comparable(term):
+            return
+        number = len(self._terms)
+        trigrams = _trigrams(term)
+        self._terms.append(term)
+        self._sizes.append(len(trigrams))
+        for trigram in trigrams:
+            self._postings.setdefault(trigram, array("q")).append(number)
+
+    def similar(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
+        """Return for each term the indexed terms that are similar to it, the most similar first.
+
+        Each comes with its similarity in [0.5, 1]: Dice's coefficient of the bigrams.
+        """
+        queries = [term for term in terms if comparable(term)]
+        found: dict[str, list[tuple[str, float]]] = {}
+        for query, candidates in zip(queries, self._candidates(queries), strict=True):
+            bigrams = _bigrams(query)
+            pairs = [
+                (term, _similarity(query, term, bigrams)) for term in candidates if term != query
+            ]
+            similar = [pair for pair in pairs if pair[1] >= _MIN_SIMILARITY]
+            found[query] = sorted(similar, key=lambda pair: (-pair[1], pair[0]))
+        return [found.get(term, []) for term in terms]
+
+    def _candidates(self, queries: Sequence[str]) -> list[list[str]]:
+        """Return for each query term the 10 indexed terms whose trigrams overlap most with its own.
+
+        All queries are ranked in one pass: each array operation costs about as much for one query
+        as for all of them.
+        """
+        pairs = self._shared_trigrams(queries)
+        sizes = (
+            np.frombuffer(self._sizes, np.int64)[pairs.terms] if len(pairs.terms) else pairs.terms
+        )
+        query_sizes = pairs.query_sizes[pairs.queries]
+        overlap: FloatArray = 2 * pairs.shared / np.maximum(query_sizes + sizes, 1)
+        # A term that contains the other shares all trigrams inside the shorter one.
+        contains = pairs.shared >= np.minimum(query_sizes, sizes) - 2
+        likely = (overlap >= _MIN_TRIGRAM_OVERLAP) | contains
+        of_query, numbers, overlap = pairs.queries[likely], pairs.terms[likely], overlap[likely]
+        order = np.lexsort((numbers, -overlap, of_query))
+        bounds = np.searchsorted(of_query, np.arange(len(queries) + 1))
+        return [
+            [
+                self._terms[i]
+                for i in numbers[order[start : min(end, start + _MAX_CANDIDATES)]].tolist()
+            ]
+            for start, end in pairwise(bounds.tolist())
+        ]
+
+    def _shared_trigrams(self, queries: Sequence[str]) -> _SharedTrigrams:
+        """Count the trigrams that each query term shares with each indexed term.
+
+        Trigrams that too many terms contain are not counted.
+        """
+        most = max(_ALWAYS_COUNTED, int(_MAX_SHARE * len(self._terms)))
+        query_sizes, matches, n_matches = [], array("q"), []
+        for query in queries:
+            before, trigrams = len(matches), _trigrams(query)
+            for trigram in trigrams & self._postings.keys():
+                if len(self._postings[trigram]) <= most:
+                    matches.extend(self._postings[trigram])
+            query_sizes.append(len(trigrams))
+            n_matches.append(len(matches) - before)
+        # One number for each pair, so that equal pairs are neighbours once sorted.
+        of_query = np.repeat(np.arange(len(queries)), n_matches) * len(self._terms)
+        codes = np.sort(np.array(matches, np.int64) + of_query)
+        if not len(codes):
+            none = np.zeros(0, np.int64)
+            return _SharedTrigrams(none, none, none, np.array(query_sizes, np.int64))
+        firsts = np.flatnonzero(np.concatenate(([True], codes[1:] != codes[:-1])))
+        query_index, terms = np.divmod(codes[firsts], len(self._terms))
+        shared = np.diff(firsts, append=len(codes))
+        return _SharedTrigrams(query_index, terms, shared, np.array(query_sizes, np.int64))
+
+
+def comparable(term: str) -> bool:
+    """Return whether a similar spelling may mean the same; never for a number."""
+    return _MIN_CHARS <= len(term) <= _MAX_CHARS and term.isalnum() and not term.isdigit()
+
+
+def _bigrams(term: str) -> set[str]:
+    padded = f"^{term}$"
+    return {padded[i : i + 2] for i in range(len(padded) - 1)}
+
+
+def _trigrams(term: str) -> set[str]:
+    padded = f"^{term}$"
+    return set(map("".join, zip(padded, padded[1:], padded[2:], strict=False)))
+
+
+def _similarity(query: str, term: str, query_bigrams: set[str]) -> float:
+    """Return Dice's coefficient of two terms, at least _CONTAINMENT when one contains the other.
+
+    Codes with digits are similar only by containment: another digit makes another code.
+    """
+    dice = 0.0
+    if (query + term).isalpha():
+        bigrams = _bigrams(term)
+        dice = 2 * len(query_bigrams & bigrams) / (len(query_bigrams) + len(bigrams))
+    return max(dice, _CONTAINMENT) if query in term or term in query else dice

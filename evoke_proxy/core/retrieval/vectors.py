@@ -1,0 +1,274 @@
+"""Vectors of the blocks of a session: similarity search, a bounded cache, and their file format.
+
+A block has one vector for each of its chunks (`chunks_of`): a single vector for the block would
+mostly describe whatever else stands in it. In a ranking a block counts as its best chunk does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import FloatArray, Positions
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import SENTENCE_GAP
+
+_MAX_CHUNKS = 4
+_MIN_CHUNK_CHARS = 24
+_INITIAL_ROWS = 64
+# Up to this many dot products are computed exactly. Beyond it only the documents whose mean vectors
+# are closest are compared chunk by chunk: this many, shared by the vectors of one search.
+_MAX_PRODUCTS = 24_000
+_MAX_COMPARED = 600
+# This many rows of 384 numbers stay in the cache of one processor core.
+_ROWS_PER_STEP = 256
+# Standard deviations above the mean cosine of the session: from the first on a block begins to be
+# about the query, at the second it is.
+_OUTLIER_BEGINS, _OUTLIER_FULL = 2.0, 6.0
+# A smaller spread of cosines is a rounding error.
+_MIN_SPREAD = 1e-6
+# Bytes of the key, the dictionary entry and the array header of one cached vector.
+_ENTRY_BYTES = 320
+
+
+def chunks_of(text: str) -> tuple[str, ...]:
+    """Split a block's text into at most 4 chunks to embed, cut between sentences or lines."""
+    chunks: list[str] = []
+    for part in (part.strip() for part in SENTENCE_GAP.split(text)):
+        if chunks and len(chunks[-1]) < _MIN_CHUNK_CHARS:
+            chunks[-1] = f"{chunks[-1]} {part}".strip()
+        elif part:
+            chunks.append(part)
+    while len(chunks) > _MAX_CHUNKS:
+        at = min(range(len(chunks) - 1), key=lambda i: len(chunks[i]) + len(chunks[i + 1]))
+        chunks[at : at + 2] = [f"{chunks[at]} {chunks[at + 1]}"]
+    return tuple(chunks)
+
+
+class DocumentVectors:
+    """The chunk vectors of numbered documents in one float32 matrix, and the mean of each document.
+
+    Vectors of another length than those stored replace all of them: they come from another encoder.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._rows: Vectors = np.zeros((0, 0), np.float32)
+        self._means: Vectors = np.zeros((0, 0), np.float32)
+        self._n_rows = 0
+        # In the order documents were added: their numbers, and the first row of each.
+        self._documents = array("q")
+        self._first_rows = array("q")
+        self._index_of: dict[int, int] = {}
+
+    def __contains__(self, document: int) -> bool:
+        return document in self._index_of
+
+    def put(self, document: int, vectors: Vectors) -> None:
+        """Copy the unit vectors [k, d], k > 0, of a document that has none yet."""
+        count, size = vectors.shape
+        if size != self._rows.shape[1]:
+            self._reset()
+        n_documents = len(self._documents)
+        self._rows = _with_room(self._rows, self._n_rows + count, size)
+        self._means = _with_room(self._means, n_documents + 1, size)
+        self._rows[self._n_rows : self._n_rows + count] = vectors
+        mean = vectors.mean(axis=0)
+        self._means[n_documents] = mean / max(float(np.linalg.norm(mean)), 1e-12)
+        self._index_of[document] = n_documents
+        self._documents.append(document)
+        self._first_rows.append(self._n_rows)
+        self._n_rows += count
+
+    def get(self, document: int) -> Vectors:
+        """Return the vectors [k, d] of a document; KeyError when it has none."""
+        at = self._index_of[document]
+        ends = [*self._first_rows[at + 1 : at + 2], self._n_rows]
+        return self._rows[self._first_rows[at] : ends[0]]
+
+    def cosines(self, vectors: Sequence[Vectors], size: int) -> FloatArray | None:
+        """Return the cosine [n, size] of each unit vector with the best chunk of each document.
+
+        NaN for a document without vectors; None when no document has vectors of that length.
+        """
+        if not self._documents or not vectors or vectors[0].shape[0] != self._rows.shape[1]:
+            return None
+        first_rows = np.array(self._first_rows)
+        if self._n_rows * len(vectors) <= _MAX_PRODUCTS:
+            products = _products(self._rows[: self._n_rows], vectors)
+            best = [np.maximum.reduceat(row, first_rows) for row in products]
+        else:
+            best = self._approximate_cosines(vectors, first_rows)
+        found = np.full((len(vectors), size), np.nan)
+        documents = np.array(self._documents)
+        for row, values in zip(found, best, strict=True):
+            row[documents] = values
+        return found
+
+    def _approximate_cosines(
+        self, vectors: Sequence[Vectors], first_rows: Positions
+    ) -> list[Vectors]:
+        """Return cosines with the mean vectors, refined by chunk for the closest documents."""
+        cosines = list(_products(self._means[: len(first_rows)], vectors))
+        n_skipped = max(0, len(first_rows) - _MAX_COMPARED // len(vectors))
+        counts = np.diff(first_rows, append=self._n_rows)
+        for vector, values in zip(vectors, cosines, strict=True):
+            closest = np.sort(np.argpartition(values, n_skipped)[n_skipped:])
+            count = counts[closest]
+            ends = count.cumsum()
+            starts = ends - count
+            rows = np.arange(ends[-1]) + np.repeat(first_rows[closest] - starts, count)
+            # All rows exist; with this mode numpy does not check that again.
+            values[closest] = np.maximum.reduceat(
+                self._rows.take(rows, axis=0, mode="clip") @ vector, starts
+            )
+        return cosines
+
+    def topic_cosines(self, topic: Vectors, size: int) -> FloatArray | None:
+        """Return the cosine [size] of a unit vector with the mean of each document.
+
+        NaN for a document without vectors; None when no document has vectors of that length.
+        """
+        if not self._documents or topic.shape[0] != self._rows.shape[1]:
+            return None
+        found = np.full(size, np.nan)
+        found[np.array(self._documents)] = self._means[: len(self._documents)] @ topic
+        return found
+
+
+def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:
+    """Return the products [n, k] of n vectors with k rows, reading each row from memory once."""
+    found = np.empty((len(vectors), len(rows)), np.float32)
+    for at in range(0, len(rows), _ROWS_PER_STEP):
+        part = rows[at : at + _ROWS_PER_STEP]
+        for row, vector in zip(found, vectors, strict=True):
+            np.dot(part, vector, out=row[at : at + _ROWS_PER_STEP])
+    return found
+
+
+def outlier_scores(cosines: FloatArray) -> FloatArray:
+    """Return how far each cosine stands out among all of them, in [0, 1]; 0 for NaN.
+
+    Encoders differ in the cosine of two unrelated texts: only the blocks of the session say which
+    cosine is high.
+    """
+    finite, total = cosines, float(cosines.sum())
+    if math.isnan(total):
+        finite = cosines[~np.isnan(cosines)]
+        total = float(finite.sum())
+    count = max(1, len(finite))
+    mean = total / count
+    spread = math.sqrt(max(0.0, float(finite @ finite) / count - mean * mean))
+    scores = np.zeros(len(cosines))
+    if spread > _MIN_SPREAD:
+        begins = mean + _OUTLIER_BEGINS * spread
+        above = np.flatnonzero(cosines > begins)  # NaN compares as false
+        width = (_OUTLIER_FULL - _OUTLIER_BEGINS) * spread
+        scores[above] = np.minimum(1.0, (cosines[above] - begins) / width)
+    return scores
+
+
+def _with_room(rows: Vectors, count: int, size: int) -> Vectors:
+    """Return the same rows, or a larger copy of them that has at least `count` rows."""
+    if count <= len(rows):
+        return rows
+    larger = np.zeros((max(_INITIAL_ROWS, 2 * len(rows), count), size), np.float32)
+    larger[: len(rows), : rows.shape[1]] = rows
+    return larger
+
+
+class VectorCache:
+    """Vectors [d] by key, bounded in bytes.
+
+    When it is full, the tenant with most bytes loses its least recently used vectors. `tenant_of`
+    returns the tenant of a key.
+    """
+
+    def __init__(
+        self, limit_bytes: int, tenant_of: Callable[[bytes], bytes] = lambda _: b""
+    ) -> None:
+        self._limit = limit_bytes
+        self._tenant_of = tenant_of
+        self._size = 0
+        self._tenant_sizes: dict[bytes, int] = {}
+        self._vectors: dict[bytes, OrderedDict[bytes, Vectors]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._vectors.values()))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._vectors.get(self._tenant_of(key), ())
+
+    @property
+    def size(self) -> int:
+        """Bytes in use."""
+        return self._size
+
+    def get(self, key: bytes) -> Vectors | None:
+        """Return a vector and mark it as used; None when it is not cached."""
+        vectors = self._vectors.get(self._tenant_of(key))
+        found = vectors.get(key) if vectors is not None else None
+        if vectors is not None and found is not None:
+            vectors.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, vector: Vectors) -> None:
+        """Store a read-only copy of a vector, and drop others as far as the limit demands."""
+        tenant = self._tenant_of(key)
+        vectors = self._vectors.setdefault(tenant, OrderedDict())
+        previous = vectors.pop(key, None)
+        if previous is not None:
+            self._add_size(tenant, -previous.nbytes - _ENTRY_BYTES)
+        # A view of one row would keep its whole matrix in memory.
+        copy = vector.copy()
+        copy.setflags(write=False)
+        vectors[key] = copy
+        self._add_size(tenant, copy.nbytes + _ENTRY_BYTES)
+        while self._size > self._limit:
+            largest = max(self._tenant_sizes, key=lambda name: self._tenant_sizes[name])
+            _, dropped = self._vectors[largest].popitem(last=False)
+            self._add_size(largest, -dropped.nbytes - _ENTRY_BYTES)
+            if not self._vectors[largest]:
+                del self._vectors[largest], self._tenant_sizes[largest]
+
+    def _add_size(self, tenant: bytes, n_bytes: int) -> None:
+        self._size += n_bytes
+        self._tenant_sizes[tenant] = self._tenant_sizes.get(tenant, 0) + n_bytes
+
+
+def encode_vectors(encoder_id: bytes, vectors: Iterable[tuple[str, Vectors]]) -> bytes:
+    """Encode vectors [k, d] by block label: a JSON line, then little-endian float32.
+
+    `encoder_id` identifies the encoder that made them.
+    """
+    items = list(vectors)
+    head = [encoder_id.hex(), [[label, *matrix.shape] for label, matrix in items]]
+    numbers = b"".join(matrix.astype("<f4").tobytes() for _, matrix in items)
+    return b"\n".join([json.dumps(head).encode(), numbers])
+
+
+def decode_vectors(data: bytes, encoder_id: bytes) -> Mapping[str, Vectors]:
+    """Decode what `encode_vectors` wrote; nothing when another encoder made the vectors.
+
+    Raises ValueError when the data has another form.
+    """
+    head, _, numbers = data.partition(b"\n")
+    try:
+        made_by, shapes = json.loads(head)
+        if made_by != encoder_id.hex():
+            return {}
+        values, at, vectors = np.frombuffer(numbers, "<f4"), 0, {}
+        for label, count, size in shapes:
+            matrix = values[at : at + count * size].reshape(count, size)
+            vectors[label] = matrix.astype(np.float32)
+            at += count * size
+    except TypeError as error:
+        raise ValueError("a file of vectors does not have the expected form") from error
+    return vectors

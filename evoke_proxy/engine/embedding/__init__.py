@@ -1,0 +1,1 @@
+"""Embeds questions before a plan and blocks after a reply."""

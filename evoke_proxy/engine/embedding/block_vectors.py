@@ -1,0 +1,123 @@
+"""Between the embedder and the sessions: questions before a plan, blocks after a reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+
+import numpy as np
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.policy.bounds import effective
+from evoke_proxy.core.policy.registry import asks
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.retrieval.vectors import chunks_of
+from evoke_proxy.engine.embedding.service import EmbeddingService
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.turns.forwarding import Forwarding
+
+# Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
+_AT_ONCE = 1024
+# Blocks that are cut into texts in one callback of the event loop: half a millisecond.
+_IN_ONE_STEP = 16
+# Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
+Arrived = list[tuple[str, Sequence[Vectors] | Vectors]]
+
+
+class BlockVectors:
+    """The embedder as planning needs it; without one nothing here does anything.
+
+    `policy` says which requests need vectors, and may change; all do while one of the
+    `conversations` has a budget of its own.
+    """
+
+    def __init__(
+        self, embedding: EmbeddingService, policy: PolicyConfig, conversations: Conversations
+    ) -> None:
+        self._embedding = embedding
+        self.policy = policy
+        self._conversations = conversations
+
+    async def beside(
+        self, rendering: Awaitable[Rendered], way: Forwarding, request: ChatRequest, tenant: str
+    ) -> Rendered:
+        """What `rendering` gives; meanwhile the question is embedded, into `way.vectors`.
+
+        What that takes longer than the rendering is counted as waiting for it.
+        """
+        if not self._wanted(request):
+            return await rendering
+        loop, rendered_at = asyncio.get_running_loop(), 0.0
+
+        async def timed() -> Rendered:
+            nonlocal rendered_at
+            found = await rendering
+            rendered_at = loop.time()
+            return found
+
+        rendered, way.vectors = await asyncio.gather(timed(), self._asked(request, tenant))
+        way.waits["embed"] = way.waits.get("embed", 0.0) + loop.time() - rendered_at
+        return rendered
+
+    def arrived(self, known: Conversation) -> Arrived:
+        """The vectors of a session's blocks that have been made since its last turn, by label.
+
+        `stacked` makes arrays of them; that may run in a thread.
+        """
+        found: Arrived = list(known.remembered.items())
+        known.remembered = {}
+        for label, keys in known.awaited.items():
+            made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
+            if len(made) == len(keys) > 0:
+                found.append((label, made))
+                if len(known.embedded) < _AT_ONCE:  # nobody may ever write them down
+                    known.embedded[label] = keys
+        return found
+
+    def submit(self, known: Conversation) -> None:
+        """Have the blocks embedded that have no vectors yet, the latest first."""
+        if not self._embedding.on or known.passing:
+            return
+        before, known.awaited = known.awaited, {}
+        awaited = known.awaited
+        # The latest submitted is embedded first, so the oldest are submitted first.
+        lacking = known.session.index.without_vectors(_AT_ONCE)[::-1]
+
+        def submit_some(start: int) -> None:
+            """Submit a few blocks, and the next ones in another callback of the event loop."""
+            if known.awaited is not awaited:  # another turn has ended meanwhile
+                return
+            for block in lacking[start : start + _IN_ONE_STEP]:
+                texts = chunks_of(block.text)
+                keys = before.get(block.label) or self._keys(texts, known.tenant)
+                awaited[block.label] = keys
+                self._embedding.submit(zip(keys, texts, strict=True))
+            if start + _IN_ONE_STEP < len(lacking):
+                asyncio.get_running_loop().call_soon(submit_some, start + _IN_ONE_STEP)
+
+        submit_some(0)
+
+    def _keys(self, texts: tuple[str, ...], tenant: str) -> tuple[bytes, ...]:
+        return tuple(self._embedding.key(text, tenant) for text in texts)
+
+    def _wanted(self, request: ChatRequest) -> bool:
+        if not self._embedding.on:
+            return False
+        own = (k.own_budget and k.session.config.budget for k in self._conversations)
+        return asks(effective(self.policy, request)) or any(own)
+
+    async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
+        clauses = query_of(request).clauses
+        found = await self._embedding.embed_queries(clauses, tenant) if clauses else []
+        return dict(zip(clauses, found, strict=True))
+
+
+def stacked(arrived: Arrived) -> list[tuple[str, Vectors]]:
+    """The vectors of each block as one array [k, d]."""
+    return [
+        (label, found if isinstance(found, np.ndarray) else np.stack(found))
+        for label, found in arrived
+    ]

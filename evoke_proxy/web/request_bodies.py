@@ -1,0 +1,110 @@
+"""Reads request bodies whole and has them checked, before anything of them is forwarded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from io import BytesIO
+
+from aiohttp import web
+
+from evoke_proxy.config import Config
+from evoke_proxy.core.request.shape import Scan
+from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
+from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits, is_form, server_decodes
+from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.errors import BodyMemoryFull, RequestError
+from evoke_proxy.web import dialects
+from evoke_proxy.web.client_access import ACCESS
+
+# What may precede a JSON text: white space and a byte order mark.
+_BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
+CHECKER = web.AppKey("checker", BodyChecker)
+BODY_BUDGET = web.AppKey("body_budget", BodyBudget)
+
+
+@asynccontextmanager
+async def read_body(request: web.Request, config: Config, copies: int = 1) -> AsyncIterator[bytes]:
+    """The whole body of a request; RequestError when it exceeds a limit of `limits`.
+
+    Its structure is measured while it arrives, so what exceeds a limit is not read to its end.
+    Raises HTTPRequestEntityTooLarge over `limits.body_bytes`. A compressed body cannot be checked:
+    it is refused when clients have keys, and otherwise left to llama-server, which reads none.
+
+    Inside the block `copies` times its bytes count as memory of the client's tenant; raises
+    BodyMemoryFull when there is not that much.
+    """
+    tenant = tenant_of(request.app[ACCESS].client(request))
+    with request.app[BODY_BUDGET].share(tenant, copies) as share:
+        yield await _read_checked(request, config, share)
+
+
+async def _read_checked(request: web.Request, config: Config, share: BodyShare) -> bytes:
+    limits = body_limits(config.limits)
+    # Repeated headers are joined, as cpp-httplib does.
+    coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
+    if coding.lower() != "identity" and config.security.keys_file:
+        raise RequestError("send the request body without Content-Encoding", "content_encoding")
+    if server_decodes(coding):
+        return await _read(request, None, share)
+    content_type = _content_type(request)
+    if is_form(content_type) and request.path not in dialects.FORM_PATHS:
+        message = f"send the request body as JSON; {request.path} takes no forms"
+        raise RequestError(message, "invalid_form")
+    scan = None if is_form(content_type) else Scan(limits.shape)
+    body = await _read(request, scan, share)
+    shape = scan.shape if scan is not None else None
+    await request.app[CHECKER].check(body, content_type, limits, shape)
+    return body
+
+
+async def measured(request: web.Request, config: Config) -> AsyncIterator[bytes]:
+    """The parts of a body as they arrive; RequestError when it is JSON that exceeds a limit.
+
+    llama-server reads the body of every path that it knows as JSON, whatever its type says.
+    """
+    scan = Scan(body_limits(config.limits).shape)
+    is_json: bool | None = None if not is_form(_content_type(request)) else False
+    async for part in request.content.iter_any():
+        first = part.lstrip(_BEFORE_JSON)[:1]
+        if is_json is None and first:
+            is_json = first in (b"{", b"[")
+        if is_json:
+            scan.take(part)
+        yield part
+
+
+def _content_type(request: web.Request) -> str:
+    """The Content-Type; RequestError when there are two, since servers differ in which counts."""
+    given = request.headers.getall("Content-Type", [""])
+    if len(given) > 1:
+        raise RequestError("the request has more than one Content-Type header")
+    return given[0]
+
+
+async def _read(request: web.Request, scan: Scan | None, share: BodyShare) -> bytes:
+    """The body, with `scan` shown each part as it arrives, and its bytes counted."""
+    most = request.client_max_size
+    if announced := request.content_length:
+        if most and announced > most:
+            raise web.HTTPRequestEntityTooLarge(most, announced)
+        await share.announce(announced)
+    # It gives out its buffer without another copy of it.
+    buffer = BytesIO()
+    try:
+        async with asyncio.timeout(None) as stop:
+            with share.reading(stop):
+                async for part in request.content.iter_any():
+                    size = buffer.tell() + len(part)
+                    if most and size > most:
+                        raise web.HTTPRequestEntityTooLarge(most, size)
+                    await share.take(len(part))
+                    if scan is not None:
+                        scan.take(part)
+                    buffer.write(part)
+    except TimeoutError as error:
+        if not share.refused:
+            raise
+        raise BodyMemoryFull from error
+    return buffer.getvalue()
