@@ -30,6 +30,7 @@ from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conve
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import (
     PlanRefused,
@@ -129,7 +130,7 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
         monkeypatch.setattr(turn_history, "ended", step("ended"))
         monkeypatch.setattr(end._vectors, "submit", step("submit"))
         monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
-        monkeypatch.setattr(end._keeper, "start_background", step("parted"))
+        monkeypatch.setattr(bridge, "start_background", step("parted"))
         monkeypatch.setattr(end._writeback, "after", step("after"))
         if failing == "book":
             monkeypatch.setattr(known.session, "finish", step("book"))
