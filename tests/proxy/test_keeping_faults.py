@@ -122,7 +122,7 @@ def test_a_slot_that_was_emptied_before_its_save_makes_no_snapshot(
     save, before = StockApi.save, house.files()
 
     async def emptied(calls: StockApi, slot: int, name: str, client: Any) -> Any:
-        await calls._client.call("POST", f"/slots/{slot}?action=erase", {}, client)
+        await calls.erase(slot, client)
         return await save(calls, slot, name, client)
 
     with monkeypatch.context() as patch:
