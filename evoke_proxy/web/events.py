@@ -27,7 +27,7 @@ async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
     await response.prepare(request)
     after = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else None
     guard = request.app[SLOW_CLIENT_GUARD]
-    with engine.feed.subscribe(lambda: guard.too_slow(request), after) as subscriber:
+    with engine.feed.subscribe(lambda: guard.drop_slow_reader(request), after) as subscriber:
         while True:
             event = await subscriber.next(_IDLE_S)
             if event is None and subscriber.has_ended:
