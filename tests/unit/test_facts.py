@@ -15,7 +15,7 @@ from test_vault import vault
 from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
-from evoke_proxy.core.request.ahead import USER
+from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.held import Memory, SlotStatus
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository

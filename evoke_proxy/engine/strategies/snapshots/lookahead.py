@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from evoke_proxy.adapters.llama.stock_api import Client
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.snapshots.held import Held
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease, Spawn

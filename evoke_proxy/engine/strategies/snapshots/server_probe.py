@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.request.ahead import Stability, probes, stability
+from evoke_proxy.core.request.look_ahead import Stability, probes, stability
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.core.snapshots.fingerprint import laid_out
 from evoke_proxy.core.snapshots.held import Memory, SlotStatus

@@ -12,7 +12,7 @@ import numpy as np
 from evoke_proxy.adapters.llama.stock_api import Client, Prefilled
 from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.ahead import STEP, kind_of
+from evoke_proxy.core.request.look_ahead import STEP, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.held import Held, SlotStatus, restarted
 from evoke_proxy.core.snapshots.snapshots import Match

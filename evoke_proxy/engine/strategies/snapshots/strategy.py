@@ -12,10 +12,10 @@ from evoke_proxy.adapters.llama.stock_api import Client, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
-from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.json_pieces import write_in_pieces
+from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
+from evoke_proxy.core.request.json_parsing import write_in_pieces
+from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.held import SlotStatus
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 # A step of what is decoded ahead that ends so soon is not cut off: llama-server notices later.
 _STEP_S = 0.2
 # What other dialects are as chats, and where llama-server counts the tokens of such a request.
-_AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
+_AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 _COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
