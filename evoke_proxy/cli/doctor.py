@@ -19,7 +19,7 @@ from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.request.ahead import Stability
+from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.servers.server_info import saves_itself
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows

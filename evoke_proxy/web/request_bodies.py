@@ -10,7 +10,7 @@ from io import BytesIO
 from aiohttp import web
 
 from evoke_proxy.config import Config
-from evoke_proxy.core.request.shape import Scan
+from evoke_proxy.core.request.json_shape import Scan
 from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
 from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits, is_form, server_decodes
 from evoke_proxy.engine.parsing.tenant import tenant_of

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
-from evoke_proxy.config.reloading import reloaded
+from evoke_proxy.config.loader import reloaded
 from evoke_proxy.engine import Front, front
 from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError

@@ -28,7 +28,7 @@ from talking import endless
 from tapping import tap
 
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import Forbidden
 from evoke_proxy.web.operator_access import OperatorAccess

@@ -29,7 +29,7 @@ from talking import ENDLESS, FILLER, Talk, endless
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 
 JSON = {"Content-Type": "application/json"}
 NAMES = ("loud", "quiet")

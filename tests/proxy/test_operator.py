@@ -23,7 +23,7 @@ from running import PATIENCE_S, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import Config, SecurityConfig, load
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess
 from evoke_proxy.web.serve import _listen_for_admin

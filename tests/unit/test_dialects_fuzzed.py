@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import NormaliseConfig
-from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import kind_of, snapshot_obstacle
-from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
+from evoke_proxy.core.request.chat import is_side_request, parse_chat, strip_own_fields
+from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
+from evoke_proxy.core.request.look_ahead import kind_of, snapshot_obstacle
 from evoke_proxy.core.request.parameters import BodyLimits
-from evoke_proxy.core.request.side import is_side_request
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
@@ -78,7 +77,7 @@ def _only_request_errors(body: dict[str, Any]) -> None:
         [message.shown for message in request.messages]
         settings = NormaliseConfig(billing=True, dates_h=1.0, tools=True)
         Normalizer(settings, Metrics()).apply(text, dialect, "")
-    for as_chat in (responses.as_chat, anthropic.as_chat):
+    for as_chat in (responses_to_chat, anthropic_to_chat):
         chat = as_chat(parsed)
         parse_chat_or_refuse(chat)
         drift(chat, parsed)

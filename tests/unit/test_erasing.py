@@ -13,7 +13,7 @@ from test_vault import TOKENS, whole_files, written
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
 from evoke_proxy.engine.turns.forwarding import Forwarding

@@ -14,7 +14,7 @@ from test_vault import vault
 from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
-from evoke_proxy.core.request.ahead import USER
+from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import SlotQueue

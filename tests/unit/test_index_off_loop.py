@@ -17,7 +17,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, SnapshotsConfig
-from evoke_proxy.core.request.ahead import USER
+from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.at_rest import Plain
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository

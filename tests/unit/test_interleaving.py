@@ -19,9 +19,9 @@ from test_vault import vault, written
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
-from evoke_proxy.core.request.ahead import USER
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.core.servers.slots import Grant, SlotPool
+from evoke_proxy.core.request.look_ahead import USER
+from evoke_proxy.core.servers.slot_pool import Grant, SlotPool
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.snapshots import best

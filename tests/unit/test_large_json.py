@@ -13,7 +13,7 @@ import pytest
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import large_json
-from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.engine.parsing.body_checks import body_limits, check_body
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -35,7 +35,7 @@ def _content(how: random.Random, n_chars: int) -> str:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything counts as large, and every boundary is met."""
     monkeypatch.setattr(large_json, "LARGE_BYTES", 64)
-    monkeypatch.setattr("evoke_proxy.core.request.splice.LARGE_BYTES", 64)
+    monkeypatch.setattr("evoke_proxy.core.request.json_edit.LARGE_BYTES", 64)
     monkeypatch.setattr(large_json, "_LONG_BYTES", 40)
     monkeypatch.setattr(large_json, "_PIECE_BYTES", 97)
 

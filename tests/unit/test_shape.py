@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cpu_time import exponent
 
-from evoke_proxy.core.request import shape
-from evoke_proxy.core.request.shape import ShapeLimits, measure
+from evoke_proxy.core.request import json_shape
+from evoke_proxy.core.request.json_shape import ShapeLimits, measure
 from evoke_proxy.errors import RequestError
 
 _UNLIMITED = ShapeLimits(30_000, 10**9, 10**9, 10**9, 10**9)
@@ -46,7 +46,7 @@ def test_it_is_measured_as_a_parser_sees_it(monkeypatch: pytest.MonkeyPatch) -> 
     rng = random.Random(7)
     for _ in range(250):
         value = {"top": _value(rng, 0)}
-        monkeypatch.setattr(shape, "_PIECE_BYTES", rng.choice((1, 2, 3, 5, 16, 64, 1024)))
+        monkeypatch.setattr(json_shape, "_PIECE_BYTES", rng.choice((1, 2, 3, 5, 16, 64, 1024)))
         text = json.dumps(value, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, 1)))
         found = measure(text.encode(), _UNLIMITED)
         counted = (found.depth, found.keys, found.values, found.elements)
@@ -74,7 +74,7 @@ def test_it_is_measured_as_a_parser_sees_it(monkeypatch: pytest.MonkeyPatch) -> 
 def test_each_limit_is_exact(
     piece: int, limits: ShapeLimits, text: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shape, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
     measure(text(allowed).encode(), limits)
     with pytest.raises(RequestError) as refused:
         measure(text(allowed + 1).encode(), limits)
@@ -84,7 +84,7 @@ def test_each_limit_is_exact(
 
 def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (1, 3, 4096):
-        monkeypatch.setattr(shape, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
         text = '{"a":' + " \n" * 400 + '"' + "1" * 900 + '"' + " " * 900 + "}" + "\t" * 900
         measure(text.encode(), ShapeLimits(number_chars=50))
 
@@ -94,7 +94,7 @@ def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.Monk
 )
 def test_what_is_no_json_is_measured_too(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (1, 2, 4096):
-        monkeypatch.setattr(shape, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
         measure(text.encode("latin-1"), ShapeLimits())
 
 

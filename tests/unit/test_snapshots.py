@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.model.counts import Rate
-from evoke_proxy.core.request.ahead import STEP, USER
+from evoke_proxy.core.request.look_ahead import STEP, USER
 from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker
 from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.snapshots import (

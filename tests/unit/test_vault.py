@@ -28,7 +28,7 @@ from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.request.ahead import STEP, USER
+from evoke_proxy.core.request.look_ahead import STEP, USER
 from evoke_proxy.core.snapshots.snapshots import Snapshot
 from evoke_proxy.engine.storage.file_removal import FileRemover
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository

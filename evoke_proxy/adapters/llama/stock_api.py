@@ -12,8 +12,7 @@ import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.adapters.llama.model_files import ModelFiles
-from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.prompt.rendering_limit import TokenListLimit
+from evoke_proxy.core.prompt.rendered import TokenListLimit, Tokens
 from evoke_proxy.core.snapshots.fingerprint import fingerprint
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected

@@ -24,8 +24,8 @@ from evoke_proxy.core.policy.working_set import by_value, candidates
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.json_places import parsed_json
-from evoke_proxy.core.request.splice import prepend
+from evoke_proxy.core.request.json_edit import prepend
+from evoke_proxy.core.request.json_parsing import parsed_json
 from evoke_proxy.core.retrieval.query import Query
 
 # A block is worth its tokens when it has at least half as much to do with the question as the best

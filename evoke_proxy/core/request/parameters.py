@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from evoke_proxy.core.request.json_shape import Shape, ShapeLimits, measure
 from evoke_proxy.core.request.large_json import HUGE_BYTES, TruncatedString
-from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
 from evoke_proxy.errors import RequestError
 
 # Two buffers of this many entries are allocated for each sampler.

@@ -14,7 +14,7 @@ from prometheus_client import Gauge
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
-from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
+from evoke_proxy.core.servers.server_pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.core.snapshots.fingerprint import same_model
 from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.background import BackgroundTasks

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.request.json_shape import Shape, ShapeLimits, measure
 from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
-from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.parsing.large_bodies import is_large
 from evoke_proxy.errors import RequestError

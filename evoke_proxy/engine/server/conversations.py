@@ -15,10 +15,9 @@ from evoke_proxy.config import LimitsConfig, PolicyConfig
 from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
-from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.side import is_side_request
+from evoke_proxy.core.request.chat import ChatRequest, is_side_request
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.servers.slots import SlotPool
+from evoke_proxy.core.servers.slot_pool import SlotPool
 from evoke_proxy.core.session.identity import Hint, find
 from evoke_proxy.core.session.recorded import Orders, Seated
 from evoke_proxy.core.session.session import Session

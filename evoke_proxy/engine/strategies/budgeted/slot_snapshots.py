@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.snapshots import Match, best
 from evoke_proxy.engine.server.conversations import Conversation, Conversations

@@ -12,7 +12,7 @@ from typing import Any
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.snapshots.slot_contents import SlotContents
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.request.ahead import Stability, probes, stability
+from evoke_proxy.core.request.look_ahead import Stability, probes, stability
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.core.snapshots.fingerprint import with_layout
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus

@@ -14,7 +14,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.request.ahead import STEP, kind_of
+from evoke_proxy.core.request.look_ahead import STEP, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.placement import Placement, Situation, decide, slot_to_name
 from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus, has_restarted

@@ -12,13 +12,13 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
-from evoke_proxy.core.request import anthropic, responses
-from evoke_proxy.core.request.ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.json_pieces import write_in_pieces
-from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
+from evoke_proxy.core.request.json_edit import edit_top_level
+from evoke_proxy.core.request.json_parsing import write_in_pieces
+from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.core.servers.slots import taken_by
+from evoke_proxy.core.servers.slot_pool import taken_by
 from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 # later than that.
 _PREEMPT_GRACE_S = 0.2
 # How other dialects are written as chats, and where llama-server counts their tokens.
-_AS_CHAT = {"messages": anthropic.as_chat, "responses": responses.as_chat}
+_AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 _COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 

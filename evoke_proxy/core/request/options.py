@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECALLS, RECOVERIES
+from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.messages import lists_of
-from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
 # To be removed from the bytes before they are forwarded: llama-server would refuse or misread them.
