@@ -66,7 +66,7 @@ def test_nothing_that_was_said_is_shown(patched_port: int) -> None:
                 ask(running.port, "GET", f"/evoke/{path}").body
                 for path in ("sessions", f"sessions/{session}", "status")
             )
-            told += repr(running.engine.feed._latest).encode()
+            told += repr(running.engine.feed._recent).encode()
         for text in (b"Meridian", b"7741", b"quick brown"):
             assert text not in told
         assert (b"meridian.py" in told) is names
