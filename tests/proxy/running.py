@@ -152,7 +152,7 @@ class RunningProxy:
     @property
     def engines(self) -> list[Server]:
         """Of every server, and of every model of one that routes."""
-        servers: object = self.engine.servers
+        servers: object = self.engine.pool
         each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
         return [inner for engine in each for inner in (engine, *engine._models)]
 

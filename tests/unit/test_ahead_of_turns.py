@@ -18,6 +18,7 @@ from evoke_proxy.adapters.llama.stock_api import PrefillResult
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.recorded import Orders, read
+from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
@@ -184,7 +185,7 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             keeping = engine._records.keep(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
-            engine.operator.pin(known.id, True)
+            Admin(engine).pin(known.id, True)
             await task
             (record,) = engine.keeper.repository.records(known.id)
             return read(zlib.decompress(record.packed)).orders

@@ -14,6 +14,8 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -27,7 +29,7 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
 ) -> None:
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
     engine = Server(config)
-    vault, eraser = engine.keeper.repository, engine._operator._eraser
+    vault, eraser = engine.keeper.repository, SessionEraser(engine._admin_context)
 
     async def sealed(tenant: str) -> None:
         part = vault.new_part()
@@ -78,10 +80,10 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
 
             of_mine = ahead.run(decode(), mine.id)
             of_other = ahead.run(decode(), other.id)
-            done = await asyncio.wait_for(engine.operator.delete(mine.id), 60)
+            done = await asyncio.wait_for(Admin(engine).delete(mine.id), 60)
             assert done["sessions"] == 1
             assert of_mine.cancelled() and not of_other.done()
-            wiping = asyncio.get_running_loop().create_task(engine.operator.wipe("nobody"))
+            wiping = asyncio.get_running_loop().create_task(Admin(engine).wipe("nobody"))
             await asyncio.wait_for(wiping, 60)
             assert of_other.cancelled() and not ended.is_set()
 

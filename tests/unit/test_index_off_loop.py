@@ -19,6 +19,7 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
@@ -98,10 +99,11 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 tenant = "t" if id.startswith("mine") else "u"
                 await it.write_record(record(id, tenant))
             monkeypatch.setattr(Plain, "open", counted)
-            done = await engine._operator._eraser.delete([], lambda _, session: session == "mine")
+            eraser = SessionEraser(engine._admin_context)
+            done = await eraser.delete([], lambda _, session: session == "mine")
             assert not done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"mineral", "other"}
-            done = await engine._operator._eraser.wipe("t")
+            done = await eraser.wipe("t")
             assert "records on disk" not in done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"other"}
 

@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import UpstreamConfig
-from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.admin.exposition import UpstreamMetrics
+from evoke_proxy.engine.admin.exposition import UpstreamMetrics, merge_by_server
 from evoke_proxy.errors import UpstreamRejected
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
@@ -37,7 +36,7 @@ def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
 
 def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
     other = ONE.replace(b" 12\n", b" 7\n").replace(b"Time.", b"Other words.")
-    made = labelled({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
+    made = merge_by_server({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
     found = _samples(made)
     assert found["llamacpp:prompt_tokens_total", "gpu-1", ""] == 12
     assert found["llamacpp:prompt_tokens_total", "gpu-2", ""] == 7
@@ -51,7 +50,10 @@ def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
 
 
 def test_what_is_no_exposition_is_left_out() -> None:
-    assert labelled({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"}) == b'fine{server="b"} 1\n'
+    assert (
+        merge_by_server({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"})
+        == b'fine{server="b"} 1\n'
+    )
 
 
 def test_an_error_of_several_lines_is_one_comment() -> None:

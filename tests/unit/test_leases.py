@@ -25,6 +25,8 @@ from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
+from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.server import Server
@@ -601,13 +603,13 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
         monkeypatch.setattr(BlockApi, "run", run)
         span = Span(0, len(known.tokens))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine._operator.drop_block(known.id, span))
+            tasks.create_task(Admin(engine).drop_block(known.id, span))
             await dropping.wait()
             turn = tasks.create_task(engine._slots.acquire(known.id, ""))
             await asyncio.sleep(10)
             assert not turn.done() and known.labels
             with pytest.raises(RequestError):
-                await engine._operator.drop_block(known.id, span)
+                await Admin(engine).drop_block(known.id, span)
             dropped.set()
             (await turn).release()
         assert not known.session.layout.saved
@@ -627,13 +629,13 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
         async def drop(*_: object) -> None:
             done.append("dropped")
 
-        monkeypatch.setattr(engine._operator._eraser, "_drop", drop)
+        monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
         engine.watch.server = ServerInfo("", "", adopts=True)
         (await engine._slots.acquire(known.id, "")).release()
         lease = await engine._slots.acquire("other", "")
         assert lease.victim == known.id
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine._operator.delete(known.id))
+            tasks.create_task(Admin(engine).delete(known.id))
             await asyncio.sleep(1)
             assert engine.conversations.get(known.id) is None and not done
             done.append("saved")

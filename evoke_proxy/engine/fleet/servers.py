@@ -98,6 +98,11 @@ class Servers:
         return names.index(name)
 
     @property
+    def has_available(self) -> bool:
+        """Whether any of them takes requests."""
+        return bool(self.able)
+
+    @property
     def able(self) -> list[int]:
         """Those that take requests."""
         return [at for at in range(len(self)) if self.pool.takes(at)]

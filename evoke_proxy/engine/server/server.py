@@ -16,10 +16,8 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.admin.admin import Operators
-from evoke_proxy.engine.admin.context import Reach
-from evoke_proxy.engine.admin.gauges import show
-from evoke_proxy.engine.admin.sessions import Operator
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.exposition import register_gauges
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.parsing.parser import RequestParser
@@ -63,21 +61,28 @@ class Server:
     """
 
     def __init__(
-        self, config: Config, shared: Shared | None = None, model: LlamaClient | None = None
+        self,
+        config: Config,
+        shared: Shared | None = None,
+        model: LlamaClient | None = None,
+        name: str = "",
     ) -> None:
         self.config, self._alone, self._entered = config, shared is None, AsyncExitStack()
         common = self.shared = shared or Shared(config)
         self.metrics, self.feed = common.metrics, common.feed
         self.upstream: LlamaClient = model or LlamaClient(config.upstream)
-        self.uplinks, self.servers = {"": self.upstream}, None
+        self.uplinks, self.pool = {"": self.upstream}, None
         self._models: Models[Server] = Models(
-            self.upstream, lambda name: Server(self.config, common, self.upstream.bound_to(name))
+            self.upstream,
+            lambda model_name: Server(
+                self.config, common, self.upstream.bound_to(model_name), name
+            ),
         )
         self._reader = RequestParser(config, self.metrics)
         self.watch = ServerMonitor(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         if self._alone:
-            show(self.metrics, lambda: self.served)
+            register_gauges(self.metrics, lambda: self.served)
         self.conversations = Conversations(
             config.policy, config.limits.sessions, common.body_memory
         )
@@ -115,12 +120,17 @@ class Server:
             WriteBack(self.upstream, self.metrics, self._slots, self._chores, self._records),
             *(self._records, self.feed),
         )
-        reach = Reach(
-            *(self.upstream, self.watch, self._slots, self.conversations, self.keeper),
-            *(self._records, common.embedding, self.feed, model),
+        self._admin_context = AdminContext(
+            client=self.upstream,
+            monitor=self.watch,
+            slots=self._slots,
+            conversations=self.conversations,
+            snapshots=self.keeper,
+            records=self._records,
+            embedding=common.embedding,
+            feed=self.feed,
+            server_name=name,
         )
-        self._operator = Operator(reach)
-        self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
     async def __aenter__(self) -> Server:
         try:
@@ -140,6 +150,11 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         self._slots.close()
         await self._entered.aclose()
+
+    @property
+    def admin_contexts(self) -> list[AdminContext]:
+        """What an admin works with, for each model there is now."""
+        return [server._admin_context for server in (self, *self._models)]
 
     @property
     def served(self) -> list[tuple[SlotQueue, Conversations]]:
