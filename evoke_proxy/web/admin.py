@@ -29,7 +29,7 @@ def routes(engine: Front) -> list[web.RouteDef]:
 
     admin = Admin(engine)
     readiness = _Readiness(engine)
-    upstream_metrics = UpstreamMetrics(engine.uplinks, engine.metrics)
+    upstream_metrics = UpstreamMetrics(engine)
 
     async def ready(request: web.Request) -> web.StreamResponse:
         return await readiness.answer(request)

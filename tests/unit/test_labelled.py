@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import virtual_time
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +26,14 @@ llamacpp:wait_seconds_bucket{le="+Inf"} 4
 llamacpp:wait_seconds_count 4
 llamacpp:wait_seconds_sum 2.5
 """
+
+
+@dataclass
+class _Proxy:
+    """The servers of a proxy."""
+
+    uplinks: Mapping[str, LlamaClient]
+    metrics: Metrics
 
 
 def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
@@ -62,7 +72,7 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
             raise UpstreamRejected(502, b"<html>\r\n<h1>Bad gateway</h1>\r\n</html>")
 
     servers = {"": Gateway(UpstreamConfig())}
-    text = asyncio.run(UpstreamMetrics(servers, Metrics()).scrape()).text.decode()
+    text = asyncio.run(UpstreamMetrics(_Proxy(servers, Metrics())).scrape()).text.decode()
     assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1
 
 
@@ -79,7 +89,7 @@ def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
 
     async def scrapes() -> None:
         servers = {"": Slow(UpstreamConfig())}
-        scraper = UpstreamMetrics(servers, metrics)
+        scraper = UpstreamMetrics(_Proxy(servers, metrics))
         scraper.woken_by_scrapes.add("")
         await scraper.scrape()
         assert up() == 1

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,12 +36,20 @@ class Exposition:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class UpstreamMetrics:
-    """Scrapes the metrics of llama-servers, which `clients` names."""
+class Scraped(Protocol):
+    """The llama-servers to scrape, by name, and the metrics that say whether any is up."""
 
-    def __init__(self, clients: Mapping[str, LlamaClient], metrics: Metrics) -> None:
-        self._clients = clients
-        self._metrics = metrics
+    @property
+    def uplinks(self) -> Mapping[str, LlamaClient]: ...
+
+    metrics: Metrics
+
+
+class UpstreamMetrics:
+    """Scrapes the metrics of all llama-servers of a proxy."""
+
+    def __init__(self, proxy: Scraped) -> None:
+        self._proxy = proxy
         # Names of servers that a scrape has woken up: older versions of llama-server.
         self.woken_by_scrapes: set[str] = set()
 
@@ -51,13 +60,14 @@ class UpstreamMetrics:
         would wake up. Sets `evoke_upstream_up` once, when all have answered: a scrape that overlaps
         with another one never exports a value of "not asked yet".
         """
-        scrapes = [self._scrape_one(name, client) for name, client in self._clients.items()]
+        clients = self._proxy.uplinks
+        scrapes = [self._scrape_one(name, client) for name, client in clients.items()]
         results = await asyncio.gather(*scrapes)
-        self._metrics.upstream_up.set(any(answered for _, answered in results))
+        self._proxy.metrics.upstream_up.set(any(answered for _, answered in results))
         expositions = [exposition for exposition, _ in results]
         if len(expositions) == 1:
             return expositions[0]
-        texts = dict(zip(self._clients, [item.text for item in expositions], strict=True))
+        texts = dict(zip(clients, [item.text for item in expositions], strict=True))
         return Exposition(merge_by_server(texts))
 
     async def _scrape_one(self, name: str, client: LlamaClient) -> tuple[Exposition, bool]:
