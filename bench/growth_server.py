@@ -18,7 +18,7 @@ import numpy.typing as npt
 import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions
-from evoke_proxy.core.model.grown import Grown
+from evoke_proxy.core.model.append_only import Grown
 
 Tokens = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.bool_]

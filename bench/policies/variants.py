@@ -11,10 +11,7 @@ register(evoke_policy("evoke_attention", EvokeParameters(weights=KeepWeights(att
 # Without and with a larger margin for blocks that are in place.
 for _margin in (0.0, 0.2, 0.5):
     register(evoke_policy(f"evoke_margin_{_margin:g}", EvokeParameters(margin=_margin)))
-# The keep-score by the task's focus alone, without the query.
-register(
-    evoke_policy(
-        "evoke_focus",
-        EvokeParameters(weights=KeepWeights(recency=0.0, focus=0.4), relevance=0.0, margin=0.0),
-    )
-)
+# The keep-score by the task's focus alone, or by no signal, without the query.
+for _name, _focus in (("evoke_focus", 0.4), ("evoke_no_signal", 0.0)):
+    _weights = KeepWeights(recency=0.0, focus=_focus)
+    register(evoke_policy(_name, EvokeParameters(weights=_weights, relevance=0.0, margin=0.0)))

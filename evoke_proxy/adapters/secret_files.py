@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from evoke_proxy.core.tenants.keys import Keys
+from evoke_proxy.core.tenants.api_keys import Keys
 from evoke_proxy.errors import ConfigError
 
 _log = logging.getLogger(__name__)

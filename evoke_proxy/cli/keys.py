@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evoke_proxy.adapters.secret_files import read_secret, write_secret
 from evoke_proxy.config import load
-from evoke_proxy.core.tenants.keys import Caller, Keys, checked_name, key_of, line_of, without
+from evoke_proxy.core.tenants.api_keys import Caller, Keys, checked_name, key_of, line_of, without
 from evoke_proxy.errors import ConfigError
 
 DESCRIPTION = """\

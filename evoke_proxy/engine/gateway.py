@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from evoke_proxy.adapters.llama.transport import BodyParts, Reply
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.splice import inserted
+from evoke_proxy.core.request.json_edit import inserted
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.parsing.body_cache import CachedBody

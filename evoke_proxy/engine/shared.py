@@ -7,7 +7,7 @@ from typing import Any
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.engine.embedding.service import EmbeddingService
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.body_memory import BodyMemory
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
@@ -23,7 +23,7 @@ class Shared:
         self.homes = homes
         self.draining = False
         self.metrics = Metrics()
-        self.feed = Feed()
+        self.feed = EventFeed()
         self.embedding = EmbeddingService(config.embedder, self.metrics)
         self.vault = SnapshotRepository(config.snapshots, self.metrics)
         self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)

@@ -1,4 +1,4 @@
-"""Requests of clients under way: none begin once the proxy is stopping, those that run may end."""
+"""Counts the requests that run, and refuses new ones while the proxy stops."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from evoke_proxy.errors import Draining
 
 
 class ActiveRequests:
-    """Counts them; `stopping` says whether new ones are refused."""
+    """Counts running requests; `is_stopping` tells whether new ones are refused."""
 
-    def __init__(self, stopping: Callable[[], bool]) -> None:
-        self._stopping = stopping
-        self._under_way = 0
+    def __init__(self, is_stopping: Callable[[], bool]) -> None:
+        self._is_stopping = is_stopping
+        self._count = 0
         self._none = asyncio.Event()
         self._none.set()
 
     @property
-    def idle(self) -> bool:
-        """Whether no request is under way."""
-        return not self._under_way
+    def is_idle(self) -> bool:
+        """Whether no request runs."""
+        return not self._count
 
     @contextmanager
-    def one(self) -> Iterator[None]:
-        """Around one request; raises Draining when it is not to begin."""
-        if self._stopping():
+    def track(self) -> Iterator[None]:
+        """Count one request within the block; raises Draining while the proxy stops."""
+        if self._is_stopping():
             raise Draining
-        self._under_way += 1
+        self._count += 1
         self._none.clear()
         try:
             yield
         finally:
-            self._under_way -= 1
-            if not self._under_way:
+            self._count -= 1
+            if not self._count:
                 self._none.set()
 
-    async def ended(self, limit_s: float) -> int:
-        """Wait until none is left, so many seconds at most; how many are left then."""
+    async def wait_until_idle(self, limit_s: float) -> int:
+        """Wait until no request runs, for `limit_s` seconds at most; returns how many still do."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._none.wait()
         except TimeoutError:
             pass
-        return self._under_way
+        return self._count
 
 
 ACTIVE_REQUESTS: web.AppKey[ActiveRequests] = web.AppKey("ACTIVE_REQUESTS", ActiveRequests)

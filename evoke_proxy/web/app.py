@@ -57,7 +57,7 @@ def create_app(engine: Front) -> web.Application:
 
 def _dispatch(engine: Front) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        with request.app[ACTIVE_REQUESTS].one():
+        with request.app[ACTIVE_REQUESTS].track():
             return await _answer(request, engine)
 
     return handle

@@ -10,7 +10,7 @@ from multidict import CIMultiDict
 
 from evoke_proxy.adapters.secret_files import KeyFile
 from evoke_proxy.config import Config
-from evoke_proxy.core.tenants.keys import Caller, presented
+from evoke_proxy.core.tenants.api_keys import Caller, presented
 from evoke_proxy.engine.parsing.tenant import TENANT
 from evoke_proxy.errors import Forbidden, Unauthenticated
 from evoke_proxy.web import dialects

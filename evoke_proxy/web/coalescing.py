@@ -1,59 +1,61 @@
-"""Answers that many clients ask for at the same time, made once for all of them.
+"""Coalesces equal requests: one answer is computed for all clients that wait for it.
 
-An answer is always begun after it was asked for, so nobody is given an old one; and of the time it
-takes to make an answer, a multiple passes before the same is made again. The load is therefore the
-same however many pages are open.
+The computation always begins after the request, so no client gets a stale answer. Before the same
+answer is computed again, a multiple of the time that it took passes. The load therefore does not
+grow with the number of open admin pages.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
-# An answer that takes 10 ms is made at most every 50 ms.
+# The pause, as a multiple of the time that the answer took: 10 ms of work every 50 ms.
 _PAUSE = 4.0
-# No answer waits longer than this for its turn.
+# The longest pause between two computations of an answer.
 _MOST_PAUSE_S = 1.0
 _KEYS = 64
 
 
 @dataclass(slots=True)
 class _Entry:
-    """`next` is made from now on, or as soon as the one before is done and the pause is over."""
+    """The state of one key."""
 
+    # The computation that new requests join; None once it has begun.
     next: asyncio.Task[bytes] | None = None
-    lock: asyncio.Lock | None = None
+    # Held while an answer is computed.
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # Event loop time at which the next computation may begin.
     free_at: float = 0.0
 
 
 class RequestCoalescer:
-    """Makes each answer, named by a key, at most once at a time."""
+    """Computes the answer of each key at most once at a time."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
 
     async def get(self, key: str, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """What `make` returns, called after this; raises what it raises."""
+        """The result of a call of `make` that begins after this call; raises what it raises."""
         entry = self._entries.get(key)
         if entry is None:
             self._forget_idle()
-            entry = self._entries[key] = _Entry(lock=asyncio.Lock())
+            entry = self._entries[key] = _Entry()
         if entry.next is None:
-            entry.next = asyncio.get_running_loop().create_task(self._made(entry, make))
-            entry.next.add_done_callback(_seen)
+            entry.next = asyncio.get_running_loop().create_task(self._compute(entry, make))
+            entry.next.add_done_callback(_consume_error)
         return await asyncio.shield(entry.next)
 
-    async def _made(self, entry: _Entry, make: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def _compute(self, entry: _Entry, make: Callable[[], Awaitable[bytes]]) -> bytes:
         loop = asyncio.get_running_loop()
-        assert entry.lock is not None
         async with entry.lock:
             pause = entry.free_at - loop.time()
             if pause > 0:
                 await asyncio.sleep(pause)
-            entry.next = None  # who asks from now on gets the one after this
+            entry.next = None  # later requests join the next computation
             began = loop.time()
             try:
                 return await make()
@@ -62,14 +64,14 @@ class RequestCoalescer:
                 entry.free_at = ended + min(_MOST_PAUSE_S, _PAUSE * (ended - began))
 
     def _forget_idle(self) -> None:
-        """Forget the keys that nobody asks for now, when there are many."""
+        """Remove the keys without a computation, when there are many keys."""
         if len(self._entries) >= _KEYS:
             used = self._entries.items()
-            self._entries = {k: e for k, e in used if e.next or (e.lock and e.lock.locked())}
+            self._entries = {k: e for k, e in used if e.next or e.lock.locked()}
 
 
-def _seen(task: asyncio.Task[bytes]) -> None:
-    """An error that nobody waits for any more is not logged as lost."""
+def _consume_error(task: asyncio.Task[bytes]) -> None:
+    """Keep asyncio from logging an error that no client waits for any more."""
     if not task.cancelled():
         task.exception()
 

@@ -1,8 +1,9 @@
-"""How many connections clients may hold open; one more displaces an idle one of the address that
-holds most, or is told so and closed.
+"""Limits the number of open client connections.
 
-Each takes a file, and with a request under way two: without a bound whoever opens thousands takes
-them from llama-server's connection, the snapshots and the admin.
+Above the limit a new connection displaces an idle one of the address with the most connections, or
+is answered with status 503 and closed. A connection takes one file descriptor, and a second one
+while a request runs. Without a limit a client that opens thousands of them leaves none for
+llama-server, the snapshots and the admin.
 """
 
 from __future__ import annotations
@@ -19,107 +20,110 @@ from evoke_proxy.errors import CapacityError
 from evoke_proxy.web.connections import ClientConnection, peer_of
 from evoke_proxy.web.dialects import error_response
 
-# What the proxy has open besides: llama-server's idle connections, the index, files, logs.
+# Descriptors for everything else: idle connections to llama-server, the index, files, logs.
 _OTHER_FILES = 256
-# One that is refused may read that it is; so many at once, so long.
-_TOLD = 64
-_TOLD_S = 1.0
+# How many refused connections stay open at a time so that the client can read why, and for how
+# long.
+_REFUSALS = 64
+_REFUSAL_S = 1.0
 
 
 class ClientSite(web.BaseSite):
-    """An address for clients: together with those of the others, `most` connections at a time."""
+    """Listens on one address for clients, under a limit that all addresses share."""
 
-    __slots__ = ("_crowd", "_host", "_port")
+    __slots__ = ("_host", "_limit", "_port")
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, crowd: ConnectionLimit) -> None:
+    def __init__(self, runner: web.AppRunner, host: str, port: int, limit: ConnectionLimit) -> None:
         super().__init__(runner)
         self._host = host
         self._port = port
-        self._crowd = crowd
+        self._limit = limit
 
     @property
     def name(self) -> str:
         return f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Raises OSError when the address cannot be bound."""
+        """Start to listen; raises OSError when the address cannot be bound."""
         await super().start()
         server = self._runner.server
         assert server is not None
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Entrance(server, self._crowd), self._host, self._port, backlog=self._backlog
+            lambda: _Gate(server, self._limit), self._host, self._port, backlog=self._backlog
         )
 
 
 class ConnectionLimit:
-    """The bound, and who is being told of it."""
+    """Admits, displaces and refuses connections; shared by all addresses for clients."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:
         self.most = most
-        self._refused = metrics.clients_dropped.labels(reason="connections")
-        self._told: set[asyncio.Transport] = set()
-        self._answer = _answer(most)
+        self._dropped = metrics.clients_dropped.labels(reason="connections")
+        self._refused: set[asyncio.Transport] = set()
+        self._refusal = _refusal(most)
 
     def refuse(self, transport: asyncio.Transport) -> None:
-        """Say why on it and end it, unless too many others are being told."""
-        self._refused.inc()
-        if len(self._told) >= _TOLD:
+        """Answer a connection with status 503 and close it.
+
+        It is closed without an answer when too many others are being refused.
+        """
+        self._dropped.inc()
+        if len(self._refused) >= _REFUSALS:
             transport.abort()
             return
-        self._told.add(transport)
-        transport.write(self._answer)
+        self._refused.add(transport)
+        transport.write(self._refusal)
         transport.write_eof()
-        # Closed at once, what it has sent and we have not read would take the answer with it.
-        asyncio.get_running_loop().call_later(_TOLD_S, transport.abort)
+        # A close with unread input resets the connection, and the client would lose the answer.
+        asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 
     def displace(self, connections: list[RequestHandler], newcomer: asyncio.Transport) -> bool:
-        """Close a connection without a request of the address that holds most, for a newcomer.
+        """Close the oldest idle connection of the address with the most connections.
 
-        Only for one whose address holds fewer. Of those connections the oldest is closed; False
-        when there is none.
+        This happens only for a newcomer whose address has fewer. Returns whether one was closed.
         """
         open_now = [one for one in connections if isinstance(one, ClientConnection)]
-        held = Counter(one.peer for one in open_now)
-        most, count = max(held.items(), key=lambda entry: entry[1], default=("", 0))
-        if held[peer_of(newcomer)] + 1 >= count:
+        counts = Counter(one.peer for one in open_now)
+        most, count = max(counts.items(), key=lambda entry: entry[1], default=("", 0))
+        if counts[peer_of(newcomer)] + 1 >= count:
             return False
         idle = next((one for one in open_now if one.peer == most and one.is_idle), None)
         if idle is not None:
-            self._refused.inc()
+            self._dropped.inc()
             idle.displace()
         return idle is not None
 
-    def left(self, transport: asyncio.Transport) -> None:
-        """It is closed."""
-        self._told.discard(transport)
+    def forget(self, transport: asyncio.Transport) -> None:
+        """Stop counting a refused connection, which is closed now."""
+        self._refused.discard(transport)
 
 
-class _Entrance(asyncio.Protocol):
-    """Hands a connection to the HTTP server, or has it refused."""
+class _Gate(asyncio.Protocol):
+    """Hands a new connection to the HTTP server, or to the limit to be refused."""
 
-    def __init__(self, server: web.Server, crowd: ConnectionLimit) -> None:
+    def __init__(self, server: web.Server, limit: ConnectionLimit) -> None:
         self._server = server
-        self._crowd = crowd
+        self._limit = limit
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         connections = self._server.connections
-        if len(connections) < self._crowd.most or self._crowd.displace(connections, transport):
+        if len(connections) < self._limit.most or self._limit.displace(connections, transport):
             handler = self._server()
             transport.set_protocol(handler)
             handler.connection_made(transport)
             return
         self._transport = transport
-        self._crowd.refuse(transport)
+        self._limit.refuse(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
-            self._crowd.left(self._transport)
+            self._limit.forget(self._transport)
 
 
-def _answer(most: int) -> bytes:
-    """An answer that needs no request: nothing of it is read."""
+def _refusal(most: int) -> bytes:
+    """The HTTP response to a refused connection, whose request is not read."""
     error = CapacityError(f"all {most} connections that limits.connections allows are taken")
     response = error_response("/", error)
     body = response.body
@@ -135,7 +139,7 @@ def _answer(most: int) -> bytes:
 
 
 def raise_file_limit(connections: int) -> int:
-    """Have the system let us open as many files as so many connections take; how many it does."""
+    """Raise the limit on open files to what this many connections need; returns the limit."""
     wanted = 2 * connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,15 +1,15 @@
-"""What happens, as an event stream: to every page that is open, and that can keep up."""
+"""The event feed as a stream of server-sent events."""
 
 from __future__ import annotations
 
 from aiohttp import web
 
-from evoke_proxy.engine import Front
+from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
-# A comment every so often, so that everything in between sees life.
-_QUIET_S = 15.0
-_QUIET = b": nothing new\n\n"
+# A comment is sent after this time without an event, so that no proxy in between closes the stream.
+_IDLE_S = 15.0
+_IDLE_COMMENT = b": nothing new\n\n"
 _HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-store",
@@ -17,20 +17,20 @@ _HEADERS = {
 }
 
 
-async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
-    """Every event from now on, or from the one on that `Last-Event-ID` names.
+async def listen(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Stream every event from now on, or those after the one that `Last-Event-ID` names.
 
-    A reader that lets too many wait is cut off; so is everybody when the proxy stops.
+    A client that reads too slowly is cut off; all streams end when the proxy stops.
     """
-    given = request.headers.get("Last-Event-ID", "")
+    last_id = request.headers.get("Last-Event-ID", "")
     response = web.StreamResponse(headers=_HEADERS)
     await response.prepare(request)
-    after = int(given) if given.isdecimal() and len(given) < 19 else None
-    patience = request.app[SLOW_CLIENT_GUARD]
-    with engine.feed.listen(lambda: patience.too_slow(request), after) as listener:
+    after = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else None
+    guard = request.app[SLOW_CLIENT_GUARD]
+    with admin.feed.subscribe(lambda: guard.drop_slow_reader(request), after) as subscriber:
         while True:
-            event = await listener.next(_QUIET_S)
-            if event is None and listener.over:
+            event = await subscriber.next(_IDLE_S)
+            if event is None and subscriber.has_ended:
                 return response
-            chunk = _QUIET if event is None else event.encoded
-            await patience.write(request, response, chunk)
+            chunk = _IDLE_COMMENT if event is None else event.encoded
+            await guard.write(request, response, chunk)

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from evoke_proxy.adapters.secret_files import read_token
 from evoke_proxy.config import Config
-from evoke_proxy.core.tenants.keys import presented
+from evoke_proxy.core.tenants.api_keys import presented
 from evoke_proxy.errors import Forbidden, RequestError, Unauthenticated
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

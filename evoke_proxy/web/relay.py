@@ -12,8 +12,8 @@ from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
-from evoke_proxy.core.reply.large import MAX_PARSED_BYTES, TAIL_BYTES
-from evoke_proxy.core.reply.usage import UsageEditor, with_accounting, with_accounting_in_tail
+from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, TAIL_BYTES
+from evoke_proxy.core.reply.usage_edit import UsageEditor, with_accounting, with_accounting_in_tail
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.client_access import ACCESS

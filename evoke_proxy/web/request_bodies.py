@@ -10,9 +10,9 @@ from io import BytesIO
 from aiohttp import web
 
 from evoke_proxy.config import Config
-from evoke_proxy.core.request.shape import Scan
+from evoke_proxy.core.request.json_shape import Scan
 from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
-from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits, is_form, server_decodes
+from evoke_proxy.engine.parsing.body_checks import BodyChecker, is_form, server_decodes
 from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.errors import BodyMemoryFull, RequestError
 from evoke_proxy.web import dialects
@@ -41,7 +41,7 @@ async def read_body(request: web.Request, config: Config, copies: int = 1) -> As
 
 
 async def _read_checked(request: web.Request, config: Config, share: BodyShare) -> bytes:
-    limits = body_limits(config.limits)
+    limits = config.limits
     # Repeated headers are joined, as cpp-httplib does.
     coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
     if coding.lower() != "identity" and config.security.keys_file:
@@ -52,7 +52,7 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
     if is_form(content_type) and request.path not in dialects.FORM_PATHS:
         message = f"send the request body as JSON; {request.path} takes no forms"
         raise RequestError(message, "invalid_form")
-    scan = None if is_form(content_type) else Scan(limits.shape)
+    scan = None if is_form(content_type) else Scan(limits)
     body = await _read(request, scan, share)
     shape = scan.shape if scan is not None else None
     await request.app[CHECKER].check(body, content_type, limits, shape)
@@ -64,7 +64,7 @@ async def measured(request: web.Request, config: Config) -> AsyncIterator[bytes]
 
     llama-server reads the body of every path that it knows as JSON, whatever its type says.
     """
-    scan = Scan(body_limits(config.limits).shape)
+    scan = Scan(config.limits)
     is_json: bool | None = None if not is_form(_content_type(request)) else False
     async for part in request.content.iter_any():
         first = part.lstrip(_BEFORE_JSON)[:1]

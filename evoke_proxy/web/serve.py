@@ -1,5 +1,4 @@
-"""Runs the application on its addresses: SIGHUP reads the settings again, SIGTERM lets the streams
-finish and ends it."""
+"""Runs the web application: listens, reloads the configuration on SIGHUP, drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
-from evoke_proxy.config.reloading import reloaded
+from evoke_proxy.config.loader import reloaded
 from evoke_proxy.engine import Front, front
 from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError
@@ -29,12 +28,15 @@ from evoke_proxy.web.operator_access import OPERATOR_ACCESS
 
 _log = logging.getLogger(__name__)
 
-# What has not ended in its time is cut off; so long it may take to notice.
-_CUT_S = 1.0
+# How long aiohttp waits for handlers whose connections were closed at the end of the drain.
+_SHUTDOWN_S = 1.0
 
 
 def make_runner(engine: Front) -> web.AppRunner:
-    """A runner that cancels a handler when its client goes away and never touches bodies."""
+    """The runner of the application; it cancels the handler of a client that disconnects.
+
+    It decompresses no bodies: they are forwarded as they are.
+    """
     limits = engine.config.limits
     return ClientRunner(
         create_app(engine),
@@ -44,13 +46,13 @@ def make_runner(engine: Front) -> web.AppRunner:
         auto_decompress=False,
         access_log=None,
         logger=_http_log(),
-        shutdown_timeout=_CUT_S,
+        shutdown_timeout=_SHUTDOWN_S,
         keepalive_timeout=limits.idle_timeout_s,
     )
 
 
 def _http_log() -> logging.Logger:
-    """Where it is said that a request was no HTTP: not what it was, which may be part of a body."""
+    """The log of malformed requests, without their bytes: these may be part of a prompt."""
     log = logging.getLogger("evoke_proxy.http")
     if not log.filters:
         log.addFilter(_without_bytes)
@@ -65,10 +67,10 @@ def _without_bytes(record: logging.LogRecord) -> bool:
     return True
 
 
-async def serve(config: Config, again: Callable[[], Config]) -> None:
-    """Serve until SIGTERM or SIGINT; then refuse new requests and wait for answers under way.
+async def serve(config: Config, reload: Callable[[], Config]) -> None:
+    """Serve until SIGTERM or SIGINT, then refuse new requests and wait for running answers.
 
-    `again` reads the configuration anew, for SIGHUP. Raises OSError when an address cannot be
+    `reload` reads the configuration again, on SIGHUP. Raises OSError when an address cannot be
     bound.
     """
     sys.setswitchinterval(SWITCH_S)
@@ -77,38 +79,40 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     async with front(config) as engine:
-        loop.add_signal_handler(signal.SIGHUP, _reload, engine, again)
+        loop.add_signal_handler(signal.SIGHUP, _reload, engine, reload)
         runner = make_runner(engine)
         await runner.setup()
-        garbage = DeferredCollection(lambda: runner.app[ACTIVE_REQUESTS].idle)
-        garbage.start()
+        collection = DeferredCollection(lambda: runner.app[ACTIVE_REQUESTS].is_idle)
+        collection.start()
         try:
             await _listen(runner, engine)
             await stop.wait()
             await drain(engine, runner)
         finally:
-            garbage.stop()
+            collection.stop()
             await runner.cleanup()
 
 
 async def drain(engine: Front, runner: web.AppRunner) -> None:
-    """Take no new requests, let those under way end within `limits.drain_timeout_s`, and keep on
-    disk what is to outlive us."""
+    """Refuse new requests, wait for running ones, and write state that is kept to disk.
+
+    Running requests have `limits.drain_timeout_s` seconds to end.
+    """
     engine.shared.draining = True
-    engine.feed.tell("stopping")
+    engine.feed.publish("stopping")
     limit_s = engine.config.limits.drain_timeout_s
     _log.info("stopping: answers under way have %g s to end", limit_s)
-    left = await runner.app[ACTIVE_REQUESTS].ended(limit_s)
-    if left:
-        _log.warning("stopping: %d answers are cut off after %g s", left, limit_s)
+    count = await runner.app[ACTIVE_REQUESTS].wait_until_idle(limit_s)
+    if count:
+        _log.warning("stopping: %d answers are cut off after %g s", count, limit_s)
     await engine.keep()
     engine.feed.end()
 
 
-def _reload(engine: Front, again: Callable[[], Config]) -> None:
-    """Take over what can be of the settings as they are now; all stays when they are broken."""
+def _reload(engine: Front, read: Callable[[], Config]) -> None:
+    """Apply the settings that can change at run time; keep all of them when any is invalid."""
     try:
-        found = reloaded(engine.config, again())
+        found = reloaded(engine.config, read())
     except ConfigError as error:
         engine.metrics.reloads.labels(result="failed").inc()
         _log.error("settings not reloaded, the old ones stay: %s", error)
@@ -122,46 +126,49 @@ def _reload(engine: Front, again: Callable[[], Config]) -> None:
 
 
 async def listen_for_clients(runner: web.AppRunner, engine: Front, listen: Sequence[str]) -> None:
-    """Serve at these addresses, with no more connections than `limits.connections` in all."""
+    """Listen on these addresses, for at most `limits.connections` connections in all."""
     most = engine.config.limits.connections
     files = raise_file_limit(most)
     if files < 2 * most:
-        _log.warning("%d files may be open, %d connections may take twice as many", files, most)
-    crowd = ConnectionLimit(most, engine.metrics)
+        _log.warning(
+            "the limit on open files is %d; %d connections may need twice as many", files, most
+        )
+    limit = ConnectionLimit(most, engine.metrics)
     for address in listen:
-        await ClientSite(runner, *parse_listen(address), crowd).start()
+        host, port = parse_listen(address)
+        await ClientSite(runner, host, port, limit).start()
 
 
 async def _listen(runner: web.AppRunner, engine: Front) -> None:
-    """The addresses of the admin first, so that no other is ever taken for one."""
+    """Listen on the admin addresses first: only those bound by then count as admin addresses."""
     config = engine.config
-    await _listen_apart(runner, config.security, config.listen)
+    await _listen_for_admin(runner, config.security, config.listen)
     admin = list(runner.addresses)
     await listen_for_clients(runner, engine, config.listen)
     for address in runner.addresses[len(admin) :]:
-        _say(f"listens on {_shown(address)}")
+        _print(f"listens on {_url(address)}")
     for address in admin:
-        _say(f"is operated at {_shown(address)}/evoke/")
+        _print(f"is operated at {_url(address)}/evoke/")
 
 
-async def _listen_apart(
+async def _listen_for_admin(
     runner: web.AppRunner, config: SecurityConfig, listen: tuple[str, ...]
 ) -> None:
     if not config.admin_listen:
         return
-    # Two proxies on a machine are nothing wrong, nor one that has clients at our default; a place
-    # that somebody has chosen is.
-    default = config.admin_listen == SecurityConfig().admin_listen
+    # A default address that is taken already is no error: several proxies may run on a machine.
+    # An address that the configuration names must be free.
+    is_default = config.admin_listen == SecurityConfig().admin_listen
     for address in config.admin_listen:
-        if default and _port(address) in map(_port, listen):
-            _say(f"is not operated: security.admin_listen, {address}, is among listen")
+        if is_default and _port(address) in map(_port, listen):
+            _print(f"is not operated: security.admin_listen, {address}, is among listen")
             continue
         try:
             await web.TCPSite(runner, *parse_listen(address)).start()
         except OSError:
-            if not default:
+            if not is_default:
                 raise
-            _say(f"is not operated: security.admin_listen, {address}, is taken")
+            _print(f"is not operated: security.admin_listen, {address}, is taken")
     runner.app[OPERATOR_ACCESS].open_at(runner.addresses)
 
 
@@ -169,12 +176,13 @@ def _port(address: str) -> int:
     return parse_listen(address)[1]
 
 
-def _shown(address: Any) -> str:
+def _url(address: Any) -> str:
     host, port, *_ = address
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _say(what: str) -> None:
-    # A log on a full disk is no reason not to serve.
+def _print(text: str) -> None:
+    """Print one line about the proxy to standard error."""
+    # The proxy serves even when standard error is a file on a full disk.
     with contextlib.suppress(OSError):
-        print(f"evoke-proxy {what}", file=sys.stderr, flush=True)
+        print(f"evoke-proxy {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""How long a slow client is waited for: it holds a connection, maybe a slot, that others want.
+"""Disconnects clients that send their body or read their answer too slowly.
 
-Idle connections, and heads that take too long, are closed by the server that aiohttp brings.
+A slow client occupies a connection, and often a slot, that others need. Idle connections and slow
+request heads are closed by aiohttp's own server.
 """
 
 from __future__ import annotations
@@ -17,44 +18,52 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SlowClientGuard:
-    """Cuts clients off that send their request, or read their answer, too slowly."""
+    """Writes answers to clients and times their bodies; disconnects those that are too slow."""
 
     def __init__(self, limits: LimitsConfig, metrics: Metrics) -> None:
         self._limits = limits
         self._dropped = metrics.clients_dropped
 
     async def write(self, request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
-        """Give a part of an answer to a client; ConnectionResetError when it does not read on."""
+        """Write a part of an answer.
+
+        Raises ConnectionResetError when the client does not read on within
+        `limits.write_timeout_s`.
+        """
         try:
             async with asyncio.timeout(self._limits.write_timeout_s):
                 await response.write(chunk)
         except TimeoutError as error:
-            self.too_slow(request)
+            self.drop_slow_reader(request)
             raise ConnectionResetError("the client does not read its answer") from error
 
-    def body_due(self, request: web.Request) -> Callable[[], None]:
-        """The client is cut off unless its body has arrived, or what this gives been called, in
-        time. While we read nothing from it, since llama-server does not, it has its time anew."""
-        due = _BodyDue(request, self._limits.body_timeout_s, self._drop)
-        due.wait()
-        return due.cancel
+    def time_body(self, request: web.Request) -> Callable[[], None]:
+        """Disconnect the client unless its body arrives within `limits.body_timeout_s`.
 
-    def too_slow(self, request: web.Request) -> None:
-        """Cut off a client that does not read its answer."""
+        The time begins again while the proxy itself does not read, since llama-server does not.
+        Returns a function that ends the timing.
+        """
+        timer = _BodyTimer(request, self._limits.body_timeout_s, self._drop)
+        timer.start()
+        return timer.cancel
+
+    def drop_slow_reader(self, request: web.Request) -> None:
+        """Disconnect a client that does not read its answer."""
         self._drop(request, "slow_reader")
 
     def _drop(self, request: web.Request, reason: str) -> None:
-        transport = request.transport  # one that is being closed was counted already, or has left
+        transport = request.transport
+        # A connection that is closing was counted already, or was closed by the client.
         if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
             self._dropped.labels(reason=reason).inc()
             transport.abort()
 
 
-class _BodyDue:
-    """The timer of one request's body.
+class _BodyTimer:
+    """Times the arrival of one request's body.
 
-    Cancelled, it refers to nothing: a request that its own timer refers to would keep its body
-    until garbage is collected.
+    A cancelled timer refers to no request: in a reference cycle the request would keep its body
+    until the next garbage collection.
     """
 
     def __init__(
@@ -65,20 +74,20 @@ class _BodyDue:
         self._drop = drop
         self._timer: asyncio.TimerHandle | None = None
 
-    def wait(self) -> None:
-        """Give the body its time, anew."""
+    def start(self) -> None:
+        """Start the timer, or start it again."""
         if self._request is not None and not self._request.content.is_eof():
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._timeout_s, self._late)
+            self._timer = loop.call_later(self._timeout_s, self._expire)
 
     def cancel(self) -> None:
-        """The body is not due any more."""
+        """End the timing."""
         self._request = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _expire(self) -> None:
         request = self._request
         if request is None or request.content.is_eof():
             return
@@ -86,7 +95,7 @@ class _BodyDue:
         if transport is None or transport.is_closing():
             return
         if isinstance(transport, asyncio.ReadTransport) and not transport.is_reading():
-            self.wait()
+            self.start()
         else:
             self._drop(request, "slow_body")
 
@@ -96,9 +105,9 @@ SLOW_CLIENT_GUARD = web.AppKey("patience", SlowClientGuard)
 
 @web.middleware
 async def body_deadline(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The body of every request is due."""
-    arrived = request.app[SLOW_CLIENT_GUARD].body_due(request)
+    """Middleware that times the body of each request."""
+    cancel = request.app[SLOW_CLIENT_GUARD].time_body(request)
     try:
         return await handler(request)
     finally:
-        arrived()
+        cancel()

@@ -10,6 +10,7 @@ import pytest
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
+import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.adapters.llama.block_api import BlockApi
 
 BUDGET = 320
@@ -73,10 +74,9 @@ def test_it_is_captured_from_the_first_turn_and_read_once_in_every_other(
     assert running.metric("evoke_degraded_total") == 0
 
 
-@pytest.mark.parametrize("calling", [{"policy__weight_attention": 0.5}], indirect=True)
 def test_as_a_signal_of_evoke_it_is_read_too(calling: tuple[RunningProxy, Calls]) -> None:
     running, calls = calling
-    talk(running, "keeping", "evoke", turns=4)
+    talk(running, "keeping", "evoke_attention", turns=4)
     assert len([action for action, _ in calls if action == "attention"]) == 3
     talk(running, "without", "recency", turns=2)
     assert len([action for action, _ in calls if action == "attention"]) == 3

@@ -13,7 +13,7 @@ import pytest
 from running import Answer, RunningProxy, ask, llama_server, process_on, proxy, server_binary
 
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 
 KEY = key_of(b"checked".ljust(32, b"."))
 _MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]

@@ -10,6 +10,8 @@ import pytest
 from fake_upstream import Exchange, fake_upstream, whole
 from running import RunningProxy, ask, proxy
 
+import bench.policies  # noqa: F401 -- registers baselines
+
 JSON = b"application/json"
 SLOT = {
     "id": 0,

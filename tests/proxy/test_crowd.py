@@ -51,7 +51,7 @@ def test_a_flood_of_connections_is_closed_and_costs_nobody(
     echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        connection_limit, "_TOLD_S", PATIENCE_S
+        connection_limit, "_REFUSAL_S", PATIENCE_S
     )  # nobody's time is over before all are here
     with proxy(echo.port, limits__connections=2) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(_open(running.port)) for _ in range(2)]
@@ -151,7 +151,7 @@ def _told(running: RunningProxy) -> int:
     spans = [[0, 10**9]] * 1500
 
     async def tell() -> int:
-        running.engine.feed.tell("turn", spans=spans)
+        running.engine.feed.publish("turn", spans=spans)
         return running.engine.feed.latest
 
     return asyncio.run_coroutine_threadsafe(tell(), running.loop).result(PATIENCE_S)

@@ -134,7 +134,7 @@ def test_what_drips_arrives_whole_and_nobody_else_waits_for_it() -> None:
 
 
 def test_a_scrape_that_drips_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evoke_proxy.engine.operator.exposition._SCRAPE_S", LIMIT_S)
+    monkeypatch.setattr("evoke_proxy.engine.admin.exposition._SCRAPE_S", LIMIT_S)
     body = whole(b"llamacpp:n 1\n" * 1000)
     with fake_upstream(_drips(body, 0.02)) as fake, proxy(fake.port) as run:
         began = time.monotonic()

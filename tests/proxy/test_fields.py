@@ -10,7 +10,9 @@ from fake_upstream import Exchange, fake_upstream, whole
 from running import Answer, RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
-from evoke_proxy.config import BENCH_POLICIES, POLICIES, RECOVERIES
+import bench.policies  # noqa: F401 -- registers the oracle
+from evoke_proxy.config import RECOVERIES
+from evoke_proxy.config.policy_names import policy_names
 
 JSON = {"Content-Type": "application/json"}
 BUDGET = 320
@@ -50,7 +52,7 @@ WRONG = [
     ("evoke_budget", 0),
     ("evoke_budget", "many"),
     ("evoke_policy", "lru"),
-    *(("evoke_policy", name) for name in BENCH_POLICIES),
+    ("evoke_policy", "oracle"),
     ("evoke_recovery", "later"),
     ("evoke_priority", -1),
     ("evoke_pinned", "yes"),
@@ -211,7 +213,7 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
 
 def test_a_policy_is_the_requests_own(patched_proxy: RunningProxy) -> None:
     talk = Talk(patched_proxy.port, "own", {"evoke_budget": BUDGET})
-    names = [name for name in POLICIES if name not in BENCH_POLICIES]
+    names = [name for name in policy_names(False) if "_" not in name]  # without variants
     for number, name in enumerate([*names, "evoke"]):
         said = talk.say(f"Turn {number}. {FILLER}", evoke_policy=name)
         assert said.headers["x-evoke-policy"] == name

@@ -16,17 +16,13 @@ from operating import operate
 from running import RunningProxy, ask, proxy, until
 from talking import FILLER, Talk
 
+import bench.policies  # noqa: F401 -- registers baselines
 from bench.export_minilm import ensure
 
 BUDGET = 320
 NARROW = 180  # for one of three topics
 # What is kept is a matter of the topic alone: nothing is looked for, and nothing is old.
-TOPIC_ALONE = {
-    "policy__weight_relevance": 0.0,
-    "policy__weight_recency": 0.0,
-    "policy__margin": 0.0,
-    "policy__residency_turns": 0,
-}
+TOPIC_ALONE = {"policy__name": "evoke_focus"}
 DOGS = (
     "My dog loves long walks and barks at the postman every morning.",
     "A puppy needs a lead, a collar and much patience when it is trained.",
@@ -122,7 +118,7 @@ def test_the_task_stays_till_the_client_says_otherwise(
 
 def test_without_the_signal_the_topic_changes_nothing(patched_port: int) -> None:
     given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ALONE}
-    with proxy(patched_port, **{**given, "policy__weight_focus": 0.0}) as running:
+    with proxy(patched_port, **{**given, "policy__name": "evoke_no_signal"}) as running:
         talk = told(running, "unmoved")
         talk.say(TRAINING.format("dog"))
         assert not set(DOGS) <= kept(patched_port, talk)

@@ -14,7 +14,7 @@ from fake_upstream import Exchange, fake_upstream
 from running import RunningProxy, ask, proxy
 from talking import FILLER, Talk
 
-from evoke_proxy.engine.operator import exposition
+from evoke_proxy.engine.admin import exposition
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'

@@ -23,10 +23,10 @@ from running import PATIENCE_S, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import Config, SecurityConfig, load
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess
-from evoke_proxy.web.serve import _listen_apart
+from evoke_proxy.web.serve import _listen_for_admin
 
 TOKEN = "0123456789abcdef-of-the-admin"
 KEY = key_of(b"k" * 32)
@@ -160,7 +160,7 @@ def test_a_proxy_does_not_take_its_own_address(
         app[OPERATOR_ACCESS] = OperatorAccess(Config())
         runner = web.AppRunner(app)
         await runner.setup()
-        await _listen_apart(runner, SecurityConfig(), ("127.0.0.1:0", address))
+        await _listen_for_admin(runner, SecurityConfig(), ("127.0.0.1:0", address))
         found = list(runner.addresses)
         await runner.cleanup()
         return found

@@ -12,6 +12,8 @@ from running import RunningProxy, ask, llama_server, proxy, server_binary
 from talking import FILLER, Talk
 from test_dialects import KINDS, PATHS, STREAM, body_of, post, told
 
+import bench.policies  # noqa: F401 -- registers baselines
+
 BUDGET = 320
 JSON = {"Content-Type": "application/json"}
 FACT = "The access code of the Meridian vault is 7741."

@@ -18,7 +18,7 @@ from running import PATIENCE_S, RunningProxy, ask, proxy, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web.client_access import Access
 

@@ -24,7 +24,7 @@ from smuggling import FRAMED, HEADS, Guarded, answer_of, attacks, framed
 from tapping import tap
 
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 
 JSON = {"Content-Type": "application/json"}
 ALICE = key_of(b"a" * 32)

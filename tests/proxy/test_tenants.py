@@ -14,7 +14,7 @@ from running import RunningProxy, ask, proxy
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.tenants.keys import Caller, key_of, line_of
+from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply.answer import AnswerReader
-from evoke_proxy.core.request.ahead import (
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.request.look_ahead import (
     PLACEHOLDERS,
     STEP,
     USER,
@@ -22,7 +23,6 @@ from evoke_proxy.core.request.ahead import (
     snapshot_obstacle,
     stability,
 )
-from evoke_proxy.core.request.chat import parse_chat
 
 BODY = b'{ "messages" : [ {"role":"user","content":"h\\u0069"} ] , "n":1.0e0, "tools" :[]}'
 ANSWER = {"role": "assistant", "content": 'Ye"s \u2603'}

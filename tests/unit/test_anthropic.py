@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from evoke_proxy.core.reply.answer import AnswerReader
-from evoke_proxy.core.request.anthropic import as_chat
+from evoke_proxy.core.request.converters import anthropic_to_chat
 
 
 def _said(**body: Any) -> list[Any]:
-    messages: list[Any] = as_chat(body)["messages"]
+    messages: list[Any] = anthropic_to_chat(body)["messages"]
     return messages
 
 
@@ -68,7 +68,7 @@ def test_tools_and_what_is_passed_on() -> None:
         "chat_template_kwargs": {"x": 1},
         "metadata": {},
     }
-    chat = as_chat(body)
+    chat = anthropic_to_chat(body)
     assert chat["tools"][0]["function"]["parameters"] == {"type": "object"}
     assert chat["tool_choice"] == "required" and chat["thinking_budget_tokens"] == 5
     assert chat["chat_template_kwargs"] == {"x": 1} and "metadata" not in chat
@@ -76,7 +76,7 @@ def test_tools_and_what_is_passed_on() -> None:
 
 @pytest.mark.parametrize("body", [{}, {"messages": 3}, {"messages": [1, {}]}, {"system": 3}])
 def test_nonsense_makes_no_exception(body: dict[str, Any]) -> None:
-    assert isinstance(as_chat(body)["messages"], list)
+    assert isinstance(anthropic_to_chat(body)["messages"], list)
 
 
 def _events(*events: dict[str, Any]) -> bytes:

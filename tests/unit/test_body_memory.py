@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import orjson
 import pytest
 
-from evoke_proxy.engine.operator import feed
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine import feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory
 
@@ -80,9 +80,9 @@ def test_the_estimate_is_near_what_a_body_takes(message: object) -> None:
 
 
 def test_events_that_are_told_again_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_KEPT_BYTES", 10_000)
-    told = Feed()
+    monkeypatch.setattr(feed, "_MAX_RECENT_BYTES", 10_000)
+    told = EventFeed()
     for number in range(100):
-        told.tell("turn", evicted=[[number, number + 1]] * 100)
-    assert 1 <= len(told._latest) <= 12
-    assert sum(len(event.encoded) for event in told._latest) == told._kept_bytes <= 10_000
+        told.publish("turn", evicted=[[number, number + 1]] * 100)
+    assert 1 <= len(told._recent) <= 12
+    assert sum(len(event.encoded) for event in told._recent) == told._recent_bytes <= 10_000

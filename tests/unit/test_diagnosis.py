@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evoke_proxy.core.request.ahead import Stability
+from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.diagnosis import (
     DENSE,
     NEVER,

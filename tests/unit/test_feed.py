@@ -1,70 +1,73 @@
-"""Events to whoever listens, and an end to whoever does not keep up."""
+"""The event feed: who gets which events, and what happens to slow subscribers."""
 
 from __future__ import annotations
 
 import asyncio
 
-from evoke_proxy.engine.operator.feed import Feed, Listener
+from evoke_proxy.engine.feed import EventFeed, Subscriber
 
 
-async def _heard(listener: Listener) -> list[int]:
-    found = []
-    while (event := await listener.next(0.0)) is not None:
-        found.append(event.number)
-    return found
+async def _numbers(subscriber: Subscriber) -> list[int]:
+    numbers = []
+    while (event := await subscriber.next(0.0)) is not None:
+        numbers.append(event.number)
+    return numbers
 
 
-def test_everybody_hears_everything_from_when_they_came() -> None:
+def test_a_subscriber_gets_every_event_from_its_start() -> None:
     async def run() -> None:
-        feed = Feed()
-        feed.tell("turn", session="a")
-        with feed.listen(lambda: None) as new, feed.listen(lambda: None, after=0) as old:
+        feed = EventFeed()
+        feed.publish("turn", session="a")
+        with feed.subscribe(lambda: None) as new, feed.subscribe(lambda: None, after=0) as old:
             assert len(feed) == 2
-            feed.tell("answer", session="a")
-            assert await _heard(new) == [2] and await _heard(old) == [1, 2]
+            feed.publish("answer", session="a")
+            assert await _numbers(new) == [2] and await _numbers(old) == [1, 2]
         assert len(feed) == 0
 
     asyncio.run(run())
 
 
-def test_who_comes_back_hears_what_was_missed_of_this_proxy() -> None:
+def test_a_subscriber_that_reconnects_gets_the_events_it_missed() -> None:
     async def run() -> None:
-        feed = Feed()
+        feed = EventFeed()
         for _ in range(700):
-            feed.tell("turn")
-        with feed.listen(lambda: None, after=697) as one:
-            assert await _heard(one) == [698, 699, 700]
-        with feed.listen(lambda: None, after=10_000) as of_another:
-            assert (await _heard(of_another))[-1] == 700 and not of_another.over
-        with feed.listen(lambda: None, after=0) as long_gone:
-            heard = await _heard(long_gone)
-        assert heard == list(range(heard[0], 701)) and len(heard) == 256
+            feed.publish("turn")
+        with feed.subscribe(lambda: None, after=697) as one:
+            assert await _numbers(one) == [698, 699, 700]
+        with feed.subscribe(lambda: None, after=10_000) as of_another:
+            assert (await _numbers(of_another))[-1] == 700 and not of_another.has_ended
+        with feed.subscribe(lambda: None, after=0) as long_absent:
+            numbers = await _numbers(long_absent)
+        assert numbers == list(range(numbers[0], 701)) and len(numbers) == 256
 
     asyncio.run(run())
 
 
-def test_a_slow_one_is_cut_off_once_and_holds_up_nobody() -> None:
+def test_a_slow_subscriber_is_cut_off_once_and_delays_no_other() -> None:
     async def run() -> None:
-        feed, cut = Feed(), []
-        with feed.listen(lambda: cut.append("slow")) as slow, feed.listen(lambda: None) as quick:
+        feed, cut = EventFeed(), list[str]()
+        with (
+            feed.subscribe(lambda: cut.append("slow")) as slow,
+            feed.subscribe(lambda: None) as quick,
+        ):
             for number in range(600):
-                feed.tell("turn")
-                assert await _heard(quick) == [number + 1]
-            assert cut == ["slow"] and slow.over and not quick.over
-            assert await _heard(slow) == list(range(1, 257))
+                feed.publish("turn")
+                assert await _numbers(quick) == [number + 1]
+            assert cut == ["slow"] and slow.has_ended and not quick.has_ended
+            assert await _numbers(slow) == list(range(1, 257))
 
     asyncio.run(run())
 
 
-def test_at_the_end_everybody_is_let_go() -> None:
+def test_ending_the_feed_ends_every_subscription() -> None:
     async def run() -> None:
-        feed = Feed()
-        with feed.listen(lambda: None) as early:
+        feed = EventFeed()
+        with feed.subscribe(lambda: None) as early:
             waiting = asyncio.get_running_loop().create_task(early.next(60.0))
             await asyncio.sleep(0)
             feed.end()
-            assert await waiting is None and early.over
-        with feed.listen(lambda: None) as late:
-            assert late.over
+            assert await waiting is None and early.has_ended
+        with feed.subscribe(lambda: None) as late:
+            assert late.has_ended
 
     asyncio.run(run())

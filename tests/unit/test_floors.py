@@ -35,7 +35,7 @@ FLOORS: dict[str, set[str]] = {
     "cli": {"web", "demo", "server_build", "engine", "adapters", "core", "errors", "config"},
     "__main__": {"cli"},
 }
-DECIDERS = ("core.session.session", "core.servers.slots", "core.policy.registry")
+DECIDERS = ("core.session.session", "core.servers.slot_pool", "core.policy.registry")
 OUTSIDE_WORLD = {
     "asyncio", "concurrent", "datetime", "http", "importlib", "io", "logging", "multiprocessing",
     "os", "pathlib", "queue", "random", "secrets", "selectors", "shutil", "signal", "socket",
@@ -145,8 +145,8 @@ def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
         ("core.__init__", "from .. import engine", {"engine"}),
         ("core.model.plan", "from evoke_proxy import errors, __version__", set()),
         ("adapters.snapshot_index", "from .upstream import U", {f"{HOUSE}.adapters.upstream.U"}),
-        ("adapters.snapshot_index", "from evoke_proxy.core.servers.slots import P",
-         {f"{HOUSE}.core.servers.slots.P"}),
+        ("adapters.snapshot_index", "from evoke_proxy.core.servers.slot_pool import P",
+         {f"{HOUSE}.core.servers.slot_pool.P"}),
         ("adapters.snapshot_index", "from evoke_proxy.core.model.blocks import Span", set()),
         ("engine",
          "from .core.session.session import S\nfrom .adapters.upstream import U", set()),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.model.grown import Grown, same_memory
+from evoke_proxy.core.model.append_only import Grown, same_memory
 from evoke_proxy.core.prompt.rendered import common_prefix
 
 MORE = st.lists(st.integers(0, 2), max_size=6)

@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 import pytest
 
-from evoke_proxy.core.request import json_pieces
-from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request import json_parsing
+from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.errors import RequestError
 
@@ -56,7 +56,7 @@ def _outcome(parse: Callable[[bytes], Any], text: bytes) -> str:
 
 
 def _parse_pieces(text: bytes) -> Any:
-    return json_pieces.parse_in_pieces(text, orjson.loads)
+    return json_parsing.parse_in_pieces(text, orjson.loads)
 
 
 def _parse_whole(text: bytes) -> Any:
@@ -70,7 +70,7 @@ def _parse_whole(text: bytes) -> Any:
 def test_pieces_say_what_the_whole_text_says(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_pieces, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(json_parsing, "PIECE_BYTES", piece_bytes)
     refused = 0
     for seed in range(1500):
         text = _text(random.Random(f"{piece_bytes} {seed}"))
@@ -83,7 +83,7 @@ def test_pieces_say_what_the_whole_text_says(
 def test_values_are_written_as_by_a_serialiser() -> None:
     for seed in range(300):
         value = _value(random.Random(seed), 6)
-        assert json_pieces.write_in_pieces(value, orjson.dumps) == orjson.dumps(value)
+        assert json_parsing.write_in_pieces(value, orjson.dumps) == orjson.dumps(value)
 
 
 def _list_of(item: bytes, n: int) -> bytes:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.adapters.secret_files import KeyFile, read_secret, read_token, write_secret
 from evoke_proxy.cli.main import main
-from evoke_proxy.core.tenants.keys import Caller, Keys, digest, key_of, line_of, presented
+from evoke_proxy.core.tenants.api_keys import Caller, Keys, digest, key_of, line_of, presented
 from evoke_proxy.errors import ConfigError
 
 KEY = key_of(bytes(range(32)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request.json_edit import edit_top_level
 
 _MIB = 1024 * 1024
 _MESSAGE = b'{"role":"user","content":"%s"}'

@@ -13,8 +13,8 @@ import pytest
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import large_json
-from evoke_proxy.core.request.splice import edit_top_level
-from evoke_proxy.engine.parsing.body_checks import body_limits, check_body
+from evoke_proxy.core.request.json_edit import edit_top_level
+from evoke_proxy.engine.parsing.body_checks import check_body
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
@@ -35,7 +35,7 @@ def _content(how: random.Random, n_chars: int) -> str:
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything counts as large, and every boundary is met."""
     monkeypatch.setattr(large_json, "LARGE_BYTES", 64)
-    monkeypatch.setattr("evoke_proxy.core.request.splice.LARGE_BYTES", 64)
+    monkeypatch.setattr("evoke_proxy.core.request.json_edit.LARGE_BYTES", 64)
     monkeypatch.setattr(large_json, "_LONG_BYTES", 40)
     monkeypatch.setattr(large_json, "_PIECE_BYTES", 97)
 
@@ -85,7 +85,7 @@ def test_nothing_is_hidden_in_the_middle_of_huge_arguments(hidden: str) -> None:
     call = f'{{"type":"function","function":{{"name":"f","arguments":{arguments}}}}}'
     body = f'{{"messages":[{{"role":"assistant","tool_calls":[{call}]}}]}}'.encode()
     with pytest.raises(RequestError, match="arguments"):
-        check_body(body, "application/json", body_limits(LimitsConfig()))
+        check_body(body, "application/json", LimitsConfig())
 
 
 def test_a_mark_that_a_client_has_written_is_text() -> None:

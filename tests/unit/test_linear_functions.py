@@ -15,9 +15,9 @@ from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.truncate import truncate_messages
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.prompt.segment import Shares, cut
-from evoke_proxy.core.request import anthropic, normalise, responses
-from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
-from evoke_proxy.core.request.side import is_side_request
+from evoke_proxy.core.request import normalise
+from evoke_proxy.core.request.chat import is_side_request, parse_chat, strip_own_fields
+from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
 from evoke_proxy.core.retrieval.bm25 import (
     InvertedIndex,
     phrase_text,
@@ -122,7 +122,7 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
     "hint": lambda text: hint_of({"X-Session-Id": text}, {"metadata": {"user_id": text}}),
     "drift": lambda text: drift(_chat(text + "a" + text), _chat(text + "b" + text)),
     "parsed": lambda text: parse_object(json.dumps(_chat(text), ensure_ascii=False).encode()),
-    "anthropic": lambda text: anthropic.as_chat({"system": [{"type": "text", "text": text}]}),
+    "anthropic": lambda text: anthropic_to_chat({"system": [{"type": "text", "text": text}]}),
 }
 
 
@@ -199,10 +199,10 @@ OF_COUNT: dict[str, Callable[[int], object]] = {
     "freed of the same name": _doubled,
     "responses": lambda n: parse_chat("responses", _items("message", n)),
     "calls": lambda n: parse_chat("responses", _items("call", n)),
-    "responses as chat": lambda n: responses.as_chat(_items("message", n)),
-    "calls as chat": lambda n: responses.as_chat(_items("call", n)),
+    "responses as chat": lambda n: responses_to_chat(_items("message", n)),
+    "calls as chat": lambda n: responses_to_chat(_items("call", n)),
     "anthropic": lambda n: parse_chat("messages", {"messages": _messages(n)}),
-    "anthropic as chat": lambda n: anthropic.as_chat({"messages": _messages(n)}),
+    "anthropic as chat": lambda n: anthropic_to_chat({"messages": _messages(n)}),
     "truncated": _truncated,
     "results": _cut_results,
     "bodies": _bodies,

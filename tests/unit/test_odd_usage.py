@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.model.counts import MAX_TOKENS, token_count
 from evoke_proxy.core.policy.probe import DecodeSpeed
-from evoke_proxy.core.reply.sse import ReplyObserver
+from evoke_proxy.core.reply.observer import ReplyObserver
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.costs import cost_of, is_odd
 

@@ -316,7 +316,7 @@ def test_every_prompt_position_is_in_one_book(
     books = forecast(view, plan)
     then, _ = after(view, plan)
     cursor = then.n_past
-    here = {p for span in then.kept_rows for p in range(span.start, span.end)}
+    here = {p for span in then.reused_rows for p in range(span.start, span.end)}
     moved = plan.adopt.spans if plan.adopt else tuple(load.span for load in plan.loads)
     recovered = {p for span in moved for p in range(span.start, span.end)}
     assert recovered <= here

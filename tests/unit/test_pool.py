@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.config import PoolConfig
-from evoke_proxy.core.servers.pool import CLOSED, HALF_OPEN, OPEN, ServerPool
+from evoke_proxy.core.servers.server_pool import CLOSED, HALF_OPEN, OPEN, ServerPool
 
 RULES = PoolConfig(failures=3, backoff_s=1.0, backoff_max_s=6.0, health_interval_s=2.0)
 

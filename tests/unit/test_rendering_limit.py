@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from evoke_proxy.core.prompt.rendering_limit import RenderingLimit, TokenListLimit
+from evoke_proxy.core.prompt.rendered import RenderingLimit, TokenListLimit
 from evoke_proxy.errors import PromptTooLong
 
 

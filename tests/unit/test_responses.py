@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from evoke_proxy.core.reply.answer import AnswerReader
-from evoke_proxy.core.request.responses import as_chat
+from evoke_proxy.core.request.converters import responses_to_chat
 from evoke_proxy.core.snapshots.costs import cost_of
 
 
 def test_what_one_assistant_says_thinks_and_calls_is_one_message() -> None:
     said = {"type": "output_text", "text": "so"}
-    chat = as_chat(
+    chat = responses_to_chat(
         {
             "instructions": "Help.",
             "input": [
@@ -51,7 +51,7 @@ def test_what_one_assistant_says_thinks_and_calls_is_one_message() -> None:
 
 @pytest.mark.parametrize("body", [{}, {"input": 3}, {"input": [1, {}]}, {"input": "hi"}])
 def test_nonsense_makes_no_exception(body: dict[str, Any]) -> None:
-    messages = as_chat(body)["messages"]
+    messages = responses_to_chat(body)["messages"]
     assert messages == ([{"role": "user", "content": "hi"}] if body.get("input") == "hi" else [])
 
 

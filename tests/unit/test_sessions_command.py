@@ -14,7 +14,7 @@ from test_vault import TOKENS, kept, vault
 
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
-from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.request.look_ahead import STEP
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.retrieval.vectors import VectorCache
-from evoke_proxy.core.tenants.shares import FairQueue, first_of_largest
+from evoke_proxy.core.tenants.fair_share import FairQueue, first_of_largest
 
 
 @given(st.lists(st.sampled_from("xyz"), max_size=40))

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.request.side import MAX_ANSWER, MAX_TOKENS, is_side_request
+from evoke_proxy.core.request.chat import MAX_ANSWER, MAX_TOKENS, is_side_request, parse_chat
 
 
 def side(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.servers.slots import Grant, Refuse, SlotPool, Wait
+from evoke_proxy.core.servers.slot_pool import Grant, Refuse, SlotPool, Wait
 
 
 def test_a_session_gets_its_own_slot_back() -> None:

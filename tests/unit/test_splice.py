@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.request.splice import edit_nested, edit_top_level, prepend, remove_elements
+from evoke_proxy.core.request.json_edit import edit_nested, edit_top_level, prepend, remove_elements
 from evoke_proxy.errors import RequestError
 
 KEYS = st.sampled_from(["a", "b", "messages", "input", "evoke_keep", "id_slot", 'q"\\', "ü", ""])

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.reply import sse
-from evoke_proxy.core.reply.large import KeyIndex
-from evoke_proxy.core.reply.sse import ReplyObserver
+from evoke_proxy.core.reply import observer as observer_module
+from evoke_proxy.core.reply.observer import KeyIndex, ReplyObserver
 
 TIMINGS = {"cache_n": 40, "prompt_n": 2, "evoke": {"epoch": 7, "omitted": 3}}
 USAGE = {"prompt_tokens": 42, "completion_tokens": 5}
@@ -183,9 +182,9 @@ def test_what_cannot_be_read_is_ignored(data: bytes) -> None:
 
 @pytest.mark.parametrize("start", [b"data: ", b"{"])
 def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100_000)
+    monkeypatch.setattr(observer_module, "_MAX_EVENT_BYTES", 100_000)
     for name in ("MAX_PARSED_BYTES", "HEAD_BYTES", "TAIL_BYTES"):
-        monkeypatch.setattr(sse, name, 100_000)
+        monkeypatch.setattr(observer_module, name, 100_000)
     observer = ReplyObserver()
     observer.feed(start)
     chunk = b'"timings" ' * 1000
@@ -202,7 +201,7 @@ def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_data_lines_of_one_event_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "_MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(observer_module, "_MAX_EVENT_BYTES", 100)
     observer = ReplyObserver()
     for _ in range(50):
         observer.feed(b'data: "0123456789"\n')
@@ -238,7 +237,7 @@ def test_a_large_event_is_read_at_its_ends(monkeypatch: pytest.MonkeyPatch) -> N
 
     event = {"content": "a" * 1_500_000, "timings": TIMINGS, "usage": USAGE}
     data = b"data: " + json.dumps(event).encode() + b"\n\n"
-    monkeypatch.setattr(sse.json, "loads", refused)
+    monkeypatch.setattr(observer_module.json, "loads", refused)
     observer = ReplyObserver()
     observer.feed(data)
     assert (observer.timings, observer.usage) == (TIMINGS, USAGE)

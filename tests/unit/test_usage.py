@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.reply import usage
-from evoke_proxy.core.reply.usage import UsageEditor, with_accounting
+from evoke_proxy.core.reply import usage_edit
+from evoke_proxy.core.reply.usage_edit import UsageEditor, with_accounting
 
 BOOKS = {
     "decoded": 3,
@@ -87,7 +87,7 @@ def test_whole_lines_do_not_wait() -> None:
 
 
 def test_a_line_without_end_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "_MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(usage_edit, "_MAX_LINE_BYTES", 10)
     edit = UsageEditor({})
     assert edit.feed(b"data: 1") == b""
     assert edit.feed(b"2345") == b"data: 12345"
@@ -108,5 +108,5 @@ def test_a_large_document_is_edited_near_its_end_without_being_parsed(
         raise AssertionError("it is parsed")
 
     if len(large) > 1_000_000:
-        monkeypatch.setattr(usage.json, "loads", refused)
+        monkeypatch.setattr(usage_edit.json, "loads", refused)
     assert with_accounting(large, {}) == wanted

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import virtual_time
 
+import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span

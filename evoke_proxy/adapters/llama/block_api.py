@@ -11,8 +11,7 @@ import orjson
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.prompt.layout import wire_name
-from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
-from evoke_proxy.core.prompt.rendering_limit import RenderingLimit
+from evoke_proxy.core.prompt.rendered import Rendered, RenderingLimit, SlotView, Tokens
 from evoke_proxy.errors import PlanRefused, UpstreamProtocolError, UpstreamRejected
 
 # A value of `since` for which `slot` lists no saved blocks.

@@ -15,8 +15,8 @@ import orjson
 
 from evoke_proxy.adapters.llama.transport import Body, HttpTransport, Reply, mapped_errors
 from evoke_proxy.config import UpstreamConfig
-from evoke_proxy.core.request.json_pieces import parse_in_pieces
-from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request.json_edit import edit_top_level
+from evoke_proxy.core.request.json_parsing import parse_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
     RequestError,

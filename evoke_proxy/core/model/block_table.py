@@ -14,8 +14,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from evoke_proxy.core.model.append_only import Grown
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.model.grown import Grown
 
 Mask = npt.NDArray[np.bool_]
 Positions = npt.NDArray[np.int64]

@@ -23,8 +23,8 @@ from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import Shares
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.json_places import parsed_json
-from evoke_proxy.core.request.splice import prepend
+from evoke_proxy.core.request.json_edit import prepend
+from evoke_proxy.core.request.json_parsing import parsed_json
 from evoke_proxy.core.retrieval.query import Query
 
 # A block is quoted when its relevance is at least this share of the best block's, resident or not,

@@ -11,11 +11,10 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.request.json_pieces import parse_in_pieces
-from evoke_proxy.core.request.json_places import parsed_json
+from evoke_proxy.core.request.json_edit import remove_elements
+from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import cut_long_strings
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
-from evoke_proxy.core.request.splice import remove_elements
 
 # Of each dialect the list that holds a conversation, and who reads it.
 _LISTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Sequence[Message]]]] = {

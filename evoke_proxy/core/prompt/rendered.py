@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
+from evoke_proxy.core.model.append_only import Grown, same_memory
 from evoke_proxy.core.model.block_table import ROLES, Positions
 from evoke_proxy.core.model.blocks import Role, Span, merged, parse_role
-from evoke_proxy.core.model.grown import Grown, same_memory
-from evoke_proxy.errors import UpstreamProtocolError
+from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
 
@@ -281,3 +281,57 @@ def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[Messa
     if spans and edges[-1] != generation:
         raise ValueError("spans do not end at the generation prompt")
     return spans
+
+
+_TOKENS = b'"tokens_b64":"'
+_BYTES_A_TOKEN = 4
+
+
+class RenderingLimit:
+    """Counts the tokens of a compact rendering, the answer of `POST /evoke/render`, piece by piece.
+
+    A rendering of `limit` tokens is never refused, also when it leaves out what is known already.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._end = b""  # of what has arrived, before the tokens begin
+        self._n_characters = 0
+        self._inside = False
+        self._ended = False
+
+    def feed(self, piece: bytes) -> None:
+        """Count the next piece; raises PromptTooLong once there are more tokens than the limit."""
+        if self._ended:
+            return
+        if not self._inside:
+            text = self._end + piece
+            at = text.find(_TOKENS)
+            if at < 0:
+                self._end = text[-len(_TOKENS) :]
+                return
+            self._inside, piece = True, text[at + len(_TOKENS) :]
+        end = piece.find(b'"')
+        self._ended = end >= 0
+        self._n_characters += end if self._ended else len(piece)
+        # Four characters of base64 are three bytes, of which the last two may be padding.
+        n_bytes = self._n_characters // 4 * 3 - 2
+        if n_bytes // _BYTES_A_TOKEN > self._limit:
+            raise PromptTooLong(self._limit)
+
+
+class TokenListLimit:
+    """Counts the tokens of a JSON list of them, the answer of `POST /tokenize`, piece by piece.
+
+    A list of `limit` tokens is never refused.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._n_commas = 0
+
+    def feed(self, piece: bytes) -> None:
+        """Count the next piece; raises PromptTooLong once there are more tokens than the limit."""
+        self._n_commas += piece.count(b",")
+        if self._n_commas > self._limit:
+            raise PromptTooLong(self._limit)

@@ -7,6 +7,7 @@ Only our own fields are checked here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,7 +15,8 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request import messages
-from evoke_proxy.core.request.fields import (
+from evoke_proxy.core.request.messages import Message, ToolCall
+from evoke_proxy.core.request.options import (
     MESSAGE_FIELDS,
     OURS,
     TOP_LEVEL_FIELDS,
@@ -25,7 +27,6 @@ from evoke_proxy.core.request.fields import (
     strip_own_fields,
     whole,
 )
-from evoke_proxy.core.request.messages import Message, ToolCall
 
 __all__ = [
     "MESSAGE_FIELDS",
@@ -180,3 +181,37 @@ def _leaves(value: Any) -> Iterator[str | int | float]:
             yield from _leaves(item)
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
         yield value
+
+
+# A longer prompt is worth remembering, should it be a conversation after all.
+MAX_TOKENS = 2048
+# A limit up to here is one for a title, a word, a yes or no.
+MAX_ANSWER = 64
+# The beginnings of a prompt are where a client says what it wants.
+_LOOKED_AT = 600
+_TASK = re.compile(
+    r"\A\s*### Task:"  # every task prompt of Open WebUI
+    r"|\btitle generator\b"
+    r"|\b(?:generat\w*|writ\w*|creat\w*|come up with)\b[^.\n]{0,60}"
+    r"\b(?:title|tags|commit message)\b"
+    r"|\bsummar\w+ this (?:coding )?conversation\b",
+    re.IGNORECASE,
+)
+
+
+def is_side_request(request: ChatRequest, n_tokens: int, beside: bool, family: bool) -> bool:
+    """Whether a request that goes on from no session is to become none.
+
+    `n_tokens` is the length of its prompt; `beside` says that a conversation of the same client is
+    alive, `family` that one of them carries the same id. It is a side request when it is the first
+    word of whatever it is, brings no tools, and
+    either says it wants a title, tags or a summary,
+    or is short, sent beside a conversation, and belongs to it by its id or wants a tiny answer.
+    """
+    roles = {message.role for message in request.messages}
+    if request.has_tools or not roles <= {Role.SYSTEM, Role.USER}:
+        return False
+    if any(_TASK.search(message.text[:_LOOKED_AT]) for message in request.messages):
+        return True
+    tiny = request.max_tokens is not None and request.max_tokens <= MAX_ANSWER
+    return beside and n_tokens <= MAX_TOKENS and (family or tiny)

@@ -10,13 +10,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.request.json_places import json_text
-from evoke_proxy.errors import RequestError
+from evoke_proxy.core.request.json_parsing import json_text, refuse_body
 
 # A text of more bytes takes a parser milliseconds.
 LARGE_BYTES = 1024 * 1024
@@ -192,12 +191,8 @@ def _piece(content: bytes) -> str:
     try:
         found: str = json.loads(f'"{json_text(content)}"')
     except ValueError as error:
-        _refuse(str(error))
+        refuse_body(str(error))
     return found
-
-
-def _refuse(why: str) -> NoReturn:
-    raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
 
 
 def _boundary(text: bytes, start: int, at: int) -> int:

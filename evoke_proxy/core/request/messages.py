@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 from evoke_proxy.core.model.blocks import Role, parse_role
-from evoke_proxy.core.request.json_places import MESSAGE_LISTS
+from evoke_proxy.core.request.json_edit import MESSAGE_LISTS
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 _MEDIA_PARTS = frozenset(

@@ -24,8 +24,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from evoke_proxy.core.request.splice import reordered, replaced
-from evoke_proxy.core.tenants.shares import first_of_largest
+from evoke_proxy.core.request.json_edit import reordered, replaced
+from evoke_proxy.core.tenants.fair_share import first_of_largest
 
 BILLING, DATES, TOOLS = WHAT = ("billing", "dates", "tools")
 _BILLING = re.compile(r"^x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*[ \t]*\n?", re.M)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.session.identity import MIN_SHARED
-from evoke_proxy.core.tenants.shares import first_of_largest
+from evoke_proxy.core.tenants.fair_share import first_of_largest
 
 # A token of English text, roughly.
 _TOKEN_BYTES = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evoke_proxy.core.request.ahead import Stability
+from evoke_proxy.core.request.look_ahead import Stability
 
 # Recurrent layers, and windows, go on from a restored state and cannot go back; recurrent layers
 # beside windows do not even go on from one.

@@ -12,7 +12,7 @@ import numpy as np
 
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.ahead import STEP
+from evoke_proxy.core.request.look_ahead import STEP
 
 _MIB = 1024 * 1024
 _NO_TOKENS = np.zeros(0, np.int32)

@@ -23,7 +23,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.vectors import VectorCache
-from evoke_proxy.core.tenants.shares import FairQueue
+from evoke_proxy.core.tenants.fair_share import FairQueue
 from evoke_proxy.errors import EmbedderError
 
 _log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from prometheus_client import Gauge
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
-from evoke_proxy.core.servers.pool import BREAKER, CLOSED, Member, ServerPool
+from evoke_proxy.core.servers.server_pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.core.snapshots.fingerprint import same_model
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.errors import (
@@ -51,7 +51,7 @@ class Servers:
     """By their place in the configuration; use as an async context manager, inside the engines'."""
 
     def __init__(
-        self, engines: Mapping[str, Server], config: PoolConfig, metrics: Metrics, feed: Feed
+        self, engines: Mapping[str, Server], config: PoolConfig, metrics: Metrics, feed: EventFeed
     ) -> None:
         self.engines = engines
         self._each = tuple(engines.values())
@@ -96,6 +96,11 @@ class Servers:
             known = ", ".join(names)
             raise RequestError(f"no server is called {name!r}: {known}", "unknown_server", 404)
         return names.index(name)
+
+    @property
+    def has_available(self) -> bool:
+        """Whether any of them takes requests."""
+        return bool(self.able)
 
     @property
     def able(self) -> list[int]:
@@ -186,7 +191,7 @@ class Servers:
             "queued": sum(queue.pool.queued for queue in queues),
             "sessions": sum(not k.passing for _, known in engine.served for k in known),
             "fingerprint": self._fingerprints[at],
-            "snapshots": engine.keeper.described,
+            "snapshots": engine.keeper.description,
         }
 
     def described(self) -> str:
@@ -282,7 +287,7 @@ class Servers:
                 self._told[at] = state
                 level = logging.INFO if state in (_WELL, _DRAINS) else logging.WARNING
                 _log.log(level, "server %s %s%s", name, state, why if state == _AWAY else "")
-                self._feed.tell("servers", server=name, state=state)
+                self._feed.publish("servers", server=name, state=state)
 
     def _show(self) -> None:
         """Gauges that look when they are asked."""

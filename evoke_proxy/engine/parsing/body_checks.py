@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from evoke_proxy.config import LimitsConfig
-from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
-from evoke_proxy.core.request.shape import Shape, ShapeLimits, measure
+from evoke_proxy.core.request.json_shape import Shape, measure
+from evoke_proxy.core.request.parameters import check_parameters, nesting
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.parsing.large_bodies import is_large
 from evoke_proxy.errors import RequestError
@@ -44,7 +44,7 @@ class BodyChecker:
         self._large = asyncio.Semaphore(_AT_ONCE)
 
     async def check(
-        self, body: bytes, content_type: str, limits: BodyLimits, shape: Shape | None = None
+        self, body: bytes, content_type: str, limits: LimitsConfig, shape: Shape | None = None
     ) -> None:
         """Raise RequestError when a body exceeds a limit; a large one is checked in a thread.
 
@@ -71,7 +71,7 @@ def server_decodes(content_coding: str) -> bool:
 
 
 def check_body(
-    body: bytes, content_type: str, limits: BodyLimits, shape: Shape | None = None
+    body: bytes, content_type: str, limits: LimitsConfig, shape: Shape | None = None
 ) -> None:
     """Raise RequestError when a JSON body or a form exceeds a limit.
 
@@ -83,7 +83,7 @@ def check_body(
         return
     if b"\0" in body:
         raise RequestError("the request body has a NUL byte; JSON has none", "invalid_json")
-    shape = shape or measure(body, limits.shape)
+    shape = shape or measure(body, limits)
     try:
         parsed = parse_object(body)
     except RequestError:
@@ -91,28 +91,7 @@ def check_body(
     check_parameters(parsed, shape, limits)
 
 
-def body_limits(limits: LimitsConfig) -> BodyLimits:
-    """The limits of bodies as configured."""
-    shape = ShapeLimits(
-        depth=limits.json_depth,
-        keys=limits.json_keys,
-        values=limits.json_values,
-        elements=limits.json_elements,
-        number_chars=limits.json_number_chars,
-    )
-    return BodyLimits(
-        shape=shape,
-        messages=limits.messages,
-        grammar_bytes=limits.grammar_bytes,
-        grammar_depth=limits.grammar_depth,
-        schema_keys=limits.schema_keys,
-        last_n=limits.last_n,
-        n_probs=limits.n_probs,
-        sampling_items=limits.sampling_items,
-    )
-
-
-def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
+def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:
     """Limit the fields of a form: llama-server makes parameters of them, too."""
     named = _FORM_TYPE.fullmatch(content_type)
     if named is None:

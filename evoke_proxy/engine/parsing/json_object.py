@@ -6,10 +6,9 @@ from typing import Any
 
 import orjson
 
-from evoke_proxy.core.request.json_pieces import parse_in_pieces
-from evoke_proxy.core.request.json_places import parsed_json
+from evoke_proxy.core.request.json_edit import edit_top_level
+from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import CutText, MarkFound, cut_long_strings
-from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
 # A text of more bytes is parsed in pieces: a parser holds the interpreter's lock until its end.

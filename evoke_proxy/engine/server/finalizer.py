@@ -10,9 +10,9 @@ from evoke_proxy.adapters.metrics import TOKEN_KINDS, Metrics
 from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.costs import is_odd
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
-from evoke_proxy.engine.operator import history
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue
@@ -21,6 +21,7 @@ from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersis
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
+from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.booking import book
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import UpstreamProtocolError
@@ -43,7 +44,7 @@ class TurnFinalizer:
         hurried: Callable[[], bool],
         writeback: WriteBack,
         records: SessionPersistence,
-        feed: Feed,
+        feed: EventFeed,
     ) -> None:
         self._metrics = metrics
         self._slots = slots
@@ -87,7 +88,7 @@ class TurnFinalizer:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
         try:
             if way.helped:
-                await self._keeper.settle(way, client, self._is_enough)
+                await bridge.drain(self._keeper, way, self._is_enough)
                 return
             for lease in way.leases:
                 await self._seating.until_idle(
@@ -105,7 +106,7 @@ class TurnFinalizer:
         with self._guarded("a turn is not finished"):
             self._finish(way)
         with self._guarded("a turn is not recorded"):
-            self._count(way, history.ended(way, self._feed))
+            self._count(way, turn_history.ended(way, self._feed))
         with self._guarded("an unmanaged answer is not counted"):
             self._count_unmanaged(way)
         with self._guarded("an odd usage is not counted"):
@@ -118,7 +119,7 @@ class TurnFinalizer:
         with self._guarded("no bodies are dropped"):
             self._conversations.drop_bodies()
         with self._guarded("nothing is decoded ahead"):
-            self._keeper.parted(way, client)
+            bridge.start_background(self._keeper, way)
         with self._guarded("nothing is copied"):
             self._writeback.after(way, client)
 
@@ -145,7 +146,7 @@ class TurnFinalizer:
             self._slots.pool.forget(gone.id)
             self._records.forget(gone.id)
             if not gone.passing:
-                self._feed.tell("forgotten", session=gone.id)
+                self._feed.publish("forgotten", session=gone.id)
             if gone.labels:
                 self._chores.run(self._seating.drop(gone, client), "dropping forgotten blocks")
 

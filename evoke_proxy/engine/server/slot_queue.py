@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 from evoke_proxy.config import LimitsConfig
-from evoke_proxy.core.servers.slots import Grant, Refuse, SlotPool
+from evoke_proxy.core.servers.slot_pool import Grant, Refuse, SlotPool
 from evoke_proxy.errors import EvokeError, SlotsBusy, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
-from evoke_proxy.core.request.ahead import next_turns
+from evoke_proxy.core.request.look_ahead import next_turns
 
 
 async def beginning(

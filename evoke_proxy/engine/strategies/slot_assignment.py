@@ -13,7 +13,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.servers.slots import taken_by
+from evoke_proxy.core.servers.slot_pool import taken_by
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue, until_over
 from evoke_proxy.engine.turns.forwarding import Forwarding

@@ -15,8 +15,8 @@ from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.probe import ProbeResult
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.reply.sse import ReplyObserver
-from evoke_proxy.core.request.splice import edit_top_level, inserted
+from evoke_proxy.core.reply.observer import ReplyObserver
+from evoke_proxy.core.request.json_edit import edit_top_level, inserted
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 from evoke_proxy.core.session.identity import Hint

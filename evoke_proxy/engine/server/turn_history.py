@@ -7,17 +7,17 @@ import time
 from evoke_proxy.core.session.block_map import spans
 from evoke_proxy.core.session.turn_record import TurnRecord, moved, path_of, stock_path
 from evoke_proxy.core.snapshots.costs import cost_of
-from evoke_proxy.engine.operator.feed import Feed
+from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.turns.forwarding import Forwarding
 
 
-def begun(way: Forwarding, feed: Feed) -> None:
+def begun(way: Forwarding, feed: EventFeed) -> None:
     """A turn of a conversation is about to be forwarded: what its plan has moved."""
     known = way.conversation
     if known is None or known.passing:
         return
     gone, back = moved(way.plan, None)
-    feed.tell(
+    feed.publish(
         "turn",
         session=known.id,
         name=known.name,
@@ -29,7 +29,7 @@ def begun(way: Forwarding, feed: Feed) -> None:
     )
 
 
-def ended(way: Forwarding, feed: Feed) -> TurnRecord | None:
+def ended(way: Forwarding, feed: EventFeed) -> TurnRecord | None:
     """Its answer is over, or broke off; what it came to, None when it is no turn or there is no
     answer."""
     known = way.conversation
@@ -38,7 +38,7 @@ def ended(way: Forwarding, feed: Feed) -> TurnRecord | None:
     known.answered += 1
     record = _record(way, known.answered)
     known.history.append(record)
-    feed.tell("answer", session=known.id, name=known.name, **record.shown())
+    feed.publish("answer", session=known.id, name=known.name, **record.shown())
     return record
 
 
@@ -57,7 +57,7 @@ def _record(way: Forwarding, number: int) -> TurnRecord:
 def _unbooked(way: Forwarding, number: int) -> TurnRecord:
     """An unpatched server says what it found and what it decoded, of an answer that ended."""
     cached, decoded, _ = cost_of(way.observer.timings or {}, way.observer.usage or {})
-    ours = min(cached, way.seat.prefilled) if way.seat is not None else 0
+    ours = min(cached, way.seat.n_prefilled) if way.seat is not None else 0
     cached, decoded = cached - ours, decoded + ours
     path = stock_path(way.decision, cached)
     restored = cached if path == "restored" else 0

@@ -13,8 +13,8 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.json_places import Scanner, json_text
-from evoke_proxy.core.request.splice import edit_top_level
+from evoke_proxy.core.request.json_edit import JsonScanner, edit_top_level
+from evoke_proxy.core.request.json_parsing import json_text
 
 # Whatever a user will write begins unlike one of these two: a letter, and the white space that
 # joins with the line break before it.
@@ -33,11 +33,11 @@ def boundary(body: bytes) -> bytes:
 def continued(body: bytes, messages: Sequence[Mapping[str, Any]]) -> bytes:
     """The history with these messages behind it; unchanged without a list of messages."""
     text = json_text(boundary(body))
-    members = [place for place in Scanner(text).document() if place.key == "messages"]
+    members = [place for place in JsonScanner(text).document() if place.key == "messages"]
     if not members or text[members[-1].value] != "[":
         return text.encode()
     at = members[-1].end - 1
-    filled = bool(Scanner(text).elements(members[-1].value))
+    filled = bool(JsonScanner(text).elements(members[-1].value))
     added = ",".join(json.dumps(message, ensure_ascii=False) for message in messages)
     return (text[:at] + ("," if filled and added else "") + added + text[at:]).encode()
 

@@ -1,12 +1,13 @@
-"""Parses and writes large JSON texts in small steps, between which other threads can run.
+"""Parses and writes JSON, large texts in small steps between which other threads can run.
 
-A parser holds the interpreter's lock until it has read all of its text. Here the text is divided at
-commas into pieces. Each piece is completed to a JSON text of its own, parsed, and added to what the
-pieces before it have made. The parser and the serialiser of small texts are those of the caller.
+A parser holds the interpreter's lock until it has read all of its text. A large text is therefore
+divided at commas into pieces. Each piece is completed to a JSON text of its own, parsed, and added
+to the result of the pieces before it. The parser and the serialiser of pieces are the caller's.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,9 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.request.json_places import json_text, parsed_json
 from evoke_proxy.errors import RequestError
 
+# Numbers of more characters are read as floats: the interpreter refuses long whole ones.
+_WHOLE_CHARS = 20
 # A text of more bytes is divided; about so long are the pieces.
 PIECE_BYTES = 64 * 1024
 # Deeper texts are refused, as they are by orjson.
@@ -30,6 +32,39 @@ _STRUCTURAL[list(b'"[]{},')] = True
 # The key of the member that a piece continues: another in every process, so no client knows it.
 _OPEN = f"evoke-open-{hash('evoke-open') & (2**64 - 1):016x}"
 _BOM = b"\xef\xbb\xbf"
+
+
+def json_text(body: bytes) -> str:
+    """The text of a body; RequestError when it is not UTF-8."""
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError:
+        refuse_body("it is not UTF-8")
+
+
+def parsed_json(body: bytes | str) -> Any:
+    """What a JSON text says; RequestError when it is none that the interpreter can read.
+
+    Whole numbers beyond 64 bits become floats, as they do in orjson.
+    """
+    try:
+        return json.loads(body, parse_int=_whole, parse_constant=reject_constant)
+    except RecursionError:
+        refuse_body("it is nested too deep")
+    except ValueError as error:
+        refuse_body(str(error))
+
+
+def _whole(text: str) -> int | float:
+    return int(text) if len(text) <= _WHOLE_CHARS else float(text)
+
+
+def refuse_body(why: str) -> NoReturn:
+    raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
+
+
+def reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +195,9 @@ def _follow(text: bytes, openers: list[int], brackets: list[int]) -> None:
         if text[at] in _OPENING:
             openers.append(at)
             if len(openers) > _DEPTH:
-                _refuse("it is nested too deep")
+                refuse_body("it is nested too deep")
         elif not openers or _CLOSER[text[openers.pop()]] != text[at]:
-            _refuse(f"nothing is open that the bracket at {at} closes")
+            refuse_body(f"nothing is open that the bracket at {at} closes")
 
 
 def _check(text: bytes, cut: _Cut) -> None:
@@ -171,7 +206,7 @@ def _check(text: bytes, cut: _Cut) -> None:
     before = text[end - 1 : end]
     after = text[cut.at + 1 : cut.at + 1 + 2 * PIECE_BYTES].lstrip(_BLANKS)[:1]
     if not cut.openers or before in b"[{," or after in b"]},":
-        _refuse(f"no value is at {cut.at}")
+        refuse_body(f"no value is at {cut.at}")
 
 
 def _visible_end(text: bytes, at: int) -> int:
@@ -240,7 +275,3 @@ def _key_before(text: bytes, at: int) -> str:
         if (start - slashes) % 2 == 0:
             key: str = parsed_json(json_text(text[start:end]))
             return key
-
-
-def _refuse(why: str) -> NoReturn:
-    raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from evoke_proxy.config import RECALLS, RECOVERIES
 from evoke_proxy.config.policy_names import policy_names
+from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.messages import lists_of
-from evoke_proxy.core.request.splice import edit_top_level
 from evoke_proxy.errors import RequestError
 
 # To be removed from the bytes before they are forwarded: llama-server would refuse or misread them.

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from evoke_proxy.core.reply.large import MAX_PARSED_BYTES, KeyIndex
-from evoke_proxy.core.request.splice import edit_nested
+from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, KeyIndex
+from evoke_proxy.core.request.json_edit import edit_nested
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.errors import RequestError
 

@@ -1,0 +1,1 @@
+"""What operators see and change: sessions, metrics, erasure."""

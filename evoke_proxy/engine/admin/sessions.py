@@ -1,0 +1,335 @@
+"""What an operator can see and change of the sessions at one llama-server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evoke_proxy import __version__
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, copies_in
+from evoke_proxy.core.model.blocks import Span, clipped, count
+from evoke_proxy.core.model.plan import Drop, Evict, Plan
+from evoke_proxy.core.policy.pins import change_pins, check_least_budget
+from evoke_proxy.core.policy.registry import block_scores
+from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
+from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.storage.export import archive
+from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
+
+_log = logging.getLogger(__name__)
+# llama-server answers between two decodes; an operator's view does not wait for long ones.
+_VIEW_TIMEOUT_S = 2.0
+# A map of more blocks is made in a thread.
+_MAX_INLINE_BLOCKS = 64
+# llama-server lists copies that have changed, and does not list those that were deleted: the whole
+# list is read after this time.
+_FULL_LIST_S = 30.0
+_MAX_TENANTS = 8
+
+
+@dataclass(slots=True)
+class _CopyList:
+    """The copies of one tenant: `read_at` is when the whole list was read, in monotonic seconds."""
+
+    version: int
+    blocks: dict[str, Mapping[str, Any]]
+    read_at: float
+
+
+class CopyLists:
+    """Reads the list of a tenant's copies once, and then only what has changed."""
+
+    def __init__(self, blocks: BlockApi) -> None:
+        self._blocks = blocks
+        self._lists: OrderedDict[str, _CopyList] = OrderedDict()
+
+    async def slot(self, slot: int, tenant: str) -> dict[str, Any]:
+        """The state of a slot, with all copies of a tenant; raises UpstreamError.
+
+        A copy that was deleted in the last half minute may be among them.
+        """
+        cached = self._lists.get(tenant)
+        if cached is not None and time.monotonic() - cached.read_at > _FULL_LIST_S:
+            cached = None
+        since = str(cached.version) if cached is not None else ""
+        answer = await self._blocks.slot(slot, tenant, {}, since)
+        version, blocks = int(answer.get("version") or 0), dict(copies_in(answer))
+        if cached is not None and version >= cached.version:
+            cached.version, cached.blocks = version, cached.blocks | blocks
+        else:
+            cached = _CopyList(version, blocks, time.monotonic())
+        if version:
+            self._lists[tenant] = cached
+            self._lists.move_to_end(tenant)
+        while len(self._lists) > _MAX_TENANTS:
+            self._lists.popitem(last=False)
+        return answer | {"blocks": list(cached.blocks.values())}
+
+
+class SessionAdmin:
+    """Shows and changes the sessions at one llama-server, or of one model behind a router.
+
+    Methods that take an `id` raise RequestError (404) when no session has it, and (409) when a
+    request of that session runs and the change needs its slot.
+    """
+
+    def __init__(self, context: AdminContext) -> None:
+        self.context = context
+        self.eraser = SessionEraser(context)
+        self._blocks = BlockApi(context.client)
+        self._copies = CopyLists(self._blocks)
+        # Where the blocks of a session were when llama-server last said so.
+        self._last_seen: dict[str, Whereabouts] = {}
+
+    @property
+    def branches(self) -> dict[str, list[Snapshot]]:
+        """Snapshots by the session that they belong to."""
+        snapshots = self.context.snapshots
+        return by_branch(snapshots.repository.snapshots) if snapshots.is_enabled else {}
+
+    def rows(self, branches: dict[str, list[Snapshot]]) -> Iterator[dict[str, Any]]:
+        """One row for each live session, latest used first.
+
+        The snapshots of live sessions are removed from `branches`.
+        """
+        for conversation in reversed(list(self.context.conversations)):
+            if not conversation.passing:
+                yield self._row(conversation, branches)
+
+    def has(self, id: str) -> bool:
+        """Whether the session is live here."""
+        return self.context.conversations.get(id) is not None
+
+    def status(self) -> dict[str, Any]:
+        """The state of the server, as it is known without asking it."""
+        pool, monitor = self.context.slots.pool, self.context.monitor
+        server, policy = monitor.server, monitor.config.policy
+        return {
+            "version": __version__,
+            "server": monitor.described(),
+            "reachable": server.lacking != "unreachable",
+            "build": server.build,
+            "slots": [pool.holder(slot) for slot in range(len(pool))],
+            "queued": pool.queued,
+            "policy": policy.name,
+            "budget": policy.budget,
+            "event": self.context.feed.latest,
+        }
+
+    async def show(self, id: str) -> dict[str, Any]:
+        """One session: where each of its blocks is, its latest turns, its snapshots."""
+        conversation, items = self._find(id)
+        snapshots: dict[str, Any] = {"snapshots": [described(item) for item in items]}
+        if conversation is None:
+            nothing = {"blocks": [], "totals": totals(()), "history": []}
+            return stored_row(id, items) | nothing | snapshots
+        where, is_fresh = await self._locate(conversation)
+        blocks = await self._block_map(conversation, where, self.context.monitor.config.page.names)
+        return (
+            self._row(conversation, {_branch(conversation): items})
+            | snapshots
+            | {
+                "fresh": is_fresh,
+                "blocks": blocks,
+                "totals": totals(blocks),
+                "history": [turn.shown() for turn in conversation.history],
+            }
+        )
+
+    def pin(self, id: str, pinned: bool) -> None:
+        """Keep a session and its snapshots whatever room they take, or stop doing so."""
+        conversation, items = self._find(id)
+        if conversation is not None:
+            conversation.pinned = pinned
+            self.context.records.reordered(conversation)
+        for item in items:
+            self.context.snapshots.repository.pin(item, pinned)
+        self.context.feed.publish("session", session=id, pinned=pinned)
+
+    def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
+        """Give a session a budget in tokens from its next turn on; None: no bound.
+
+        With `own` false it gets the default budget. Raises BudgetTooSmall when the budget cannot
+        hold what must stay.
+        """
+        conversation = self._live(id)
+        policy = self.context.monitor.config.policy
+        config = replace(conversation.session.config, budget=budget if own else policy.budget)
+        check_least_budget(config)
+        conversation.own_budget, conversation.session.config = own, config
+        self.context.records.reordered(conversation)
+        self.context.feed.publish("session", session=id, budget=config.budget)
+
+    def pin_block(self, id: str, span: Span, pinned: bool) -> None:
+        """Keep these positions in the cache from the next turn on, or stop doing so.
+
+        Raises PinBudgetExceeded when too many tokens would be pinned.
+        """
+        conversation = self._live(id)
+        session, blocks = conversation.session, conversation.session.layout.blocks
+        inside = [block.span for block in blocks.pick(blocks.within([span]))]
+        if not inside:
+            raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
+        session.pins = change_pins(session.pins, session.layout, span, pinned, session.config)
+        self.context.records.reordered(conversation)
+        self.context.feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
+
+    async def drop_block(self, id: str, span: Span) -> None:
+        """Drop the rows and copies of these positions, until the text is decoded again."""
+        conversation = self._live(id)
+        async with self._in_slot(conversation) as view:
+            layout = conversation.session.layout
+            inside = layout.blocks.pick(layout.blocks.within([span]))
+            labels = {block.label for block in inside}
+            labels |= {item.label for item in layout.ranges if span.encloses(item.span)}
+            drops = tuple(Drop(label) for label in sorted(labels))
+            rows = () if view is None else clipped(view.resident, span)
+            plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
+            try:
+                if view is not None:
+                    await self._blocks.run_plan(PlanCall(plan, view, conversation.owner), {})
+                elif labels:
+                    await self._blocks.drop_copies(labels, conversation.tenant, {})
+            except PlanRefused as refused:
+                raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
+            conversation.session.failed(labels)
+            conversation.n_resident -= count(rows)
+        self.context.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
+
+    async def delete(self, id: str) -> dict[str, Any]:
+        """Delete a session: rows, copies, snapshots; see SessionEraser.delete."""
+        conversation, _ = self._find(id)
+        ids = {id} if conversation is None else {conversation.id, _branch(conversation)}
+        live = [conversation] if conversation is not None else []
+        return await self.eraser.delete(live, lambda _tenant, session: session in ids)
+
+    async def wipe(self, tenant: str) -> dict[str, Any]:
+        """Delete everything of a tenant; see SessionEraser.wipe."""
+        return await self.eraser.wipe(tenant)
+
+    async def export(self, id: str) -> Iterator[bytes]:
+        """A tar archive of a session, in pieces; see `archive`."""
+        conversation, items = self._find(id)
+        directory, about = self.context.snapshots.repository.files.directory, {}
+        if conversation is not None:
+            where, is_fresh = await self._locate(conversation)
+            about = self._row(conversation, {}) | {
+                "fresh": is_fresh,
+                "prompt": conversation.tokens.tolist(),
+                "blocks": await self._block_map(conversation, where, names=True),
+                "history": [turn.shown() for turn in conversation.history],
+            }
+        return archive(directory, items, {"session": about})
+
+    def _row(
+        self, conversation: Conversation, branches: dict[str, list[Snapshot]]
+    ) -> dict[str, Any]:
+        items = branches.pop(_branch(conversation), [])
+        return conversation.summary(self.context.slots.pool) | {
+            "snapshots": len(items),
+            "bytes": sum(item.n_bytes for item in items),
+            "live": True,
+            "own_budget": conversation.own_budget,
+            "limit": conversation.session.config.budget,
+        }
+
+    async def _block_map(
+        self, conversation: Conversation, where: Whereabouts, names: bool
+    ) -> list[dict[str, Any]]:
+        """The blocks of a session.
+
+        A long map is made in a thread while no turn of the session is planned: both read its index.
+        """
+        session = conversation.session
+
+        def make() -> list[dict[str, Any]]:
+            layout, turn = session.layout, session.decided
+            scores = None
+            if turn is not None and len(turn.view.blocks) == len(layout.blocks):
+                scores = block_scores(turn.view, turn.query, turn.config)
+            return block_map(layout, where, scores, session.pins, names)
+
+        is_long = len(session.layout.blocks) > _MAX_INLINE_BLOCKS
+        return await conversation.computed(make, is_long)
+
+    async def _locate(self, conversation: Conversation) -> tuple[Whereabouts, bool]:
+        """Where the rows and copies of a session are, and whether that holds now.
+
+        When llama-server does not answer in time it is what it last said.
+        """
+        context = self.context
+        server, slot = context.monitor.server, context.slots.pool.slot_of(conversation.id)
+        if not server.patched or server.sleeping:
+            return Whereabouts(), not server.sleeping
+        try:
+            async with asyncio.timeout(_VIEW_TIMEOUT_S):
+                answer = await self._copies.slot(slot or 0, conversation.tenant)
+            view = SlotView.parse(answer)
+        except (EvokeError, TimeoutError) as error:
+            _log.info(
+                "session %s cannot be shown as it is now: %s", conversation.id, error or "busy"
+            )
+            return self._last_seen.get(conversation.id, Whereabouts()), False
+        is_own = slot is not None and (conversation.in_use or conversation.epoch == view.epoch)
+        rows, n_tokens = (view.resident, view.n_tokens) if is_own else ((), 0)
+        where = Whereabouts.parse(answer, conversation.labels, rows, n_tokens)
+        live = {item.id for item in context.conversations}
+        self._last_seen = {id: seen for id, seen in self._last_seen.items() if id in live}
+        self._last_seen[conversation.id] = where
+        return where, True
+
+    @asynccontextmanager
+    async def _in_slot(self, conversation: Conversation) -> AsyncIterator[SlotView | None]:
+        """Lease the slot of a session, or lock it where it has none; None: no rows.
+
+        No turn of the session runs meanwhile. Raises RequestError (409) when one runs already.
+        """
+        if conversation.in_use:
+            raise RequestError("a request of this session is under way", "session_busy", 409)
+        slots, id = self.context.slots, conversation.id
+        with conversation.using():
+            slot = slots.pool.slot_of(id)
+            if slot is None or conversation.epoch is None:
+                async with slots.locked(id):
+                    yield None
+                return
+            with await slots.acquire(id, conversation.tenant, slot=slot) as lease:
+                lease.vacated()
+                answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
+                view = SlotView.parse(answer)
+                yield view if view.epoch == conversation.epoch else None
+
+    def _find(self, id: str) -> tuple[Conversation | None, list[Snapshot]]:
+        conversation = self.context.conversations.get(id)
+        if conversation is not None and conversation.passing:
+            conversation = None
+        branch = _branch(conversation) if conversation is not None else id
+        items = self.branches.get(branch, [])
+        if conversation is None and not items:
+            raise RequestError(f"no session is called {id!r}", "unknown_session", 404)
+        return conversation, items
+
+    def _live(self, id: str) -> Conversation:
+        conversation, _ = self._find(id)
+        if conversation is None:
+            raise RequestError("this session is on disk only", "session_not_live", 409)
+        return conversation
+
+
+def stored_row(id: str, items: Sequence[Snapshot]) -> dict[str, Any]:
+    """The row of a session that exists only as snapshots on disk."""
+    return branch_summary(id, items) | {"live": False, "name": None, "turns": 0}
+
+
+def _branch(conversation: Conversation) -> str:
+    return conversation.snapshots.branch or conversation.id

@@ -1,1 +1,0 @@
-"""What somebody who operates the proxy sees, is told and may change."""
