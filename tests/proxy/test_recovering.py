@@ -164,7 +164,9 @@ def _resident(port: int, running: RunningProxy, key: str) -> bool:
     """Whether all blocks of this name are in the slot."""
     running.quiet()
     (known,) = running.engine.conversations
-    spans = [b.span for b in known.session.layout.blocks if b.key.rpartition("#")[0] == key]
+    spans = [
+        b.span for b in known.session.layout.blocks if b.display_name.rpartition("#")[0] == key
+    ]
     rows = json.loads(ask(port, "GET", "/slots/0/blocks").body)["resident"]
     assert spans
     return all(any(a <= s.start and s.end <= b for a, b in rows) for s in spans)
