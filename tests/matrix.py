@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.record import checkout, machine  # noqa: E402
 from evoke_proxy.demo.processes import free_port  # noqa: E402
-from evoke_proxy.server_build import BuildError, ensure_server  # noqa: E402
+from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
 
 RESULTS = ROOT / "tests" / "results"
@@ -157,7 +157,8 @@ def _run(target: Target, chosen: Sequence[str]) -> Done:
     servers = {}
     for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
         if patched or target.stock:
-            built = ensure_server(patched=patched, sanitize=target.sanitizer, flags=target.flags)
+            options = BuildOptions(sanitize=target.sanitizer, flags=target.flags)
+            built = ensure_server(patched=patched, options=options)
             servers[variable] = str(built)
     with contextlib.ExitStack() as stack:
         options = [*target.server_args]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llama import MODEL, binary
 
-from evoke_proxy.server_build.build import place_order
+from evoke_proxy.server_build.build import build_spec
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.series import patches_dir
 from evoke_proxy.server_build.toolchain import find_toolchain
@@ -17,7 +17,7 @@ from evoke_proxy.server_build.toolchain import find_toolchain
 def run(source: Path, folder: Path) -> str:
     """What the program says of the bundled model. Skips where the libraries are not at hand."""
     binary(patched=True)
-    order = place_order(True, find_toolchain(False), None, patches_dir(), cache_dir())
+    order = build_spec(True, find_toolchain(False), None, patches_dir(), cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
     if not _stands_patched(tree):
         pytest.skip("the patched server was not what was built last on this machine")
