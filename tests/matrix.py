@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names, packages = ", ".join(missing), " ".join(missing.values())
         print(f"missing: {names}; on Debian: sudo apt-get install -y {packages}", file=sys.stderr)
         return 2
+    os.environ["EVOKE_CACHE"] = str(_cache_of(args.target))
     started = time.monotonic()
     try:
         done = _run(target, args.rest)
@@ -140,6 +141,22 @@ def _parser() -> argparse.ArgumentParser:
         "rest", nargs="*", metavar="TEST", help="run these tests instead of the target's own"
     )
     return parser
+
+
+def _cache_of(target: str) -> Path:
+    """The target's build cache beside the default one, so that its build locks nobody else's.
+
+    Downloads are linked, not fetched again. `EVOKE_CACHE` replaces both.
+    """
+    if "EVOKE_CACHE" in os.environ:
+        return cache_dir()
+    shared = cache_dir()
+    own = shared.with_name(f"evoke-{target}")
+    (own / "downloads").mkdir(parents=True, exist_ok=True)
+    for file in (shared / "downloads").glob("*.tar.gz"):
+        with contextlib.suppress(OSError):
+            os.link(file, own / "downloads" / file.name)
+    return own
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Names in the C++ of the patches and of their tests use the field's terms.
 
-A tokenizer reads the identifiers; comments, strings, preprocessor lines and characters are left out.
+A tokenizer reads the identifiers; it skips comments, strings, characters and preprocessor lines.
 Words of identifiers are what underscores and capitals separate.
 """
 
