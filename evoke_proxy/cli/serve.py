@@ -89,7 +89,7 @@ def serve_until_stopped(configuration: Callable[[], Config]) -> int:
     from evoke_proxy.web import logs
     from evoke_proxy.web.serve import serve
 
-    logs.set_up(config.log)
+    logs.configure_logging(config.log)
     try:
         asyncio.run(serve(config, configuration))
     except OSError as error:

@@ -280,8 +280,10 @@ class SessionAdmin:
                 "session %s cannot be shown as it is now: %s", conversation.id, error or "busy"
             )
             return self._last_seen.get(conversation.id, Whereabouts()), False
-        is_own = slot is not None and (conversation.in_use or conversation.epoch == view.epoch)
-        rows, n_tokens = (view.resident, view.n_tokens) if is_own else ((), 0)
+        is_admin_address = slot is not None and (
+            conversation.in_use or conversation.epoch == view.epoch
+        )
+        rows, n_tokens = (view.resident, view.n_tokens) if is_admin_address else ((), 0)
         where = Whereabouts.parse(answer, conversation.labels, rows, n_tokens)
         live = {item.id for item in context.conversations}
         self._last_seen = {id: seen for id, seen in self._last_seen.items() if id in live}
