@@ -22,7 +22,7 @@ from evoke_proxy.core.policy.policy_view import PolicyView
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.working_set import by_value, candidates
 from evoke_proxy.core.prompt.rendered import MessageSpan
-from evoke_proxy.core.prompt.segment import Shares
+from evoke_proxy.core.prompt.segment import TextAlignment
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_edit import prepend
 from evoke_proxy.core.request.json_parsing import parsed_json
@@ -139,8 +139,8 @@ def _text(run: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpa
     item = spans[min(bisect_right(spans, part.start, key=_span_end), len(spans) - 1)]
     if not (item.index == run[0].message < len(request.messages) and item.span.encloses(part)):
         return " ".join(block.text for block in run)
-    shown = request.messages[item.index].shown
-    text = Shares(shown, item.span).of(part)
+    shown = request.messages[item.index].printed
+    text = TextAlignment(shown, item.span).of(part)
     if not shown.startswith(text):
         text = text.partition(" ")[2] or text
     if not shown.endswith(text):
