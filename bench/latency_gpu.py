@@ -22,7 +22,7 @@ from bench import record
 from bench.latency import SIZES, measure
 from bench.llama import running
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.server_build import ensure_server
+from evoke_proxy.server_build import BuildOptions, ensure_server
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b")
 # The share of the rate of the link that blocks of 160 tokens and more must reach.
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", type=Path, help="a patched llama-server built with CUDA")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     args = parser.parse_args(argv)
-    server = args.server or ensure_server(patched=True, cuda=True)
+    server = args.server or ensure_server(options=BuildOptions(cuda=True))
     rows = [row for model in args.models for row in run(server, model, args)]
     print(record.table(rows, _COLUMNS))
     summary = {"models": args.models, "bar": BAR, "missed": sum(map(missed, rows))}

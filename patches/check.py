@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evoke_proxy.models import bundled_model
-from evoke_proxy.server_build import ensure_server
-from evoke_proxy.server_build.build import place_order
+from evoke_proxy.server_build import BuildOptions, ensure_server
+from evoke_proxy.server_build.build import build_spec
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.errors import BuildError
 from evoke_proxy.server_build.fetch import Pin, pristine_source, read_pin
@@ -136,7 +136,9 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
         shutil.copy2(own, tree / place)
     _say(f"compiling {pin.requirement} with the series")
     try:
-        server = ensure_server(patched=False, source=tree, flags=_QUICK, cache=cache)
+        server = ensure_server(
+            patched=False, options=BuildOptions(source=tree, flags=_QUICK, cache=cache)
+        )
     except BuildError as error:
         return "does not compile: " + _first_error(str(error))
     failed = _pytest(server, _SMOKE)
@@ -156,7 +158,7 @@ def _alone(series: Series) -> Iterator[tuple[str, str]]:
             shutil.copytree(PATCHES / "src", Path(folder) / "src")
             own = OWN_TESTS[patch.name[:4]]
             try:
-                server = ensure_server(patches=Path(folder))
+                server = ensure_server(options=BuildOptions(patches=Path(folder)))
                 failed = _pytest(server, own) if own else _kv_block(Path(folder), server)
                 yield patch.name, failed or "passed"
             except BuildError as error:
@@ -168,7 +170,9 @@ def _kv_block(patches: Path, server: Path) -> str:
     program = server.with_name("kv_block")
     if not program.exists():
         shutil.rmtree(server.parent)  # made again: the tree may be at other patches by now
-        linked = _linked(ensure_server(patches=patches).with_name(program.name), patches)
+        linked = _linked(
+            ensure_server(options=BuildOptions(patches=patches)).with_name(program.name), patches
+        )
         if linked:
             return linked
     done = subprocess.run([program, bundled_model()], capture_output=True, text=True)
@@ -177,7 +181,7 @@ def _kv_block(patches: Path, server: Path) -> str:
 
 def _linked(program: Path, patches: Path) -> str:
     """Why the test of rows does not link; "" when it did."""
-    order = place_order(True, find_toolchain(cuda=False), None, patches, cache_dir())
+    order = build_spec(True, find_toolchain(cuda=False), None, patches, cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
     libraries = sorted(str(path) for path in tree.glob("build/**/lib*.a"))
     includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]

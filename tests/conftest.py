@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-_FOR_BUILDS = ("EVOKE_CACHE", "EVOKE_PATCHED_SERVER", "EVOKE_STOCK_SERVER")
+_FOR_BUILDS = (
+    "EVOKE_CACHE",
+    "EVOKE_PATCHED_SERVER",
+    "EVOKE_STOCK_SERVER",
+    "EVOKE_SERVER_ARGS",
+)
 _REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 

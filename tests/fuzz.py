@@ -29,7 +29,7 @@ from nonsense import torment  # noqa: E402
 from operations import play  # noqa: E402
 
 from bench.random_models import SHAPES, ensure  # noqa: E402
-from evoke_proxy.server_build import ensure_server  # noqa: E402
+from evoke_proxy.server_build import BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.toolchain import SANITIZERS  # noqa: E402
 
 _SHAPES = ("dense", "bos", "moe", "gemma", "jamba", "lfm2", "qwen2vl", "qwen35")
@@ -110,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fuzz until so many operations are done; 0 when nothing was found."""
     args = _parser().parse_args(argv)
     if not args.plain:
-        os.environ["EVOKE_PATCHED_SERVER"] = str(ensure_server(sanitize=args.sanitize))
+        os.environ["EVOKE_PATCHED_SERVER"] = str(
+            ensure_server(options=BuildOptions(sanitize=args.sanitize))
+        )
     cases = [case for case in CASES if args.only in str(case)]
     if not cases:
         raise SystemExit(f"no case has {args.only!r} in its line")

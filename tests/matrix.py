@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.record import checkout, machine  # noqa: E402
 from evoke_proxy.demo.processes import free_port  # noqa: E402
-from evoke_proxy.server_build import BuildError, ensure_server  # noqa: E402
+from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
 
 RESULTS = ROOT / "tests" / "results"
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names, packages = ", ".join(missing), " ".join(missing.values())
         print(f"missing: {names}; on Debian: sudo apt-get install -y {packages}", file=sys.stderr)
         return 2
+    os.environ["EVOKE_CACHE"] = str(_cache_of(args.target))
     started = time.monotonic()
     try:
         done = _run(target, args.rest)
@@ -142,6 +143,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _cache_of(target: str) -> Path:
+    """The target's build cache beside the default one, so that its build locks nobody else's.
+
+    Downloads are linked, not fetched again. `EVOKE_CACHE` replaces both.
+    """
+    if "EVOKE_CACHE" in os.environ:
+        return cache_dir()
+    shared = cache_dir()
+    own = shared.with_name(f"evoke-{target}")
+    (own / "downloads").mkdir(parents=True, exist_ok=True)
+    for file in (shared / "downloads").glob("*.tar.gz"):
+        with contextlib.suppress(OSError):
+            os.link(file, own / "downloads" / file.name)
+    return own
+
+
 @dataclass(frozen=True)
 class Done:
     """What came of one run: the command as a person types it, its exit status and its output."""
@@ -157,7 +174,8 @@ def _run(target: Target, chosen: Sequence[str]) -> Done:
     servers = {}
     for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
         if patched or target.stock:
-            built = ensure_server(patched=patched, sanitize=target.sanitizer, flags=target.flags)
+            options = BuildOptions(sanitize=target.sanitizer, flags=target.flags)
+            built = ensure_server(patched=patched, options=options)
             servers[variable] = str(built)
     with contextlib.ExitStack() as stack:
         options = [*target.server_args]

@@ -16,14 +16,14 @@ import yaml
 
 from bench.llama import Llama
 from bench.metrics import samples
+from bench.proxy import tuned_proxy_command
 from bench.quality.sessions import Script
-from evoke_proxy.config import PolicyConfig
-from evoke_proxy.config.strict import put
+from evoke_proxy.config import PolicyConfig, keys, put
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.prompt.segment import CutOptions, Draft, cut
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.demo.client import resident_now
-from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
+from evoke_proxy.demo.processes import free_port, server_command, serving
 
 CONTEXT = 12288
 _SETTLE_S = 60.0
@@ -86,13 +86,15 @@ def stack(server: Path, model: Path, settings: Mapping[str, Any], logs: Path) ->
     command = server_command(server, model, upstream, blocks=True)
     command[command.index("-c") + 1] = str(CONTEXT)
     tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        put(tree, key, value)
+    for key in settings.keys() & set(keys()):
+        put(tree, key, settings[key])
+    tuning = {key: value for key, value in settings.items() if key not in keys()}
     with tempfile.TemporaryDirectory() as folder:
         command += ["--slot-save-path", folder]  # without it no slot can be erased
         config = Path(folder) / "evoke.yaml"
         config.write_text(yaml.safe_dump(tree), "utf-8")
-        proxy = [*proxy_command(front, upstream), "--log-level", "warning", "--config", str(config)]
+        options = ["--log-level", "warning", "--config", str(config)]
+        proxy = [*tuned_proxy_command(front, upstream, tuning), *options]
         with serving(command, upstream, logs / f"{upstream}-llama-server.log"):
             with serving(proxy, front, logs / f"{upstream}-proxy.log"):
                 yield Stack(upstream, front, bool(settings.get("embedder.directory")))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.adapters.llama.stock_api import Copied, StockApi
+from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import Tokens
@@ -23,7 +23,7 @@ from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.diagnosis import Findings, Reuse, Speeds, advice
 from evoke_proxy.core.servers.server_info import saves_itself
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows
-from evoke_proxy.engine.strategies.snapshots.server_probe import probed
+from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
 
 DESCRIPTION = """\
@@ -92,7 +92,7 @@ class _Examination:
         slot = await self._free_slot(calls)
         texts = [_words(self.n_tokens) for _ in range(2)]
         limit = int((props.get("default_generation_settings") or {}).get("n_ctx") or 0)
-        one, other = [(await calls.tokens(text, True, None))[: self.n_tokens] for text in texts]
+        one, other = [(await calls.tokenize(text, True, None))[: self.n_tokens] for text in texts]
         if limit and len(one) + 64 > limit:
             one, other = one[: limit - 64], other[: limit - 64]
         try:
@@ -104,7 +104,7 @@ class _Examination:
                 await self.upstream.call(
                     "POST", f"/slots/{slot}?action=erase", {}, CallOptions(label="erase")
                 )
-        plain = await probed(calls, False, None) or Stability(False, False)
+        plain = await probe_template(calls, False, None) or Stability(False, False)
         return Findings(
             build=str(props.get("build_info")),
             model=str(props.get("model_alias") or props.get("model_path")),
@@ -117,7 +117,7 @@ class _Examination:
             ram_cache=ram,
             clears_idle=clears,
             plain=plain,
-            tools=await probed(calls, True, None) or plain,
+            tools=await probe_template(calls, True, None) or plain,
             reuse=reuse,
             speeds=speeds,
             kv_types=self.cache.type_names if self.cache is not None else None,
@@ -125,7 +125,7 @@ class _Examination:
         )
 
     async def _free_slot(self, calls: StockApi) -> int:
-        looks = await calls.looks(None)
+        looks = await calls.list_slots(None)
         if looks is None:
             raise ConfigError("doctor: the server does not show its slots; start it with --slots")
         idle = [look for look in looks if not look.busy]
@@ -169,13 +169,13 @@ class _Examination:
         reuse = Reuse(n, shared, extends, changed, *restored_reuse)
         return reuse, Speeds(n, first.seconds, *times), "", no_files
 
-    async def _save(self, calls: StockApi, slot: int) -> tuple[Copied | None, str]:
+    async def _save(self, calls: StockApi, slot: int) -> tuple[SlotCopy | None, str]:
         try:
             return await calls.save(slot, _NAME, None), ""
         except UpstreamRejected as error:
             return None, str(error.error.get("message") or error)
 
-    def _receive(self, saved: Copied | None) -> tuple[float, str]:
+    def _receive(self, saved: SlotCopy | None) -> tuple[float, str]:
         """Seconds to verify it, and why it is not seen here."""
         if saved is None or not self.directory:
             return 0.0, "snapshots.directory is not set"
@@ -195,13 +195,13 @@ class _Examination:
 
     async def _clears(self, calls: StockApi, slot: int, one: Tokens, other: Tokens) -> bool | None:
         """Whether a slot is emptied when another begins; None when there is no other to begin."""
-        looks = await calls.looks(None) or ()
+        looks = await calls.list_slots(None) or ()
         others = [look.id for look in looks if look.id != slot and not look.n_tokens]
         if not others:
             return None
         await calls.prefill(one, slot, None)
         await calls.prefill(other[:16], others[0], None)
-        looks = await calls.looks(None) or ()
+        looks = await calls.list_slots(None) or ()
         return not next(look.n_tokens for look in looks if look.id == slot)
 
 

@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, POLICIES, Config, load
+from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, SELECTABLE_POLICIES, Config, load
 
 DESCRIPTION = "Run the proxy: forward clients to llama-server and keep sessions within a budget."
 
@@ -45,14 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=int, metavar="N", help="tokens that a session may keep in the KV cache"
     )
-    parser.add_argument("--policy", choices=POLICIES, help="how blocks to evict are chosen")
+    parser.add_argument(
+        "--policy", choices=SELECTABLE_POLICIES, help="how blocks to evict are chosen"
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="least severity to log")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help="log lines or JSON objects")
 
 
 def load_config(arguments: argparse.Namespace) -> Config:
     """The configuration from the file, the environment and the options; raises ConfigError."""
-    overrides = {
+    return load(arguments.config, os.environ, overrides(arguments))
+
+
+def overrides(arguments: argparse.Namespace) -> dict[str, object]:
+    """The settings that the options name, by dotted key; None where an option is not given."""
+    return {
         "listen": arguments.listen,
         "security.admin_listen": arguments.admin_listen,
         **_upstream_overrides(arguments.upstream or ()),
@@ -61,7 +68,6 @@ def load_config(arguments: argparse.Namespace) -> Config:
         "log.level": arguments.log_level,
         "log.format": arguments.log_format,
     }
-    return load(arguments.config, os.environ, overrides)
 
 
 def _upstream_overrides(urls: Sequence[str]) -> dict[str, object]:
@@ -73,14 +79,19 @@ def _upstream_overrides(urls: Sequence[str]) -> dict[str, object]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal stops the proxy; 1 when an address cannot be bound."""
-    config = load_config(arguments)
+    return serve_until_stopped(lambda: load_config(arguments))
+
+
+def serve_until_stopped(configuration: Callable[[], Config]) -> int:
+    """Serve with what `configuration` returns, which is called again for each reload."""
+    config = configuration()
     # Imported after the configuration is read, so that its errors are reported at once.
     from evoke_proxy.web import logs
     from evoke_proxy.web.serve import serve
 
-    logs.set_up(config.log)
+    logs.configure_logging(config.log)
     try:
-        asyncio.run(serve(config, lambda: load_config(arguments)))
+        asyncio.run(serve(config, configuration))
     except OSError as error:
         print(f"evoke-proxy: {error}", file=sys.stderr)
         return 1

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
-from evoke_proxy.core.policy.bounds import check_room
-from evoke_proxy.engine.admin.admin import Operators
+from evoke_proxy.engine.admin.admin import AdministeredPool
+from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.server.slot_queue import Patience
 from evoke_proxy.engine.shared import Shared
@@ -34,22 +33,14 @@ class Way(Protocol):
     ) -> AbstractAsyncContextManager[Reply]: ...
 
 
-class Pooled(Protocol):
-    """Several llama-servers, for an operator: as rows of a table, by their names."""
-
-    def rows(self) -> list[dict[str, Any]]: ...
-    def drain(self, name: str, draining: bool) -> dict[str, Any]: ...
-
-
 class Front(Protocol):
     """As an Server; use as an async context manager. `uplinks` are the llama-servers, by name,
-    `servers` is what operates them where there are several."""
+    `pool` is what operates them where there are several."""
 
     config: Config
     shared: Shared
     metrics: Metrics
     feed: EventFeed
-    operator: Operators
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
@@ -58,7 +49,9 @@ class Front(Protocol):
     @property
     def uplinks(self) -> Mapping[str, LlamaClient]: ...
     @property
-    def servers(self) -> Pooled | None: ...
+    def pool(self) -> AdministeredPool | None: ...
+    @property
+    def admin_contexts(self) -> Sequence[AdminContext]: ...
     @property
     def mode(self) -> str: ...
     async def answer(
@@ -76,12 +69,3 @@ class Front(Protocol):
     async def keep(self) -> None: ...
     def adjust(self, config: Config) -> None: ...
     async def checks(self) -> dict[str, dict[str, Any]]: ...
-
-
-def set_budget(front: Front, budget: int | None) -> None:
-    """What sessions may keep that have no budget of their own, from their next turn on; None:
-    everything. BudgetTooSmall when that cannot hold what must stay."""
-    policy = replace(front.config.policy, budget=budget)
-    check_room(policy)
-    front.adjust(replace(front.config, policy=policy))
-    front.feed.publish("budget", budget=budget)

@@ -1,12 +1,13 @@
-"""Builds the llama-server this project runs with, and keeps it in a cache.
+"""Builds llama-server with our patches and keeps it in a cache.
 
-`ensure_server()` is the whole interface for other code; `cli` is the command line around it.
+Other code calls `ensure_server`; `cli` is its command line. Only the standard library is used, so
+that an image without the other dependencies can build the server.
 """
 
 from __future__ import annotations
 
-from .build import ensure_server
+from .build import BuildOptions, ensure_server
 from .errors import BuildError
 from .series import patches_dir
 
-__all__ = ["BuildError", "ensure_server", "patches_dir"]
+__all__ = ["BuildError", "BuildOptions", "ensure_server", "patches_dir"]

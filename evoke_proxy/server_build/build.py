@@ -1,4 +1,4 @@
-"""From nothing to a llama-server executable: fetch, patch, compile, keep."""
+"""Builds a llama-server executable: fetch, patch, compile, store in the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from .cache import cache_dir, finished_server, locked, store_server, sweep
+from .cache import cache_dir, finished_server, locked, remove_drafts, store_server
 from .cmake import BuildTree, Progress, build_server
 from .errors import BuildError
 from .fetch import Pin, pristine_source, read_pin
@@ -24,10 +24,39 @@ _BUILD_CORE_MINUTES = (8, 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Which server is wanted: the key names the finished server, `tree_key` the objects it shares.
+class BuildOptions:
+    """What to build, besides stock or patched.
 
-    Stock and patched servers of one source, flags and machine share a tree.
+    Attributes:
+        cuda: Build for NVIDIA GPUs.
+        sanitize: "address" or "thread": build our code with that sanitizer; empty for none.
+        flags: Further flags of cmake.
+        source: A llama.cpp checkout to build instead of the pin.
+        patches: Directory of the patch series; None for the one of this package.
+        cache: Directory of the cache; None for `cache_dir()`.
+    """
+
+    cuda: bool = False
+    sanitize: str = ""
+    flags: tuple[str, ...] = ()
+    source: Path | None = None
+    patches: Path | None = None
+    cache: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSpec:
+    """Everything that decides the bytes of a server.
+
+    Attributes:
+        variant: "stock" or "patched".
+        series: The patches to apply; empty for a stock server.
+        pin: The pinned llama.cpp.
+        source: A checkout to build instead of the pin.
+        tools: The compilers and flags.
+        key: Name of the finished server in the cache.
+        tree_key: Name of the build tree. Stock and patched servers of the same source, flags and
+            machine share one.
     """
 
     variant: str
@@ -42,44 +71,38 @@ class Order:
 def ensure_server(
     *,
     patched: bool = True,
-    cuda: bool = False,
-    sanitize: str = "",
-    flags: tuple[str, ...] = (),
-    source: Path | None = None,
+    options: BuildOptions | None = None,
     jobs: int | None = None,
     progress: bool = True,
-    patches: Path | None = None,
-    cache: Path | None = None,
 ) -> Path:
-    """The path of a finished llama-server, built first if the cache holds none.
+    """Return the path of a llama-server, and build it first if the cache does not contain it.
 
-    `source` builds another llama.cpp checkout instead of the pin. `sanitize` ("address"
-    or "thread") builds what is ours and around it with that sanitizer, `flags` are more of cmake's:
-    each in a tree of its own.
-    `progress` writes to stderr; nothing is ever written to stdout. Raises BuildError with a message
-    for a person.
+    `jobs` is the number of parallel compilers, by default one per core. `progress` reports to
+    stderr; nothing is written to stdout. Raises BuildError.
     """
-    cache = cache or cache_dir()
-    tools = find_toolchain(cuda, sanitize).with_flags(*flags)
-    order = place_order(patched, tools, source, patches or patches_dir(), cache)
-    found = finished_server(cache, order.key)
-    if found is not None:
-        return found
+    options = options or BuildOptions()
+    cache = options.cache or cache_dir()
+    tools = find_toolchain(options.cuda, options.sanitize).with_flags(*options.flags)
+    patches = options.patches or patches_dir()
+    spec = build_spec(patched, tools, options.source, patches, cache)
+    server = finished_server(cache, spec.key)
+    if server is not None:
+        return server
     with open(os.devnull, "w", encoding="utf-8") as silence:
         stream: TextIO = sys.stderr if progress else silence
-        return _build(order, cache, jobs or _cores(), Progress(stream))
+        return _build(spec, cache, jobs or _cores(), Progress(stream))
 
 
-def place_order(
+def build_spec(
     patched: bool, tools: Toolchain, source: Path | None, patches: Path, cache: Path
-) -> Order:
-    """Everything that decides the bytes of the server, and the keys made of it."""
+) -> BuildSpec:
+    """Compute the specification of a server and its keys in the cache."""
     pin = read_pin(patches)
     series = read_series(patches) if patched else STOCK
     origin, content = _identity(pin, source)
     tools = tools.with_flags(f"-DLLAMA_BUILD_COMMIT={'source' if source else pin.commit}")
     machine = (*tools.flags, tools.compiler, tools.cpu)
-    return Order(
+    return BuildSpec(
         variant="patched" if patched else "stock",
         series=series,
         pin=pin,
@@ -91,7 +114,7 @@ def place_order(
 
 
 def _identity(pin: Pin, source: Path | None) -> tuple[str, str]:
-    """What stays the same over edits of the source, and what does not."""
+    """Keys of the source: one that edits do not change, and one of its content."""
     if source is None:
         return pin.sha256, pin.sha256
     if not (source / "tools" / "server" / "CMakeLists.txt").is_file():
@@ -107,38 +130,38 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _build(order: Order, cache: Path, jobs: int, progress: Progress) -> Path:
-    def waiting(holder: str) -> None:
-        progress.say(f"another build is running (started by process {holder}): waiting for it")
+def _build(spec: BuildSpec, cache: Path, jobs: int, progress: Progress) -> Path:
+    def report_wait(pid: str) -> None:
+        progress.say(f"another build is running (started by process {pid}): waiting for it")
 
-    with locked(cache, waiting):
-        found = finished_server(cache, order.key)
-        if found is not None:
-            return found
-        sweep(cache)
-        begun = time.monotonic()
-        source = order.source or pristine_source(order.pin, cache, progress.say)
-        tree = BuildTree(cache / "trees" / order.tree_key)
+    with locked(cache, report_wait):
+        server = finished_server(cache, spec.key)
+        if server is not None:
+            return server
+        remove_drafts(cache)
+        started = time.monotonic()
+        source = spec.source or pristine_source(spec.pin, cache, progress.say)
+        tree = BuildTree(cache / "trees" / spec.tree_key)
         if not tree.build.exists():
             progress.say(first_build_notice(jobs, _cores()))
-        prepare(order, source, tree)
-        progress.begin(f"building llama-server ({order.variant}, -j{jobs})")
-        built = build_server(tree, order.tools, jobs, progress)
-        _check_starts(built, order)
-        return store_server(cache, order.key, built, _stamp(order, time.monotonic() - begun))
+        prepare(spec, source, tree)
+        progress.begin(f"building llama-server ({spec.variant}, -j{jobs})")
+        built = build_server(tree, spec.tools, jobs, progress)
+        _check_starts(built, spec)
+        return store_server(cache, spec.key, built, _stamp(spec, time.monotonic() - started))
 
 
 def first_build_notice(jobs: int, cores: int) -> str:
-    """What the first build costs on this machine, before anything of it is measured.
+    """The expected cost of the first build on this machine, before anything is measured.
 
     Measured processor time of one build with g++ 12: 8 minutes on a recent server core, 20 on a
     slow or shared one. The progress lines estimate the rest from the speed measured so far.
     """
-    at_once = min(jobs, cores)
-    low, high = (max(1, round(minutes / at_once)) for minutes in _BUILD_CORE_MINUTES)
+    parallel = min(jobs, cores)
+    low, high = (max(1, round(minutes / parallel)) for minutes in _BUILD_CORE_MINUTES)
     return (
         f"compiling llama.cpp takes {_BUILD_CORE_MINUTES[0]} to {_BUILD_CORE_MINUTES[1]} minutes of"
-        f" processor time, once: {low} to {high} minutes with {_count(at_once, 'core')} of this"
+        f" processor time, once: {low} to {high} minutes with {_count(parallel, 'core')} of this"
         f" machine, longer while other programs use them"
     )
 
@@ -147,20 +170,20 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def prepare(order: Order, source: Path, tree: BuildTree) -> None:
-    """Makes the tree hold exactly the ordered source; nothing is edited if a patch fails."""
+def prepare(spec: BuildSpec, source: Path, tree: BuildTree) -> None:
+    """Make the tree equal to the patched source; changes nothing when a patch does not apply."""
     tree.root.mkdir(parents=True, exist_ok=True)
-    if not order.series.patches:
+    if not spec.series.patches:
         mirror(source, None, tree.source)
         return
     with tempfile.TemporaryDirectory(dir=tree.root, prefix=".overlay-") as scratch:
-        overlay = make_overlay(order.series, source, Path(scratch), order.tools.git)
+        overlay = make_overlay(spec.series, source, Path(scratch), spec.tools.git)
         mirror(source, overlay, tree.source)
 
 
-def _check_starts(server: Path, order: Order) -> None:
-    """A server that cannot even tell its version must not reach the cache."""
-    if "-DGGML_CUDA=ON" in order.tools.flags:
+def _check_starts(server: Path, spec: BuildSpec) -> None:
+    """Raise BuildError when the new server cannot print its version."""
+    if "-DGGML_CUDA=ON" in spec.tools.flags:
         return  # needs the driver, which a build machine may lack
     done = subprocess.run([server, "--version"], capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
@@ -170,15 +193,15 @@ def _check_starts(server: Path, order: Order) -> None:
         )
 
 
-def _stamp(order: Order, seconds: float) -> dict[str, object]:
+def _stamp(spec: BuildSpec, seconds: float) -> dict[str, object]:
     return {
-        "variant": order.variant,
-        "source": str(order.source or order.pin.requirement),
-        "commit": None if order.source else order.pin.commit,
-        "patches": [path.name for path in order.series.patches],
-        "series": order.series.digest,
-        "flags": list(order.tools.flags),
-        "compiler": order.tools.compiler,
-        "cpu": order.tools.cpu,
+        "variant": spec.variant,
+        "source": str(spec.source or spec.pin.requirement),
+        "commit": None if spec.source else spec.pin.commit,
+        "patches": [path.name for path in spec.series.patches],
+        "series": spec.series.digest,
+        "flags": list(spec.tools.flags),
+        "compiler": spec.tools.compiler,
+        "cpu": spec.tools.cpu,
         "build_seconds": round(seconds, 1),
     }

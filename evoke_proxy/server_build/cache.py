@@ -1,7 +1,7 @@
-"""Where sources, build trees and finished servers live between runs.
+"""The cache of sources, build trees and finished servers.
 
-Everything is outside the checkout and keyed by content. Finished servers appear by one rename,
-so a reader never needs the lock; whoever downloads, edits a tree or compiles holds it.
+It is outside the checkout and keyed by content. A finished server appears by one rename, so
+readers need no lock. Downloading, editing a tree and compiling need the lock.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked(cache: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Holds the cache for one builder; calls `on_wait` once with the holder's pid if it is busy.
+    """Lock the cache for one builder; calls `on_wait` once with the owner's pid if it is locked.
 
-    Compilers inherit the lock: after a builder was killed the next one waits for what it left
-    running, which may still write into the tree, and for nothing else.
+    The compilers inherit the open lock file: when a builder is killed, the next one waits for the
+    compilers that still write into the tree. A library's lock is not inherited.
     """
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "a+", encoding="utf-8") as file:
-        _acquire(file.fileno(), lambda: on_wait(_holder(cache)))
+        _acquire(file.fileno(), lambda: on_wait(_owner(cache)))
         os.set_inheritable(file.fileno(), True)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -57,12 +57,12 @@ def _acquire(descriptor: int, on_wait: Callable[[], None]) -> None:
             time.sleep(_POLL_SECONDS)
 
 
-def _holder(cache: Path) -> str:
+def _owner(cache: Path) -> str:
     return (cache / "lock").read_text(encoding="utf-8").strip() or "unknown"
 
 
-def sweep(cache: Path) -> None:
-    """Removes the drafts of killed builders; only for the holder of the lock."""
+def remove_drafts(cache: Path) -> None:
+    """Remove the unfinished files of killed builders; the caller has the lock."""
     for pattern in ("*/.new-*", "trees/*/.overlay-*"):
         for draft in cache.glob(pattern):
             shutil.rmtree(draft, ignore_errors=True)
@@ -76,15 +76,15 @@ def finished_server(cache: Path, key: str) -> Path | None:
 
 
 def store_server(cache: Path, key: str, built: Path, stamp: Mapping[str, object]) -> Path:
-    """Copies a built server and its stamp into place under `key`; readers see all or nothing."""
-    shelf = cache / "bin"
-    shelf.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=shelf, prefix=".new-") as scratch:
+    """Store a built server and its stamp under `key` in one step."""
+    servers = cache / "bin"
+    servers.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=servers, prefix=".new-") as scratch:
         draft = Path(scratch) / key
         draft.mkdir()
         shutil.copy2(built, draft / "llama-server")
         (draft / "stamp.json").write_text(json.dumps(dict(stamp), indent=2) + "\n", "utf-8")
-        final = shelf / key
-        shutil.rmtree(final, ignore_errors=True)  # only ever an incomplete one
+        final = servers / key
+        shutil.rmtree(final, ignore_errors=True)  # an incomplete one
         os.rename(draft, final)
     return final / "llama-server"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from .build import ensure_server
+from .build import BuildOptions, ensure_server
 from .errors import BuildError
 from .toolchain import SANITIZERS
 
@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = ensure_server(
             patched=not args.stock,
-            cuda=args.cuda,
-            sanitize=args.sanitize,
-            source=args.source,
+            options=BuildOptions(cuda=args.cuda, sanitize=args.sanitize, source=args.source),
             jobs=args.jobs,
         )
     except BuildError as error:

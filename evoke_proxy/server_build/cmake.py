@@ -1,4 +1,4 @@
-"""Runs cmake and the build tool under it, with a full log and readable failures."""
+"""Runs cmake and the build tool: progress, log and readable failures."""
 
 from __future__ import annotations
 
@@ -12,70 +12,74 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from .errors import BuildError
 from .series import plain_git_environment
 from .toolchain import Toolchain
 
-_STEP = 10
+# Without a terminal a line is printed for each step of this many percent.
+_STEP_PERCENT = 10
 _BAR_CELLS = 24
-# Below this much progress and time an estimate of the rest is a guess.
+# Less progress or time than this is too little to estimate the rest from.
 _ESTIMATE_PERCENT, _ESTIMATE_SECONDS = 4, 10
 _NINJA = re.compile(r"^\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\[ *(\d+)%\]")
 
 
 def percent_of(line: str) -> int | None:
-    """How far a line of ninja (`[3/40]`) or make (`[  7%]`) output says the build is, or None."""
-    if found := _NINJA.match(line):
-        return 100 * int(found[1]) // max(1, int(found[2]))
-    if found := _MAKE.match(line):
-        return int(found[1])
+    """The percentage in a line of ninja (`[3/40]`) or make (`[  7%]`); None without one."""
+    if match := _NINJA.match(line):
+        return 100 * int(match[1]) // max(1, int(match[2]))
+    if match := _MAKE.match(line):
+        return int(match[1])
     return None
 
 
 class Progress:
-    """Reports one command's progress to `stream`; never raises, writes nothing after `end`."""
+    """Reports the progress of a build: one line rewritten on a terminal, else one per ten percent.
+
+    It writes nothing between `end` and the next `begin`.
+    """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
         self._clock = clock
-        self._begun = clock()
+        self._started = clock()
         self._live = stream.isatty()
         self._title = ""
-        self._shown = -1
+        self._printed_percent = -1
 
     def say(self, message: str) -> None:
-        """Prints one line of its own."""
+        """Print a message on a separate line."""
         self.end()
         print(message, file=self._stream, flush=True)
 
     def begin(self, title: str) -> None:
-        """Starts a new measured step at 0 %."""
+        """Start a measured step at 0 %."""
         self.end()
         self._title = title
-        self._begun = self._clock()
-        self._shown = -1
-        self._show(0)
+        self._started = self._clock()
+        self._printed_percent = -1
+        self._print(0)
 
-    def see(self, line: str) -> None:
-        """Takes one line of the build tool's output."""
+    def read_line(self, line: str) -> None:
+        """Read the progress from one line of the build tool's output."""
         percent = percent_of(line)
         if percent is not None and self._title:
-            self._show(percent)
+            self._print(percent)
 
     def end(self) -> None:
-        """Leaves the rewritten line, if there is one, as it stands."""
+        """End the step; a rewritten line stays on the terminal."""
         if self._live and self._title:
             print(file=self._stream, flush=True)
         self._title = ""
 
-    def _show(self, percent: int) -> None:
+    def _print(self, percent: int) -> None:
         if self._live:
             print(f"\r{self._line(percent)}\033[K", end="", file=self._stream, flush=True)
-        elif percent // _STEP > self._shown // _STEP:
-            self._shown = percent
+        elif percent // _STEP_PERCENT > self._printed_percent // _STEP_PERCENT:
+            self._printed_percent = percent
             line = f"{self._title}: {percent} % {self._elapsed(percent)}"
             print(line, file=self._stream, flush=True)
 
@@ -85,8 +89,8 @@ class Progress:
         return f"{self._title} [{bar}] {percent:3d} % {self._elapsed(percent)}"
 
     def _elapsed(self, percent: int) -> str:
-        """The time since `begin`, and what is left of the step at the speed measured so far."""
-        seconds = self._clock() - self._begun
+        """The time since `begin`, and the estimated rest at the speed measured so far."""
+        seconds = self._clock() - self._started
         text = f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
         if percent < _ESTIMATE_PERCENT or percent >= 100 or seconds < _ESTIMATE_SECONDS:
             return text
@@ -94,7 +98,7 @@ class Progress:
 
 
 def _rounded(seconds: float) -> str:
-    """A duration as precise as an estimate can be: steps of ten seconds, then minutes."""
+    """A duration with the precision of an estimate: in steps of ten seconds, then in minutes."""
     if seconds < 90:
         return f"{max(10, round(seconds / 10) * 10)} s"
     return f"{round(seconds / 60)} min"
@@ -107,36 +111,36 @@ _STOP_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class BuildTree:
-    """A source tree, the directory it is compiled in, and the log of the latest attempt."""
+    """The directories of a build: source, objects, and the log of the latest attempt."""
 
     root: Path
 
     @property
     def source(self) -> Path:
-        """What is compiled."""
+        """The source that is compiled."""
         return self.root / "src"
 
     @property
     def build(self) -> Path:
-        """Where objects and the server are written."""
+        """The directory of objects and the server."""
         return self.root / "build"
 
     @property
     def log(self) -> Path:
-        """Everything cmake, the build tool and the compiler said."""
+        """The complete output of cmake, the build tool and the compiler."""
         return self.root / "build.log"
 
     @property
     def marker(self) -> Path:
-        """Exists while a build runs; one that is there before a build starts was left by a kill."""
+        """A file that exists while a build runs, and after a build was killed."""
         return self.root / "building"
 
 
 def build_server(tree: BuildTree, tools: Toolchain, jobs: int, progress: Progress) -> Path:
-    """Compiles the server of `tree`, reusing what is up to date; returns the executable.
+    """Compile the server of `tree` incrementally; returns the executable.
 
-    A killed build may leave objects that look finished, so if resuming one fails it is started
-    over once. Raises BuildError with the end of the log when the source does not compile.
+    A killed build may leave incomplete objects, so a resumed build that fails is started over
+    once. Raises BuildError with the end of the log when the source does not compile.
     """
     killed = tree.marker.exists()
     tree.marker.touch()
@@ -159,27 +163,29 @@ def _attempt(tree: BuildTree, tools: Toolchain, jobs: int, progress: Progress) -
     environment = plain_git_environment(tree.source) | {"NINJA_STATUS": "[%f/%t] "}
     with open(tree.log, "w", encoding="utf-8") as log:
         _run([*configure, *tools.flags], environment, log, lambda line: None)
-        _run(compile_, environment, log, progress.see)
+        _run(compile_, environment, log, progress.read_line)
     progress.end()
 
 
 def _run(
-    command: Sequence[str], environment: dict[str, str], log: TextIO, see: Callable[[str], None]
+    command: Sequence[str],
+    environment: dict[str, str],
+    log: TextIO,
+    on_line: Callable[[str], None],
 ) -> None:
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     print("$", " ".join(command), file=log, flush=True)
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, stdin=subprocess.DEVNULL, process_group=0,
-        close_fds=False,  # hands down the lock of the cache, and nothing else is inheritable
+        close_fds=False,  # the compilers inherit the lock of the cache; nothing else is inheritable
     )  # fmt: skip
-    assert child.stdout is not None
     try:
-        with child.stdout:
-            for line in child.stdout:
+        with cast(TextIO, child.stdout) as output:
+            for line in output:
                 log.write(line)
                 tail.append(line.rstrip())
-                see(line)
+                on_line(line)
         code = child.wait()
     except BaseException:
         _stop(child)
@@ -190,7 +196,7 @@ def _run(
 
 
 def _stop(child: subprocess.Popen[str]) -> None:
-    """Ends the build tool and its compilers; they get the time to remove half-written objects."""
+    """Interrupt the build tool and its compilers, which then remove incomplete objects."""
     os.killpg(child.pid, signal.SIGINT)
     try:
         child.wait(timeout=_STOP_SECONDS)
@@ -209,11 +215,11 @@ def _explain(command: Sequence[str], code: int, tail: list[str], log: Path) -> s
 
 
 def _advice(tail: Sequence[str]) -> str:
-    said = "\n".join(tail)
-    if "No space left" in said:
+    output = "\n".join(tail)
+    if "No space left" in output:
         return "The disk is full: free about 1 GB, or set EVOKE_CACHE to a directory elsewhere."
-    if "CUDA::cublas" in said or "CUDA Toolkit not found" in said:
-        return "The CUDA toolkit is incomplete: install the whole of it, cuBLAS headers included."
-    if "Killed" in said or "out of memory" in said.lower():
+    if "CUDA::cublas" in output or "CUDA Toolkit not found" in output:
+        return "The CUDA toolkit is incomplete: install all of it, with the cuBLAS headers."
+    if "Killed" in output or "out of memory" in output.lower():
         return "The compiler ran out of memory: run the command again with --jobs 1."
-    return "Running the command again resumes it; delete the log's directory to start from nothing."
+    return "Run the command again to resume; delete the directory of the log to start over."

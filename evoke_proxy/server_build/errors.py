@@ -1,7 +1,7 @@
-"""The one error of a server build."""
+"""The error of a server build."""
 
 from __future__ import annotations
 
 
 class BuildError(Exception):
-    """llama-server could not be built; the message is for a person: what failed, and what to do."""
+    """llama-server could not be built; the message says what failed and what to do."""

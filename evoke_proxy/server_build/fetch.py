@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
+from typing import IO, cast
 
 from .errors import BuildError
 
@@ -24,7 +25,16 @@ PIN_FILE = "LLAMA_CPP_VERSION"
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A source distribution on PyPI and the llama.cpp tree inside it."""
+    """The pinned llama.cpp: a source distribution on PyPI and the tree inside it.
+
+    Attributes:
+        package: Name of the distribution.
+        version: Its version.
+        sha256: Hash of its archive.
+        size: Bytes of its archive.
+        tree: Path of llama.cpp inside it.
+        commit: The llama.cpp commit.
+    """
 
     package: str
     version: str
@@ -35,22 +45,22 @@ class Pin:
 
     @property
     def requirement(self) -> str:
-        """The package as pip names it, exact version."""
+        """The requirement for pip, with the exact version."""
         return f"{self.package}=={self.version}"
 
     @property
     def stem(self) -> str:
-        """The name of the source distribution without `.tar.gz`; also its top directory."""
+        """The name of the archive without `.tar.gz`, and of its top directory."""
         return f"{self.package.replace('-', '_')}-{self.version}"
 
     @property
     def file_name(self) -> str:
-        """The file name of the source distribution."""
+        """The file name of the archive."""
         return f"{self.stem}.tar.gz"
 
 
 def read_pin(patches: Path) -> Pin:
-    """The pin written in `patches`; BuildError when the file is absent, incomplete or misspelt."""
+    """Read the pin in the directory `patches`; BuildError when the file is absent or invalid."""
     path = patches / PIN_FILE
     try:
         text = path.read_text(encoding="utf-8")
@@ -78,9 +88,9 @@ Say = Callable[[str], None]
 
 
 def pristine_source(pin: Pin, cache: Path, say: Say) -> Path:
-    """The unpacked, never edited source tree of `pin`; downloads and unpacks it when absent.
+    """Return the unpacked source tree of `pin`, downloaded and unpacked if absent; never edited.
 
-    Raises BuildError when it cannot be had or its hash is wrong. The caller holds the cache lock.
+    Raises BuildError when the download fails or the hash is wrong. The caller has the cache lock.
     """
     tree = cache / "source" / pin.sha256[:16]
     if not tree.is_dir():
@@ -118,7 +128,7 @@ def _pip_download(pin: Pin, wanted: Path, archive: Path) -> None:
 
 
 def verify(archive: Path, pin: Pin) -> None:
-    """Raises BuildError, and removes the file, when `archive` is not byte for byte the pin."""
+    """Check the hash of `archive`; removes the file and raises BuildError when it differs."""
     with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != pin.sha256:
@@ -127,12 +137,12 @@ def verify(archive: Path, pin: Pin) -> None:
         raise BuildError(
             f"{archive} is not the pinned {pin.requirement} and was removed:\n"
             f"  expected sha256 {pin.sha256}, {pin.size} bytes\n"
-            f"  found    sha256 {digest}, {size} bytes\nRun the command again to fetch it anew."
+            f"  found    sha256 {digest}, {size} bytes\nRun the command again to download it."
         )
 
 
 def unpack(archive: Path, prefix: str, tree: Path) -> None:
-    """Unpacks the regular files below `prefix` into `tree`, all or nothing, mtimes kept."""
+    """Unpack the regular files below `prefix` into `tree` in one step; keeps their times."""
     tree.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=tree.parent, prefix=".new-"))
     try:
@@ -159,8 +169,7 @@ def _unpack_member(
         return
     target = draft / inner
     target.parent.mkdir(parents=True, exist_ok=True)
-    data = members.extractfile(member)
-    assert data is not None  # isreg() said so
+    data = cast("IO[bytes]", members.extractfile(member))  # never None for a regular file
     with data, open(target, "wb") as file:
         shutil.copyfileobj(data, file)
     target.chmod(0o755 if member.mode & 0o100 else 0o644)

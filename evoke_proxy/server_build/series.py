@@ -1,7 +1,10 @@
-"""Our patch series: what it consists of, and what it makes of a given source tree.
+"""Applies our patch series, and keeps the compiled tree equal to its result.
 
-Nothing here edits the tree that is compiled. The touched files are copied aside, patched there
-with strict context, and only a series that applied whole is handed on.
+A series is applied to copies of the files it changes, with strict context, and only a series that
+applies completely reaches the tree that is compiled. There a file is written only if its content
+differs: ninja and make go by modification times, so the stock and the patched server can share a
+build tree. Nothing records what was applied: the tree is compared with its target, so an
+incomplete edit is repaired by the next run.
 """
 
 from __future__ import annotations
@@ -24,14 +27,19 @@ _SOURCE_SUFFIXES = (".h", ".cpp")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Numbered patches in order, and our own sources with the place each is copied to."""
+    """A patch series.
+
+    Attributes:
+        patches: The numbered patches, in order.
+        sources: Our own C++ files, each with the path it is copied to.
+    """
 
     patches: tuple[Path, ...] = ()
     sources: tuple[tuple[Path, str], ...] = ()
 
     @property
     def digest(self) -> str:
-        """A hash over every name and byte of the series."""
+        """A hash over all names and contents of the series."""
         digest = hashlib.sha256()
         for path in (*self.patches, *(source for source, _ in self.sources)):
             data = path.read_bytes()
@@ -44,7 +52,13 @@ STOCK = Series()
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """The files a series changes: the new ones lie under `directory`, `removed` are gone."""
+    """The files that a series changes.
+
+    Attributes:
+        directory: Where the changed and new files are.
+        files: Their paths, relative to `directory`.
+        removed: Paths of deleted files.
+    """
 
     directory: Path
     files: frozenset[str]
@@ -52,14 +66,14 @@ class Overlay:
 
 
 def patches_dir() -> Path:
-    """Where the patches lie: shipped inside an installed package, or beside it in a checkout."""
+    """The directory of the patches: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     shipped = package / "_patches"
     return shipped if shipped.is_dir() else package.parent / "patches"
 
 
 def read_series(directory: Path) -> Series:
-    """The series in `directory`; BuildError if it has no patch or a source of unknown home."""
+    """Read the series in `directory`; BuildError without patches or for a misnamed source."""
     patches = tuple(sorted(directory.glob("[0-9][0-9][0-9][0-9]-*.patch")))
     if not patches:
         raise BuildError(f"no NNNN-*.patch in {directory}: incomplete checkout or installation")
@@ -70,13 +84,15 @@ def read_series(directory: Path) -> Series:
 def _home(source: Path) -> str:
     home = SOURCE_HOMES.get(source.name.split("-")[0])
     if home is None:
-        known = " or ".join(f"{word}-*" for word in SOURCE_HOMES)
-        raise BuildError(f"{source}: cannot tell where it belongs; call it {known}")
+        names = " or ".join(f"{word}-*" for word in SOURCE_HOMES)
+        raise BuildError(
+            f"{source}: its name must begin with {names}, which selects the upstream directory"
+        )
     return f"{home}/{source.name}"
 
 
 def make_overlay(series: Series, source: Path, scratch: Path, git: str) -> Overlay:
-    """Applies `series` to copies of the files it touches, under the empty directory `scratch`.
+    """Apply `series` to copies of the files it changes, under the empty directory `scratch`.
 
     `source` is only read. Raises BuildError naming the patch that does not apply.
     """
@@ -106,16 +122,16 @@ def _touched(patch: Path, tree: Path, git: str) -> list[str]:
 
 
 def apply_patch(patch: Path, tree: Path, git: str) -> bool:
-    """Applies one patch to `tree`, all or nothing; False when it was there already.
+    """Apply one patch to `tree` completely; returns False when it was applied before.
 
-    Context must match exactly: an inexact place is how hooks end up in the wrong function.
+    The context must match exactly, because an inexact match can put a hook into another function.
     """
     if git_apply(git, tree, "--reverse", "--check", str(patch)).returncode == 0:
         return False
     done = git_apply(git, tree, str(patch))
     if done.returncode != 0:
         raise BuildError(
-            f"{patch.name} neither applies to this llama.cpp nor is applied already:\n"
+            f"{patch.name} does not apply to this llama.cpp and was not applied before:\n"
             f"{done.stderr.strip()}\n"
             f"The patches are written for the pin in LLAMA_CPP_VERSION; "
             f"patches/README.md says how to refresh them for another version."
@@ -124,7 +140,7 @@ def apply_patch(patch: Path, tree: Path, git: str) -> bool:
 
 
 def git_apply(git: str, tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `git apply` in `tree` as a plain directory."""
+    """Run `git apply` in `tree`, treated as a plain directory."""
     command = [git, "apply", "--whitespace=nowarn", *arguments]
     return subprocess.run(
         command, cwd=tree, env=plain_git_environment(tree), capture_output=True, text=True
@@ -132,11 +148,11 @@ def git_apply(git: str, tree: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def plain_git_environment(tree: Path) -> dict[str, str]:
-    """An environment in which git takes `tree` for a plain directory, not part of a repository.
+    """An environment in which git treats `tree` as a plain directory, outside any repository.
 
-    Inside somebody's repository `git apply` skips every file and reports success, and cmake would
-    write that repository's commit into the server's version. A user's git settings may also
-    loosen how patches apply.
+    Inside a repository `git apply` skips every file and reports success, and cmake writes that
+    repository's commit into the server's version. The user's git settings may also relax how
+    patches apply.
     """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     ceiling = os.pathsep.join({str(tree.parent), str(tree.parent.resolve())})
@@ -144,13 +160,13 @@ def plain_git_environment(tree: Path) -> dict[str, str]:
     return {**kept, **quiet, "GIT_CEILING_DIRECTORIES": ceiling}
 
 
-# Never read by the build of the server: two thirds of the bytes, and other people's build trees.
+# The build of the server never reads these: two thirds of the bytes, and build trees of others.
 _SKIPPED_TOP = frozenset({"docs", "models", "media", "out"})
 _SKIPPED = frozenset({".git", "__pycache__", "node_modules", ".venv"})
 
 
 def source_files(root: Path) -> Iterator[str]:
-    """Relative paths of the files of a llama.cpp tree that a build may read, in sorted order."""
+    """Relative paths of the files in a llama.cpp tree that a build may read, sorted."""
     for directory, names, files in os.walk(root):
         top = Path(directory) == root
         names[:] = sorted(name for name in names if not _skipped(name, top))
@@ -174,10 +190,10 @@ def content_hash(root: Path) -> str:
 
 
 def mirror(source: Path, overlay: Overlay | None, tree: Path) -> int:
-    """Makes `tree` equal to `source` with `overlay` on top; returns how many files it changed.
+    """Make `tree` equal to `source` with `overlay` on top; returns the number of changed files.
 
-    The first copy keeps modification times, which makes every later comparison cheap. After that
-    a written file is always newer than anything compiled from what it replaces.
+    The first copy keeps modification times, so later comparisons are cheap. After that a written
+    file is newer than everything compiled from its predecessor.
     """
     fresh = not tree.exists()
     origins = {name: source / name for name in source_files(source)}

@@ -1,4 +1,4 @@
-"""Finds the tools of the build and decides the cmake flags that fit this machine."""
+"""Finds the build tools and chooses the cmake flags for this machine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _COMMON_FLAGS = (
 )
 
 
-# What each kind of sanitizer finds ends the server or is written to its log; asserts are on. The
-# file says which code has them. OpenMP's own synchronisation is invisible to the thread sanitizer.
+# A finding ends the server or is written to its log; asserts are enabled. The included file names
+# the code to instrument. The thread sanitizer cannot see OpenMP's synchronisation.
 _SANITIZERS = Path(__file__).with_name("sanitize.cmake")
 _INCLUDED = f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_SANITIZERS}"
 SANITIZERS = {
@@ -44,7 +44,16 @@ SANITIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """The programs of a build, its cmake flags, and what else the result depends on."""
+    """The programs and flags of a build.
+
+    Attributes:
+        cmake: Path of cmake.
+        git: Path of git.
+        generator: Generator of cmake.
+        flags: Flags of cmake.
+        compiler: Version of the compilers.
+        cpu: Instruction set of this machine.
+    """
 
     cmake: str
     git: str
@@ -59,7 +68,7 @@ class Toolchain:
 
 
 def find_toolchain(cuda: bool, sanitize: str = "") -> Toolchain:
-    """What this machine builds with; BuildError naming the packages to install if it cannot.
+    """Find the tools of this machine; BuildError names the packages to install.
 
     `sanitize` is one of SANITIZERS, or empty for a server without a sanitizer.
     """
@@ -110,7 +119,7 @@ def _compiler_flags(cc: str, cxx: str) -> list[str]:
 
 
 def compiler_accepts(compiler: str, flags: tuple[str, ...]) -> bool:
-    """Whether `compiler` takes `flags`, asked by preprocessing nothing with errors for unknowns."""
+    """Whether `compiler` accepts `flags`; tries them on an empty input."""
     command = [compiler, *flags, "-Werror", "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -147,7 +156,7 @@ def _visible_gpus() -> str:
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The instruction set a native build uses: a server built on another CPU must not be reused."""
+    """The instruction set of a native build, which must not run on a CPU without it."""
     features = ""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""What an operator may ask and change, over HTTP."""
+"""The admin API: what operators can see and change, over HTTP."""
 
 from __future__ import annotations
 
@@ -10,155 +10,153 @@ import orjson
 from aiohttp import web
 
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.engine import Front
-from evoke_proxy.engine.front import set_budget
+from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web.coalescing import COALESCER
 from evoke_proxy.web.events import listen
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
-Handler = Callable[[web.Request, Front], Awaitable[web.StreamResponse]]
-# How the tenant of requests without a key is written in a path.
-_NOBODY = "-"
-# Rows of the list of sessions that are made before the event loop has its turn.
-_ROWS_AT_ONCE = 32
+Handler = Callable[[web.Request, Admin], Awaitable[web.StreamResponse]]
+# Stands in a path for the tenant of requests without a key.
+_NO_TENANT = "-"
+# Rows of the list of sessions that are made before other tasks run.
+_ROWS_PER_STEP = 32
 
 
 def json_answer(answer: object, status: int = 200) -> web.Response:
-    """Any value as an answer that nobody keeps; bytes are JSON already."""
+    """A JSON response that must not be cached; bytes are sent as they are."""
     body = answer if isinstance(answer, bytes) else orjson.dumps(answer)
     response = web.Response(status=status, body=body, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
     return response
 
 
-def same_site(request: web.Request) -> None:
-    """Raises RequestError when a page of another site has a browser ask this."""
+def require_same_site(request: web.Request) -> None:
+    """Raise RequestError (403) for a request that a page of another site has made."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        raise RequestError("not from another site", "cross_site", 403)
+        raise RequestError("requests from pages of other sites are refused", "cross_site", 403)
 
 
-async def _status(_: web.Request, engine: Front) -> web.StreamResponse:
-    state = {"mode": engine.mode, "draining": engine.shared.draining}
-    return json_answer(engine.operator.status() | state)
+async def _get_status(_: web.Request, admin: Admin) -> web.StreamResponse:
+    return json_answer(admin.status())
 
 
-async def _list(request: web.Request, engine: Front) -> web.StreamResponse:
-    async def listed() -> bytes:
+async def _list_sessions(request: web.Request, admin: Admin) -> web.StreamResponse:
+    async def make() -> bytes:
         rows = []
-        for row in engine.operator.rows():
+        for row in admin.rows():
             rows.append(row)
-            if len(rows) % _ROWS_AT_ONCE == 0:
+            if len(rows) % _ROWS_PER_STEP == 0:
                 await asyncio.sleep(0)
         return orjson.dumps({"sessions": rows})
 
-    return json_answer(await request.app[COALESCER].get("sessions", listed))
+    return json_answer(await request.app[COALESCER].get("sessions", make))
 
 
-async def _show(request: web.Request, engine: Front) -> web.StreamResponse:
+async def _get_session(request: web.Request, admin: Admin) -> web.StreamResponse:
     id = _id(request)
 
-    async def shown() -> bytes:
-        return orjson.dumps(await engine.operator.show(id))
+    async def make() -> bytes:
+        return orjson.dumps(await admin.show(id))
 
-    return json_answer(await request.app[COALESCER].get(f"session {id}", shown))
+    return json_answer(await request.app[COALESCER].get(f"session {id}", make))
 
 
-async def _change(request: web.Request, engine: Front) -> web.StreamResponse:
-    """`{"pinned": bool, "budget": tokens | null | "default"}`, either or both."""
-    asked, id = await _body(request, {"pinned", "budget"}), _id(request)
-    budget = _budget(asked["budget"], own=True) if "budget" in asked else None
-    pinned = _flag(asked["pinned"], "pinned") if "pinned" in asked else None
-    if "budget" in asked:
-        engine.operator.set_budget(id, budget, own=asked["budget"] != "default")
+async def _change_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Body: `{"pinned": bool, "budget": tokens | null | "default"}`, either or both."""
+    body, id = await _json_body(request, {"pinned", "budget"}), _id(request)
+    budget = _budget(body["budget"], allows_default=True) if "budget" in body else None
+    pinned = _flag(body["pinned"], "pinned") if "pinned" in body else None
+    if "budget" in body:
+        admin.set_budget(id, budget, own=body["budget"] != "default")
     if pinned is not None:
-        engine.operator.pin(id, pinned)
-    return await _show(request, engine)
+        admin.pin(id, pinned)
+    return await _get_session(request, admin)
 
 
-async def _delete(request: web.Request, engine: Front) -> web.StreamResponse:
-    return json_answer(await engine.operator.delete(_id(request)))
+async def _delete_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    return json_answer(await admin.delete(_id(request)))
 
 
-async def _export(request: web.Request, engine: Front) -> web.StreamResponse:
-    pieces = await engine.operator.export(_id(request))
+async def _export_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    pieces = await admin.export(_id(request))
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})
     response.content_type = "application/x-tar"
     response.headers["Content-Disposition"] = f'attachment; filename="{_id(request)}.tar"'
-    piece = await _next(pieces)  # what is wrong from the start is an error, not half an archive
+    piece = await _next_piece(pieces)  # fails before the head of the response is sent
     await response.prepare(request)
     while piece is not None:
         await request.app[SLOW_CLIENT_GUARD].write(request, response, piece)
-        piece = await _next(pieces)
+        piece = await _next_piece(pieces)
     return response
 
 
-async def _blocks(request: web.Request, engine: Front) -> web.StreamResponse:
-    """`{"action": "pin" | "unpin" | "drop", "p0": start, "p1": end}`, positions of the prompt."""
-    asked, id = await _body(request, {"action", "p0", "p1"}), _id(request)
-    span = _span(asked.get("p0"), asked.get("p1"))
-    match asked.get("action"):
+async def _change_blocks(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Body: `{"action": "pin" | "unpin" | "drop", "p0": start, "p1": end}`, prompt positions."""
+    body, id = await _json_body(request, {"action", "p0", "p1"}), _id(request)
+    span = _span(body.get("p0"), body.get("p1"))
+    match body.get("action"):
         case "pin" | "unpin" as action:
-            engine.operator.pin_block(id, span, action == "pin")
+            admin.pin_block(id, span, action == "pin")
         case "drop":
-            await engine.operator.drop_block(id, span)
+            await admin.drop_block(id, span)
         case _:
             raise RequestError("action: must be pin, unpin or drop")
-    return await _show(request, engine)
+    return await _get_session(request, admin)
 
 
-async def _set_budget(request: web.Request, engine: Front) -> web.StreamResponse:
-    """`{"budget": tokens | null}` for every session without one of its own."""
-    asked = await _body(request, {"budget"})
-    if "budget" not in asked:
+async def _set_default_budget(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Body: `{"budget": tokens | null}`, for every session without a budget of its own."""
+    body = await _json_body(request, {"budget"})
+    if "budget" not in body:
         raise RequestError("budget: must be there")
-    set_budget(engine, _budget(asked["budget"], own=False))
-    return await _status(request, engine)
+    admin.set_default_budget(_budget(body["budget"], allows_default=False))
+    return await _get_status(request, admin)
 
 
-async def _wipe(request: web.Request, engine: Front) -> web.StreamResponse:
+async def _wipe_tenant(request: web.Request, admin: Admin) -> web.StreamResponse:
     tenant = request.match_info["tenant"]
-    return json_answer(await engine.operator.wipe("" if tenant == _NOBODY else tenant))
+    return json_answer(await admin.wipe("" if tenant == _NO_TENANT else tenant))
 
 
-async def _servers(_: web.Request, engine: Front) -> web.StreamResponse:
-    """None where there is only one."""
-    several = engine.servers
-    return json_answer({"servers": several.rows() if several is not None else []})
+async def _list_servers(_: web.Request, admin: Admin) -> web.StreamResponse:
+    """The list is empty where there is only one server."""
+    return json_answer({"servers": admin.server_rows()})
 
 
-async def _change_server(request: web.Request, engine: Front) -> web.StreamResponse:
-    """`{"draining": bool}`."""
-    asked, several = await _body(request, {"draining"}), engine.servers
-    if several is None:
-        raise RequestError("there is only one server", "unknown_server", 404)
-    draining = _flag(asked["draining"], "draining")
-    return json_answer(several.drain(request.match_info["name"], draining))
+async def _change_server(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Body: `{"draining": bool}`."""
+    body = await _json_body(request, {"draining"})
+    draining = _flag(body["draining"], "draining")
+    return json_answer(admin.drain(request.match_info["name"], draining))
 
 
-async def _next(pieces: Iterator[bytes]) -> bytes | None:
+async def _next_piece(pieces: Iterator[bytes]) -> bytes | None:
     return await asyncio.to_thread(next, pieces, None)
 
 
-async def _body(request: web.Request, known: set[str]) -> dict[str, Any]:
-    """A JSON object of these keys; of this type, which no page of another site can send."""
+async def _json_body(request: web.Request, keys: set[str]) -> dict[str, Any]:
+    """The body, a JSON object with some of these keys.
+
+    Only `application/json` is accepted: a page of another site cannot send it.
+    """
     if request.content_type != "application/json":
         raise RequestError("Content-Type must be application/json", status=415)
     try:
-        asked = orjson.loads(await request.read())
+        body = orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not JSON: {error}", "invalid_json") from error
-    if not isinstance(asked, dict) or not asked or not asked.keys() <= known:
-        raise RequestError(f"the request body must be an object with {' or '.join(sorted(known))}")
-    return asked
+    if not isinstance(body, dict) or not body or not body.keys() <= keys:
+        raise RequestError(f"the request body must be an object with {' or '.join(sorted(keys))}")
+    return body
 
 
 def _id(request: web.Request) -> str:
     return request.match_info["id"]
 
 
-def _budget(value: object, own: bool) -> int | None:
-    if value is None or (own and value == "default"):
+def _budget(value: object, allows_default: bool) -> int | None:
+    if value is None or (allows_default and value == "default"):
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -178,18 +176,18 @@ def _span(start: object, end: object) -> Span:
 
 
 _SESSION = "/evoke/sessions/{id}"
-# Method and path of everything that the guard stands before.
+# Method and path of every handler that only operators may reach.
 ROUTES: tuple[tuple[tuple[str, str], Handler], ...] = (
-    (("GET", "/evoke/status"), _status),
+    (("GET", "/evoke/status"), _get_status),
     (("GET", "/evoke/events"), listen),
-    (("GET", "/evoke/sessions"), _list),
-    (("GET", _SESSION), _show),
-    (("PATCH", _SESSION), _change),
-    (("DELETE", _SESSION), _delete),
-    (("GET", f"{_SESSION}/export"), _export),
-    (("POST", f"{_SESSION}/blocks"), _blocks),
-    (("GET", "/evoke/servers"), _servers),
+    (("GET", "/evoke/sessions"), _list_sessions),
+    (("GET", _SESSION), _get_session),
+    (("PATCH", _SESSION), _change_session),
+    (("DELETE", _SESSION), _delete_session),
+    (("GET", f"{_SESSION}/export"), _export_session),
+    (("POST", f"{_SESSION}/blocks"), _change_blocks),
+    (("GET", "/evoke/servers"), _list_servers),
     (("PATCH", "/evoke/servers/{name}"), _change_server),
-    (("PUT", "/evoke/budget"), _set_budget),
-    (("DELETE", "/evoke/tenants/{tenant}"), _wipe),
+    (("PUT", "/evoke/budget"), _set_default_budget),
+    (("DELETE", "/evoke/tenants/{tenant}"), _wipe_tenant),
 )

@@ -1,4 +1,4 @@
-"""The aiohttp application: which request goes where, one place for errors, one line per request."""
+"""The aiohttp application: middlewares, routes, and the mapping of errors to responses."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from evoke_proxy.engine import Front
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
 from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
-from evoke_proxy.web import admin, connections, dialects, logs, relay
+from evoke_proxy.web import admin, connections, endpoints, error_responses, logs, relay
 from evoke_proxy.web.active_requests import ACTIVE_REQUESTS, ActiveRequests
 from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.client_access import ACCESS, Access, client_access_check
 from evoke_proxy.web.coalescing import COALESCER, RequestCoalescer
-from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess, apart
-from evoke_proxy.web.request_bodies import BODY_BUDGET, CHECKER, measured, read_body
+from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess, admin_only_address
+from evoke_proxy.web.request_bodies import BODY_BUDGET, CHECKER, measure_parts, read_body
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD, SlowClientGuard, body_deadline
 
 _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# What nginx calls a client that closed its connection before the answer.
-_CLIENT_GONE = 499
+# The status that nginx logs for a client that disconnected before the answer.
+_STATUS_DISCONNECTED = 499
 
 
 def create_app(engine: Front) -> web.Application:
-    """The proxy in front of `engine`, which the caller has entered and will close."""
+    """Make the application in front of `engine`, which the caller enters and leaves.
+
+    Each request passes the middlewares in the order of their list: the first is the outermost.
+    """
     limits = engine.config.limits
     middlewares = [
-        _accounted(engine),
+        _measure_and_log(engine),
         body_deadline,
-        _translated(engine),
-        connections.checked_head(limits),
-        apart,
+        _map_errors(engine),
+        connections.check_head(limits),
+        admin_only_address,
         client_access_check,
     ]
     limit = limits.body_bytes
@@ -64,24 +67,24 @@ def _dispatch(engine: Front) -> _Handler:
 
 
 async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
-    if request.method == "POST" and request.path in dialects.ANSWER_PATHS:
-        return await answer_chat(request, engine, dialects.ANSWER_PATHS[request.path])
-    if request.method == "POST" and request.path in dialects.COUNT_PATHS:
-        return await answer_count(request, engine, dialects.COUNT_PATHS[request.path])
-    if request.path in dialects.HEALTH_PATHS:
+    if request.method == "POST" and request.path in endpoints.ANSWER_PATHS:
+        return await answer_chat(request, engine, endpoints.ANSWER_PATHS[request.path])
+    if request.method == "POST" and request.path in endpoints.COUNT_PATHS:
+        return await answer_count(request, engine, endpoints.COUNT_PATHS[request.path])
+    if request.path in endpoints.HEALTH_PATHS:
         return await relay.health(request, engine.upstream)
-    # With keys everything that tenants may send is read; without, where it sets parameters. The
-    # structure of other bodies is measured while they are forwarded.
-    checked = request.path in dialects.JSON_PATHS or request.path in dialects.FORM_PATHS
-    if request.method == "POST" and (checked or engine.config.security.keys_file):
+    # A body that sets parameters is read and checked whole, as is every body where clients have
+    # keys. The structure of other bodies is measured while they are forwarded.
+    is_checked = request.path in endpoints.JSON_PATHS or request.path in endpoints.FORM_PATHS
+    if request.method == "POST" and (is_checked or engine.config.security.keys_file):
         async with read_body(request, engine.config) as body:
             return await relay.passthrough(request, engine.upstream, body)
-    streamed = measured(request, engine.config) if request.can_read_body else None
+    streamed = measure_parts(request, engine.config) if request.can_read_body else None
     return await relay.passthrough(request, engine.upstream, streamed)
 
 
-def _translated(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """The one place where our errors become answers."""
+def _map_errors(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """A middleware that maps the errors of handlers to responses; no other place does."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -96,16 +99,16 @@ def _translated(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
             failure = _too_large(engine)
         except web.HTTPException as error:
             failure = RequestError(error.text or error.reason, "not_found", error.status)
-        except ConnectionResetError:  # the client is gone: nobody reads this
-            return web.Response(status=_CLIENT_GONE)
+        except ConnectionResetError:  # the client has disconnected and reads no response
+            return web.Response(status=_STATUS_DISCONNECTED)
         except Exception:
             _log.exception("unexpected failure in %s %r", request.method, request.path)
             failure = EvokeError("evoke-proxy failed; see its log")
         if request.writer.output_size and request.transport is not None:
-            # Part of an answer is out: a second head would be read as its body.
+            # Part of an answer is sent: the head of another would be read as its body.
             _log.warning("answer to %s %r broke off: %s", request.method, request.path, failure)
             request.transport.abort()
-        return dialects.error_response(request.path, failure)
+        return error_responses.error_response(request.path, failure)
 
     return middleware
 
@@ -116,10 +119,12 @@ def _too_large(engine: Front) -> EvokeError:
     return RequestError(message, "request_too_large", 413)
 
 
-def _accounted(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _measure_and_log(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """A middleware that counts each request, measures its time, and logs one line about it."""
+
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        began, status = time.monotonic(), _CLIENT_GONE
+        began, status = time.monotonic(), _STATUS_DISCONNECTED
         logs.identify(request)
         logs.FACTS.set({"decision": "relay"})
         engine.metrics.in_flight.inc()
@@ -127,12 +132,12 @@ def _accounted(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
             response = await handler(request)
             status = response.status
             if isinstance(response, relay.Relayed):
-                status = _CLIENT_GONE if response.client_left else status
+                status = _STATUS_DISCONNECTED if response.client_left else status
                 if response.broken is not None:
                     engine.upstream_failed(response.broken)
             return response
         finally:
-            label, seconds = dialects.endpoint_label(request.path), time.monotonic() - began
+            label, seconds = endpoints.endpoint_label(request.path), time.monotonic() - began
             engine.metrics.in_flight.dec()
             engine.metrics.requests.labels(endpoint=label, code=str(status)).inc()
             engine.metrics.request_seconds.labels(endpoint=label).observe(seconds)
@@ -142,9 +147,9 @@ def _accounted(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
 
 
 def _log_summary(request: web.Request, label: str, status: int, seconds: float) -> None:
-    """One line, never any text of the prompt."""
-    looks = request.method == "GET" and label.startswith("/evoke/")
-    quiet = looks or label in ("/metrics", "/health")
-    what = {"method": request.method, "path": label, "status": status}
-    facts = {**what, **(logs.FACTS.get() or {}), "ms": round(seconds * 1000)}
-    logs.summarize(logging.DEBUG if quiet else logging.INFO, facts)
+    """Log one line about a request, without any text of its prompt."""
+    is_admin_read = request.method == "GET" and label.startswith("/evoke/")
+    is_routine = is_admin_read or label in ("/metrics", "/health")
+    line = {"method": request.method, "path": label, "status": status}
+    facts = {**line, **(logs.FACTS.get() or {}), "ms": round(seconds * 1000)}
+    logs.log_request(logging.DEBUG if is_routine else logging.INFO, facts)

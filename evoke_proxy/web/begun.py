@@ -14,7 +14,7 @@ from multidict import CIMultiDict
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.engine.front import Way
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
-from evoke_proxy.web import dialects
+from evoke_proxy.web import error_responses
 from evoke_proxy.web.relay import Relayed, origin_header
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
@@ -50,7 +50,7 @@ class BegunStream:
             self.response.broken = error
         try:
             if isinstance(error, EvokeError):
-                event = dialects.error_event(self._request.path, error)
+                event = error_responses.error_event(self._request.path, error)
                 await self._request.app[SLOW_CLIENT_GUARD].write(
                     self._request, self.response, event
                 )

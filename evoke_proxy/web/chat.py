@@ -42,9 +42,13 @@ async def _answer_chat(
             if stream.response is not None:
                 await check(reply)
             asked = way.outcome if way.shows and way.marked else None
-            response = await relay.send(
-                request, reply, way.observe, way.headers, asked, stream.response
+            options = relay.RelayOptions(
+                observe=way.observe,
+                headers=way.headers,
+                usage_extra=asked,
+                stream=stream.response,
             )
+            response = await relay.send(request, reply, options)
             if isinstance(response, relay.Relayed) and response.broken is not None:
                 response.broken.counted |= way.has_failed
             return response

@@ -1,4 +1,4 @@
-"""Who may ask what of the proxy, and what llama-server is told of who asks."""
+"""Access control for clients: their keys, the paths open to them, the headers sent on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.tenants.api_keys import Caller, presented
 from evoke_proxy.engine.parsing.tenant import TENANT
 from evoke_proxy.errors import Forbidden, Unauthenticated
-from evoke_proxy.web import dialects
-from evoke_proxy.web.operator_access import OPERATOR_ACCESS, is_ours
+from evoke_proxy.web import endpoints
+from evoke_proxy.web.operator_access import OPERATOR_ACCESS, is_own_route
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
-# The headers that llama-server gets of a client with a key of ours. It reads none but these; of the
-# others X-Conversation-Id would let tenants end each other's streams, and would have a stream go on
-# when its client has gone.
+# The headers that are sent on for a client with a key of the proxy; llama-server reads no others
+# but X-Conversation-Id, which would let tenants end each other's streams, and would let a stream
+# go on after its client has disconnected.
 FORWARDED = frozenset(
     """
     accept accept-encoding accept-language access-control-request-headers
@@ -29,12 +29,12 @@ FORWARDED = frozenset(
     """.split()
 )
 _CALLER = web.RequestKey("caller", Caller)
-# What a tenant may ask of llama-server, spelled just so: it decodes %73lots, so anything else might
-# be a way to what belongs to others (/slots, /lora-adapters, loading and unloading of models).
+# The paths that are open to tenants, compared as they are spelled. llama-server decodes %73lots, so
+# another spelling could reach what tenants share (/slots, /lora-adapters, loading of models).
 _TENANTS = {
     "GET": frozenset(("/props", "/models", "/v1/models")),
-    "POST": dialects.ANSWER_PATHS.keys()
-    | dialects.COUNT_PATHS.keys()
+    "POST": endpoints.ANSWER_PATHS.keys()
+    | endpoints.COUNT_PATHS.keys()
     | frozenset(
         """
         /tokenize /detokenize /apply-template /embedding /embeddings /v1/embeddings /rerank
@@ -47,39 +47,33 @@ _TENANTS["OPTIONS"] = _TENANTS["GET"] | _TENANTS["POST"]
 
 
 class Access:
-    """The rules for clients; every request passes when no keys are configured."""
+    """Checks client keys and maps them to tenants; without configured keys it admits everyone."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError when the file of the keys is of no use."""
+        """Raises ConfigError when the key file cannot be read."""
         named = config.security.keys_file
         self._file = KeyFile(Path(named)) if named else None
         self._api_key = config.upstream.api_key
 
     def check(self, request: web.Request) -> None:
-        """Raises Unauthenticated without a key that counts, Forbidden when the path is for none."""
-        ours = is_ours(request) and request.raw_path.startswith("/evoke/")
-        if (
-            self._file is None or request.raw_path in dialects.HEALTH_PATHS or ours
-        ):  # that has a guard of its own
+        """Raises Unauthenticated without a valid key, Forbidden on a path closed to clients."""
+        # Own routes are client_access_check by OperatorAccess.
+        is_admin_address = is_own_route(request) and request.raw_path.startswith("/evoke/")
+        if self._file is None or request.raw_path in endpoints.HEALTH_PATHS or is_admin_address:
             return
-        if request.method == "OPTIONS" and _for_tenants(request):
-            return  # a browser asks with it whether it may send a key
-        request[_CALLER] = self._caller(request)
-        if not _for_tenants(request):
+        is_open = _is_open_to_tenants(request)
+        if request.method == "OPTIONS" and is_open:
+            return  # a browser's preflight request carries no key
+        request[_CALLER] = _caller(request, self._file)
+        if not is_open:
             raise Forbidden("this path is not open to keys of clients", "evoke_forbidden")
 
-    def _caller(self, request: web.Request) -> Caller:
-        assert self._file is not None
-        keys = self._file.keys
-        found = (keys.caller(key) for key in presented(request.headers))
-        caller = next((caller for caller in found if caller is not None), None)
-        if caller is None:
-            raise Unauthenticated("Invalid API Key")
-        return caller
-
     def forwarded(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
-        """The client's headers as llama-server gets them: all without keys of ours, with keys those
-        in FORWARDED and our own credentials."""
+        """The headers that are sent on to llama-server.
+
+        Without configured keys these are all of the client's. With keys they are those in
+        FORWARDED, and the credentials of the proxy.
+        """
         if self._file is None:
             return headers
         kept = CIMultiDict((k, v) for k, v in headers.items() if k.lower() in FORWARDED)
@@ -87,7 +81,7 @@ class Access:
         return kept
 
     def client(self, request: web.Request) -> Mapping[str, str]:
-        """The headers as the engine is to see them, with the tenant that our key says."""
+        """The client's headers for the engine, with the tenant that its key names."""
         caller = request.get(_CALLER)
         if caller is None:
             return request.headers
@@ -107,12 +101,21 @@ ACCESS = web.AppKey("access", Access)
 
 @web.middleware
 async def client_access_check(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Lets a request through when its key does; the first thing that looks at it."""
+    """Middleware that checks the client's key before anything of the request is processed."""
     if not request.app[OPERATOR_ACCESS].is_admin_address(request):
         request.app[ACCESS].check(request)
     return await handler(request)
 
 
-def _for_tenants(request: web.Request) -> bool:
+def _caller(request: web.Request, file: KeyFile) -> Caller:
+    """The caller that a key of the request names; Unauthenticated when none does."""
+    found = (file.keys.caller(key) for key in presented(request.headers))
+    caller = next((caller for caller in found if caller is not None), None)
+    if caller is None:
+        raise Unauthenticated("Invalid API Key")
+    return caller
+
+
+def _is_open_to_tenants(request: web.Request) -> bool:
     path = request.raw_path.partition("?")[0]
     return path == request.path and path in _TENANTS.get(request.method, frozenset())

@@ -18,7 +18,7 @@ from aiohttp.web_protocol import RequestHandler
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.errors import CapacityError
 from evoke_proxy.web.connections import ClientConnection, peer_of
-from evoke_proxy.web.dialects import error_response
+from evoke_proxy.web.error_responses import error_response
 
 # Descriptors for everything else: idle connections to llama-server, the index, files, logs.
 _OTHER_FILES = 256

@@ -1,4 +1,4 @@
-"""Connections of clients: bounds on their heads, and a deadline for every write to them."""
+"""Client connections: limits on request heads, and a time limit for every write."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import request_head
 from evoke_proxy.errors import MethodRefused, RequestError
-from evoke_proxy.web import dialects
+from evoke_proxy.web import error_responses
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_LINE = re.compile(rb"([!-~]{1,32}) (/[!-~]{0,64})")
 _SEPARATOR = len(": ")
-# A client with IPv6 has a network of this prefix to itself.
+# The prefix length of the network that one IPv6 client has to itself.
 _V6_PREFIX = 64
 
 
-def checked_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """A middleware that refuses heads over the limits, and bytes that could be misread."""
+def check_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """A middleware that refuses heads above the limits, and ambiguous bytes in them."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -38,7 +38,7 @@ def checked_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResp
 
 
 def peer_of(transport: asyncio.BaseTransport) -> str:
-    """The address at the other end of a connection; of IPv6 the network, which is one client's."""
+    """The IPv4 address, or the IPv6 network, of the client; empty when there is none."""
     found = transport.get_extra_info("peername")
     if not isinstance(found, tuple):
         return ""
@@ -52,9 +52,9 @@ def peer_of(transport: asyncio.BaseTransport) -> str:
 class ClientConnection(RequestHandler):
     """One connection of a client.
 
-    It is cut off when what was written to it is not read within `limits.write_timeout_s`, whatever
-    was written: also an error, also by aiohttp itself, and also while the connection is closing.
-    A request that cannot be parsed is answered in the dialect of its path.
+    It is closed when written bytes are not read within `limits.write_timeout_s`. That holds for
+    errors, for what aiohttp itself writes, and while the connection is closing. A request that
+    cannot be parsed is answered with an error in the format of its path.
     """
 
     def __init__(self, manager: web.Server, limits: LimitsConfig, metrics: Metrics, **options: Any):
@@ -62,12 +62,12 @@ class ClientConnection(RequestHandler):
         self._limits = limits
         self._dropped = metrics.clients_dropped.labels(reason="slow_reader")
         self._socket: asyncio.Transport | None = None
-        self._write_due: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         self._request_line = (b"", b"")
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open, and no request of it has begun beyond its head."""
+        """Whether the connection is open and has no request."""
         is_open = self._socket is not None and not self._socket.is_closing()
         return is_open and self._current_request is None and not self._messages
 
@@ -77,7 +77,7 @@ class ClientConnection(RequestHandler):
         return peer_of(self._socket) if self._socket is not None else ""
 
     def displace(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         if self._socket is not None:
             self._socket.abort()
 
@@ -89,16 +89,18 @@ class ClientConnection(RequestHandler):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._written()
+        self._cancel_timer()
         self._socket = None
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_due = self._loop.call_later(self._limits.write_timeout_s, self._unread)
+        self._write_timer = self._loop.call_later(
+            self._limits.write_timeout_s, self._drop_slow_reader
+        )
 
     def resume_writing(self) -> None:
-        self._written()
+        self._cancel_timer()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -107,8 +109,8 @@ class ClientConnection(RequestHandler):
             if started:
                 self._request_line = (started[1], started[2])
         super().data_received(data)
-        # aiohttp answers what it cannot parse as a request of its own, after the current one. When
-        # it was in the body of the current one, that body never ends.
+        # aiohttp answers bytes that it cannot parse after the current request, as a request of
+        # their own. When they are in the body of the current request, that body never ends.
         request = self._current_request
         if request is not None and self._messages and isinstance(self._messages[-1][0], _ErrInfo):
             if not request.content.is_eof():
@@ -124,20 +126,22 @@ class ClientConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """As of aiohttp, with the body and the status of an error of ours."""
+        """Answer a request that aiohttp cannot parse, with an error of the proxy."""
         plain = super().handle_error(request, status, exc, message)
         if not isinstance(exc, HttpProcessingError):
             return plain
-        response = dialects.error_response(self._request_line[1].decode(), self._refusal(exc))
+        response = error_responses.error_response(
+            self._request_line[1].decode(), self._refusal(exc)
+        )
         response.force_close()
         return response
 
     def _refusal(self, exc: HttpProcessingError) -> RequestError:
         if isinstance(exc, LineTooLong):
-            # The parser tells by its limit which line it was: see ClientServer.
+            # The limit in the error tells whether it was the request line: see ClientServer.
             limit = self._limits.header_bytes
-            too_long = exc.args[1] == limit
-            make = request_head.target_too_long if too_long else request_head.header_too_long
+            is_target = exc.args[1] == limit
+            make = request_head.target_too_long if is_target else request_head.header_too_long
             return make(limit)
         if exc.message.startswith("Too many headers"):
             return request_head.too_many_headers(self._limits.headers)
@@ -146,22 +150,22 @@ class ClientConnection(RequestHandler):
         reason = exc.message.partition("\n")[0]
         return RequestError(f"the request is not valid HTTP: {reason}")
 
-    def _unread(self) -> None:
+    def _drop_slow_reader(self) -> None:
         if self._socket is not None and self._socket.get_write_buffer_size():
             self._dropped.inc()
             self._socket.abort()
 
-    def _written(self) -> None:
-        if self._write_due is not None:
-            self._write_due.cancel()
-            self._write_due = None
+    def _cancel_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
 
 class ClientServer(web.Server):
     """Makes a ClientConnection for each connection."""
 
     def __init__(self, made: web.Server, limits: LimitsConfig, metrics: Metrics) -> None:
-        """As `made`, which has not served yet."""
+        """Take over the options of `made`, which has not served yet."""
         super().__init__(
             made.request_handler,
             request_factory=made.request_factory,

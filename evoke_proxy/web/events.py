@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from evoke_proxy.engine import Front
+from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 # A comment is sent after this time without an event, so that no proxy in between closes the stream.
@@ -17,7 +17,7 @@ _HEADERS = {
 }
 
 
-async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
+async def listen(request: web.Request, admin: Admin) -> web.StreamResponse:
     """Stream every event from now on, or those after the one that `Last-Event-ID` names.
 
     A client that reads too slowly is cut off; all streams end when the proxy stops.
@@ -27,7 +27,7 @@ async def listen(request: web.Request, engine: Front) -> web.StreamResponse:
     await response.prepare(request)
     after = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else None
     guard = request.app[SLOW_CLIENT_GUARD]
-    with engine.feed.subscribe(lambda: guard.drop_slow_reader(request), after) as subscriber:
+    with admin.feed.subscribe(lambda: guard.drop_slow_reader(request), after) as subscriber:
         while True:
             event = await subscriber.next(_IDLE_S)
             if event is None and subscriber.has_ended:

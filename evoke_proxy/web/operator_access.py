@@ -1,4 +1,4 @@
-"""Who may operate the proxy: asked before everything under /evoke/ but health and readiness."""
+"""Access control for operators: every path under /evoke/ except health and readiness."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class OperatorAccess:
-    """Where the admin comes in, and with which token.
+    """Checks the address and the token of requests to the admin API.
 
-    Until addresses are named, every address is one for the admin too: whoever makes a runner of
-    their own has them to themselves.
+    Until `set_addresses` is called every address counts as an admin address, for an application
+    that is served by a runner of its own.
     """
 
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError when the file of the token is of no use."""
+        """Raises ConfigError when the token file cannot be read."""
         named = config.security.admin_token_file
         setting = "security.admin_token_file"
         self._token = read_token(Path(named), setting) if named else ""
         self._addresses: frozenset[tuple[str, int]] | None = None
 
-    def open_at(self, addresses: Iterable[Any]) -> None:
-        """From now on only requests to these addresses are the admin's, and to them no others."""
+    def set_addresses(self, addresses: Iterable[Any]) -> None:
+        """Serve the admin API on these addresses only, and nothing else there."""
         self._addresses = frozenset((str(host), int(port)) for host, port, *_ in addresses)
 
     def is_admin_address(self, request: web.Request) -> bool:
-        """Whether a request came to an address that is the admin's alone."""
-        return bool(self._addresses) and self._at(request)
+        """Whether a request came in on an address that serves the admin API only."""
+        return bool(self._addresses) and self._is_at_admin_address(request)
 
     def admit(self, request: web.Request) -> None:
-        """Raises Forbidden at another address or for another site's page, Unauthenticated without
-        the token."""
-        if self._addresses is not None and not self._at(request):
+        """Return when the request may operate the proxy.
+
+        Raises Forbidden at another address or for the page of another site, and Unauthenticated
+        without the token.
+        """
+        if self._addresses is not None and not self._is_at_admin_address(request):
             raise Forbidden(
                 "this is served where the proxy is operated (security.admin_listen), which it says"
                 " when it starts"
@@ -53,30 +56,29 @@ class OperatorAccess:
         if not self._token:
             _refuse_names(request)
             return
-        # Both as bytes: compare_digest takes no other text than ASCII.
-        shown = (key.encode("utf-8", "replace") for key in presented(request.headers))
-        if not any([hmac.compare_digest(key, self._token.encode()) for key in shown]):
+        # As bytes: compare_digest accepts only ASCII text.
+        keys = (key.encode("utf-8", "replace") for key in presented(request.headers))
+        if not any([hmac.compare_digest(key, self._token.encode()) for key in keys]):
             raise Unauthenticated("the token of the admin is missing or wrong")
 
-    def _at(self, request: web.Request) -> bool:
-        assert self._addresses is not None
+    def _is_at_admin_address(self, request: web.Request) -> bool:
+        addresses = self._addresses or frozenset()
         found = request.transport.get_extra_info("sockname") if request.transport else None
         if not isinstance(found, tuple):
             return False
         host, port = str(found[0]), int(found[1])
-        # One that is bound to every address is reached at another than it is bound to.
-        every = {("0.0.0.0", port), ("::", port)}
-        return (host, port) in self._addresses or bool(every & self._addresses)
+        # A socket bound to all addresses reports the address that the client used.
+        wildcards = {("0.0.0.0", port), ("::", port)}
+        return (host, port) in addresses or bool(wildcards & addresses)
 
 
 OPERATOR_ACCESS = web.AppKey("door", OperatorAccess)
 
 
 def admit(request: web.Request) -> None:
-    """Return when this request may see and change what is everybody's; else raise an EvokeError.
+    """Return when a request may operate the proxy; raises Forbidden or Unauthenticated.
 
-    A browser sends the token that its user has typed in as `Authorization: Bearer`, once an answer
-    was 401.
+    After a 401 the admin page asks its user for the token, and sends it as `Authorization: Bearer`.
     """
     request.app[OPERATOR_ACCESS].admit(request)
 
@@ -91,30 +93,35 @@ def is_operator(request: web.Request) -> bool:
 
 
 def admit_page(request: web.Request) -> None:
-    """As `admit`, for the files of the page: they say nothing, and a browser asks for them before
-    anybody can have typed in a token."""
+    """Like `admit`, without a token: for the static files of the page, which hold no secrets."""
     with suppress(Unauthenticated):
         admit(request)
 
 
-def is_ours(request: web.Request) -> bool:
-    """Whether a handler of ours gets it: what a path begins with does not say where it leads."""
+def is_own_route(request: web.Request) -> bool:
+    """Whether the proxy answers the request itself.
+
+    The matched route decides: an encoded path may begin like one and lead elsewhere.
+    """
     resource = request.match_info.route.resource
-    leads = resource.canonical if resource is not None else ""
-    return leads.startswith("/evoke/") or leads in ("/evoke", "/metrics")
+    route = resource.canonical if resource is not None else ""
+    return route.startswith("/evoke/") or route in ("/evoke", "/metrics")
 
 
 @web.middleware
-async def apart(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """At an address of the admin nothing goes on to llama-server: it asks nobody for a key."""
-    if request.app[OPERATOR_ACCESS].is_admin_address(request) and not is_ours(request):
+async def admin_only_address(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Middleware that relays nothing from admin addresses, where no client keys are checked."""
+    if request.app[OPERATOR_ACCESS].is_admin_address(request) and not is_own_route(request):
         raise RequestError("this address is for the admin alone", "not_found", 404)
     return await handler(request)
 
 
 def _refuse_names(request: web.Request) -> None:
-    """Without a token, a page of somebody else could have a browser ask us under a name of its
-    own that leads here; it cannot do so under a number."""
+    """Accept only an IP address or localhost as the Host of a request without a token.
+
+    This prevents DNS rebinding: the page of another site can make a browser send requests here
+    under its own host name, but not under an IP address.
+    """
     host = ""
     try:
         host = urlsplit(f"//{request.host}").hostname or ""

@@ -1,4 +1,4 @@
-"""The files of the page: a browser gets nothing else, and asks nobody else for anything."""
+"""The static files of the operators' page, which loads nothing from anywhere else."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _HEADERS = {
 
 
 def routes() -> list[web.RouteDef]:
-    """The page at /evoke/, and what it is made of."""
+    """The routes of the page at /evoke/ and of its files."""
 
     async def page(request: web.Request) -> web.StreamResponse:
         admit_page(request)
         return _answer(request, "index.html")
 
-    async def part(request: web.Request) -> web.StreamResponse:
+    async def file(request: web.Request) -> web.StreamResponse:
         admit_page(request)
         return _answer(request, request.match_info["name"])
 
-    async def bare(_: web.Request) -> web.StreamResponse:
+    async def redirect(_: web.Request) -> web.StreamResponse:
         return web.Response(status=308, headers={"Location": "/evoke/"})
 
     return [
-        web.get("/evoke", bare),
+        web.get("/evoke", redirect),
         web.get("/evoke/", page),
-        web.get("/evoke/page/{name}", part),
+        web.get("/evoke/page/{name}", file),
     ]
 
 

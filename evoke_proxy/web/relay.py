@@ -1,4 +1,4 @@
-"""Bytes between the client and llama-server, unchanged in both directions."""
+"""Relays bytes between the client and llama-server, unchanged in both directions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import HttpVersion11, hdrs, web
@@ -21,36 +22,39 @@ from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 _log = logging.getLogger(__name__)
 
-# RFC 9110 7.6.1: these speak about one connection, and each side of us has its own.
+# Headers about a single connection (RFC 9110 7.6.1): the proxy has one on each side.
 _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     " transfer-encoding upgrade".split()
 )
-# Host is the upstream's; Expect was already answered by our own 100 Continue.
+# Host names the upstream; the proxy has answered Expect with a 100 Continue of its own.
 _REQUEST_ONLY = frozenset(("host", "expect"))
 _FRAMING = frozenset(("content-length", "content-encoding"))
-# aiohttp fills these in when absent; a faithful relay takes them out again.
-_FILLED_IN = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
+# Headers that aiohttp adds to a response without them; the relay removes them again.
+_ADDED_HEADERS = (hdrs.CONTENT_TYPE, hdrs.SERVER, hdrs.DATE)
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9.:\[\]_-]{1,255}")
 _HEALTH_METHODS = ("GET", "HEAD", "OPTIONS")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Relayed(web.StreamResponse):
-    """An answer of llama-server on its way to the client.
+    """An answer of llama-server that is relayed to the client.
 
-    `broken` says why it broke off upstream, `client_left` that the client was gone before its end.
+    Attributes:
+        absent: Headers that the answer lacks and aiohttp would add.
+        broken: The error that ended the answer upstream; None when it was complete.
+        client_left: Whether the client disconnected before the end.
     """
 
     def __init__(self, status: int, reason: str, headers: CIMultiDict[str]) -> None:
         super().__init__(status=status, reason=reason, headers=headers)
-        self.absent = tuple(name for name in _FILLED_IN if name not in headers)
+        self.absent = tuple(name for name in _ADDED_HEADERS if name not in headers)
         self.broken: UpstreamError | None = None
         self.client_left = False
 
 
 async def remove_added_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """Take out the headers aiohttp added; a signal handler of `on_response_prepare`."""
+    """Remove the headers that aiohttp added; a signal handler of `on_response_prepare`."""
     if isinstance(response, Relayed):
         for name in response.absent:
             response.headers.popall(name, None)
@@ -59,21 +63,21 @@ async def remove_added_headers(_: web.Request, response: web.StreamResponse) -> 
 def request_headers(
     request: web.Request, dropped: frozenset[str] = frozenset()
 ) -> CIMultiDict[str]:
-    """The client's headers without those that end at this hop."""
+    """The client's headers to send on: without those about its connection, and `dropped`."""
     kept = _without(request.headers.copy(), _HOP_BY_HOP | _REQUEST_ONLY | dropped)
     return request.app[ACCESS].forwarded(kept)
 
 
 def end_to_end_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """The headers of an answer that are not about its connection or its framing."""
+    """The headers of an answer, without those about its connection and its framing."""
     return _without(CIMultiDict(headers), _HOP_BY_HOP | _FRAMING)
 
 
 def raw_target(request: web.Request) -> str:
     """Path and query exactly as the client spelled them.
 
-    RequestError when they do not begin with a slash: put behind the server's address, they would
-    name another one. And when the path has control characters: no path of llama-server's has.
+    Raises RequestError when they do not begin with a slash, since appended to the address of the
+    server they would name another one, and when the path has control characters.
     """
     if _CONTROL.search(request.path):
         raise RequestError("the path has control characters")
@@ -87,23 +91,23 @@ def raw_target(request: web.Request) -> str:
 async def passthrough(
     request: web.Request, upstream: Way, body: bytes | AsyncIterator[bytes] | None = None
 ) -> web.StreamResponse:
-    """Forward any request with this body, or these parts of one, and stream the answer down."""
+    """Forward a request with this body, or with these parts of one, and relay the answer."""
     headers = request_headers(request)
     async with upstream.open(request.method, raw_target(request), headers, body) as reply:
         return await send(request, reply)
 
 
 def origin_header(request: web.Request) -> dict[str, str]:
-    """The Origin header of a request, if it is one that a browser sends."""
+    """The Origin header of a request, when it is well-formed."""
     origin = request.headers.get("Origin", "")
     return {"Origin": origin} if _ORIGIN.fullmatch(origin) else {}
 
 
 async def health(request: web.Request, upstream: Way) -> web.StreamResponse:
-    """Answer with the health of llama-server, by a call of our own.
+    """Answer with the health of llama-server, from a call of the proxy's own.
 
-    Nothing of the client's request is forwarded, since it needs no key, but a well-formed origin:
-    without it no page could read the answer. Raises MethodRefused for methods but GET, HEAD and
+    The request needs no key, so nothing of it is forwarded except a well-formed origin, without
+    which no page could read the answer. Raises MethodRefused for methods other than GET, HEAD and
     OPTIONS.
     """
     if request.method not in _HEALTH_METHODS:
@@ -112,33 +116,43 @@ async def health(request: web.Request, upstream: Way) -> web.StreamResponse:
         return await send(request, reply)
 
 
-async def send(
-    request: web.Request,
-    reply: Reply,
-    observe: Callable[[bytes], None] | None = None,
-    extra: Mapping[str, str] | None = None,
-    outcome: Mapping[str, Any] | None = None,
-    begun: Relayed | None = None,
-) -> web.StreamResponse:
-    """Relay an answer chunk by chunk; `observe` sees a copy before the client does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayOptions:
+    """What the relay of an answer does besides copying its bytes."""
 
-    Given an `outcome`, the answer's usage gets it, with the books of the turn. `begun` is an event
-    stream that the client was sent already, and that this one continues.
-    When llama-server breaks off, the client's connection is cut too: a clean end would be a lie.
-    Raises UpstreamError when it does before anything of the answer is sent.
+    # Gets each chunk before the client does.
+    observe: Callable[[bytes], None] | None = None
+    # Headers to add to the answer.
+    headers: Mapping[str, str] = field(default_factory=dict)
+    # Goes into the answer's `usage.evoke`, with the token accounting; None leaves the usage as is.
+    usage_extra: Mapping[str, Any] | None = None
+    # An event stream to the client that is open already, which the answer continues.
+    stream: Relayed | None = None
+
+
+_PLAIN = RelayOptions()
+
+
+async def send(
+    request: web.Request, reply: Reply, options: RelayOptions = _PLAIN
+) -> web.StreamResponse:
+    """Relay an answer chunk by chunk.
+
+    When llama-server breaks off, the client's connection is closed in a way that shows the answer
+    to be incomplete. Raises UpstreamError when it breaks off before anything is sent.
     """
-    response = begun or _opened(reply, extra or {})
-    chunks = reply.chunks() if observe is None else _observed(reply, observe)
+    response = options.stream or _response_of(reply, options.headers)
+    chunks = reply.chunks() if options.observe is None else _observed(reply, options.observe)
     try:
-        if outcome is not None:
-            chunks = await _with_books(chunks, response, outcome)
-        if begun is None:
+        if options.usage_extra is not None:
+            chunks = await _with_accounting(chunks, response, options.usage_extra)
+        if options.stream is None:
             await response.prepare(request)
-        patience = request.app[SLOW_CLIENT_GUARD]
+        guard = request.app[SLOW_CLIENT_GUARD]
         async for chunk in chunks:
-            await patience.write(request, response, chunk)
+            await guard.write(request, response, chunk)
     except ConnectionResetError:
-        # Seen by the write before aiohttp could cancel us.
+        # The write fails before aiohttp cancels this handler.
         response.client_left = True
     except UpstreamError as error:
         if not response.prepared:
@@ -148,12 +162,12 @@ async def send(
         if request.transport is not None:
             if request.version >= HttpVersion11:
                 request.transport.close()
-            else:  # there the end of the connection is the end of the answer
+            else:  # in HTTP/1.0 a closed connection ends the answer, so it is reset
                 request.transport.abort()
     return response
 
 
-def _opened(reply: Reply, extra: Mapping[str, str]) -> Relayed:
+def _response_of(reply: Reply, extra: Mapping[str, str]) -> Relayed:
     response = Relayed(reply.status, reply.reason, _without(reply.headers, _HOP_BY_HOP))
     response.headers.update(extra)
     return response
@@ -165,36 +179,39 @@ async def _observed(reply: Reply, observe: Callable[[bytes], None]) -> AsyncIter
         yield chunk
 
 
-async def _with_books(
-    chunks: AsyncIterator[bytes], response: web.StreamResponse, outcome: Mapping[str, Any]
+async def _with_accounting(
+    chunks: AsyncIterator[bytes], response: web.StreamResponse, extra: Mapping[str, Any]
 ) -> AsyncIterator[bytes]:
-    """The chunks with the books of the turn in their usage; a whole answer is read to its end."""
+    """The chunks with the token accounting in their usage.
+
+    An answer that is no event stream is read to its end before its first byte is sent.
+    """
     if "Content-Encoding" in response.headers:
         return chunks
     if response.content_type == "text/event-stream":
-        return _edited(chunks, outcome)
+        return _edited(chunks, extra)
     if response.content_type != "application/json":
         return chunks
     parts = [chunk async for chunk in chunks]
-    tail = _tail_of(parts)
+    tail = _pop_tail(parts)
     edit = with_accounting_in_tail if parts else with_accounting
-    parts.append(edit(tail, outcome))
+    parts.append(edit(tail, extra))
     response.content_length = sum(map(len, parts))
-    return _each(parts)
+    return _pieces(parts)
 
 
-def _tail_of(parts: list[bytes]) -> bytes:
-    """All the parts as one when they are not large, else the last ones; they are taken out."""
+def _pop_tail(parts: list[bytes]) -> bytes:
+    """Take the last parts out, joined; all of them when they are not large."""
     taken, size = list[bytes](), 0
-    whole = sum(map(len, parts)) <= MAX_PARSED_BYTES
-    while parts and (whole or size < TAIL_BYTES):
+    is_small = sum(map(len, parts)) <= MAX_PARSED_BYTES
+    while parts and (is_small or size < TAIL_BYTES):
         taken.append(parts.pop())
         size += len(taken[-1])
     return b"".join(reversed(taken))
 
 
-async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    edit = UsageEditor(outcome)
+async def _edited(chunks: AsyncIterator[bytes], extra: Mapping[str, Any]) -> AsyncIterator[bytes]:
+    edit = UsageEditor(extra)
     async for chunk in chunks:
         # An empty chunk would be the end of the answer.
         if out := edit.feed(chunk):
@@ -203,7 +220,7 @@ async def _edited(chunks: AsyncIterator[bytes], outcome: Mapping[str, Any]) -> A
         yield out
 
 
-async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
+async def _pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
     """The parts in pieces, between which the event loop serves other requests.
 
     A client that reads as fast as this writes would otherwise get all of it in one callback.

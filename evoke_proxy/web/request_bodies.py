@@ -1,4 +1,4 @@
-"""Reads request bodies whole and has them checked, before anything of them is forwarded."""
+"""Reads and checks request bodies before anything of them is forwarded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from aiohttp import web
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.json_shape import Scan
 from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
-from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits, is_form, server_decodes
+from evoke_proxy.engine.parsing.body_checks import BodyChecker, is_form, server_decodes
 from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.errors import BodyMemoryFull, RequestError
-from evoke_proxy.web import dialects
+from evoke_proxy.web import endpoints
 from evoke_proxy.web.client_access import ACCESS
 
-# What may precede a JSON text: white space and a byte order mark.
+# Bytes that may precede a JSON text: white space and a byte order mark.
 _BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
 CHECKER = web.AppKey("checker", BodyChecker)
 BODY_BUDGET = web.AppKey("body_budget", BodyBudget)
@@ -26,14 +26,15 @@ BODY_BUDGET = web.AppKey("body_budget", BodyBudget)
 
 @asynccontextmanager
 async def read_body(request: web.Request, config: Config, copies: int = 1) -> AsyncIterator[bytes]:
-    """The whole body of a request; RequestError when it exceeds a limit of `limits`.
+    """The whole body of a request, counted as memory of its tenant within the block.
 
-    Its structure is measured while it arrives, so what exceeds a limit is not read to its end.
-    Raises HTTPRequestEntityTooLarge over `limits.body_bytes`. A compressed body cannot be checked:
-    it is refused when clients have keys, and otherwise left to llama-server, which reads none.
+    The structure of the body is measured while it arrives, so that a body above a limit is not read
+    to its end. A compressed body cannot be checked: it is refused when clients have keys, and
+    otherwise left to llama-server, which reads none.
 
-    Inside the block `copies` times its bytes count as memory of the client's tenant; raises
-    BodyMemoryFull when there is not that much.
+    `copies` is how many times the bytes count against `limits.bodies_mib`. Raises RequestError
+    above a limit of the structure, HTTPRequestEntityTooLarge above `limits.body_bytes`, and
+    BodyMemoryFull when the memory does not suffice.
     """
     tenant = tenant_of(request.app[ACCESS].client(request))
     with request.app[BODY_BUDGET].share(tenant, copies) as share:
@@ -41,7 +42,7 @@ async def read_body(request: web.Request, config: Config, copies: int = 1) -> As
 
 
 async def _read_checked(request: web.Request, config: Config, share: BodyShare) -> bytes:
-    limits = body_limits(config.limits)
+    limits = config.limits
     # Repeated headers are joined, as cpp-httplib does.
     coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
     if coding.lower() != "identity" and config.security.keys_file:
@@ -49,22 +50,23 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
     if server_decodes(coding):
         return await _read(request, None, share)
     content_type = _content_type(request)
-    if is_form(content_type) and request.path not in dialects.FORM_PATHS:
+    if is_form(content_type) and request.path not in endpoints.FORM_PATHS:
         message = f"send the request body as JSON; {request.path} takes no forms"
         raise RequestError(message, "invalid_form")
-    scan = None if is_form(content_type) else Scan(limits.shape)
+    scan = None if is_form(content_type) else Scan(limits)
     body = await _read(request, scan, share)
     shape = scan.shape if scan is not None else None
     await request.app[CHECKER].check(body, content_type, limits, shape)
     return body
 
 
-async def measured(request: web.Request, config: Config) -> AsyncIterator[bytes]:
-    """The parts of a body as they arrive; RequestError when it is JSON that exceeds a limit.
+async def measure_parts(request: web.Request, config: Config) -> AsyncIterator[bytes]:
+    """The parts of a body as they arrive; raises RequestError when JSON exceeds a limit.
 
-    llama-server reads the body of every path that it knows as JSON, whatever its type says.
+    Bodies of all types but forms are measured when they begin like JSON: llama-server parses the
+    bodies of its paths as JSON, whatever their Content-Type is.
     """
-    scan = Scan(body_limits(config.limits).shape)
+    scan = Scan(config.limits)
     is_json: bool | None = None if not is_form(_content_type(request)) else False
     async for part in request.content.iter_any():
         first = part.lstrip(_BEFORE_JSON)[:1]
@@ -76,7 +78,7 @@ async def measured(request: web.Request, config: Config) -> AsyncIterator[bytes]
 
 
 def _content_type(request: web.Request) -> str:
-    """The Content-Type; RequestError when there are two, since servers differ in which counts."""
+    """The Content-Type; RequestError for two of them, since servers disagree on which counts."""
     given = request.headers.getall("Content-Type", [""])
     if len(given) > 1:
         raise RequestError("the request has more than one Content-Type header")
@@ -84,13 +86,13 @@ def _content_type(request: web.Request) -> str:
 
 
 async def _read(request: web.Request, scan: Scan | None, share: BodyShare) -> bytes:
-    """The body, with `scan` shown each part as it arrives, and its bytes counted."""
+    """Read the body; `scan` measures its parts and `share` counts their bytes as they arrive."""
     most = request.client_max_size
     if announced := request.content_length:
         if most and announced > most:
             raise web.HTTPRequestEntityTooLarge(most, announced)
         await share.announce(announced)
-    # It gives out its buffer without another copy of it.
+    # BytesIO returns its buffer without another copy.
     buffer = BytesIO()
     try:
         async with asyncio.timeout(None) as stop:

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
-from evoke_proxy.config.reloading import reloaded
+from evoke_proxy.config.loader import reloaded
 from evoke_proxy.engine import Front, front
 from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError
@@ -119,7 +119,7 @@ def _reload(engine: Front, read: Callable[[], Config]) -> None:
         return
     engine.adjust(found.config)
     engine.metrics.reloads.labels(result="done").inc()
-    logs.set_up(found.config.log)
+    logs.configure_logging(found.config.log)
     _log.info("settings reloaded; changed: %s", ", ".join(found.applied) or "nothing")
     if found.waiting:
         _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
@@ -169,7 +169,7 @@ async def _listen_for_admin(
             if not is_default:
                 raise
             _print(f"is not operated: security.admin_listen, {address}, is taken")
-    runner.app[OPERATOR_ACCESS].open_at(runner.addresses)
+    runner.app[OPERATOR_ACCESS].set_addresses(runner.addresses)
 
 
 def _port(address: str) -> int:

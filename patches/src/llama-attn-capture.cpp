@@ -20,10 +20,10 @@
 
 namespace {
 
-// one row of attention by position; the positions it does not reach are 0
+// one row of attention by position; positions after its end have 0
 using attn_row = std::vector<float>;
 
-// what is kept of one sequence
+// the capture of one sequence
 struct attn_seq {
     llama_attn_params  params;
     std::vector<int32_t> n_head;    // of each layer
@@ -31,16 +31,16 @@ struct attn_seq {
     int64_t            n_obs = 0;
     bool               prompt = false;
     std::vector<attn_row> mass;     // of each channel: EWMA, SUM
-    std::vector<int64_t>  born;     // rows seen when the position came
+    std::vector<int64_t>  born;     // value of n_obs when each position was decoded
     std::deque<std::vector<attn_row>> last; // SNAPKV: the last rows, of each channel
     llama_attn_queries queries;
 };
 
-// which rows of a ubatch are wanted
+// the tokens of a ubatch whose rows are captured
 struct attn_want {
     std::vector<int32_t> layers;
-    std::vector<int32_t> rows;     // token of each row, the same number in each stream
-    std::vector<bool>    take;     // false: only there to make the numbers equal
+    std::vector<int32_t> rows;     // token of each row, as many in each stream
+    std::vector<bool>    take;     // false: padding, so that all streams have as many rows
     int32_t n_stream = 1;
     bool    all      = false;      // every token, in order
     bool    per_head = false;
@@ -48,14 +48,14 @@ struct attn_want {
 
     int32_t n_rows() const { return (int32_t) rows.size()/n_stream; }
 
-    // graphs for these two are the same
+    // whether the graphs for both are equal
     bool like(const attn_want & o) const {
         return layers == o.layers && rows.size() == o.rows.size() && n_stream == o.n_stream && all == o.all
             && per_head == o.per_head && queries == o.queries;
     }
 };
 
-// what the compute buffers hold: graphs with as many of each or fewer
+// What the compute buffers are large enough for: graphs with these layers and as many rows, or fewer.
 struct attn_room {
     std::set<int32_t> layers;
     int32_t n_rows   = 0; // of a stream
@@ -71,10 +71,10 @@ struct attn_room {
 struct attn_state {
     std::map<llama_seq_id, attn_seq> seqs;
 
-    ggml_backend_sched_t   sched = nullptr; // whose buffers have
+    ggml_backend_sched_t   sched = nullptr; // owner of the compute buffers that `reserved` describes
     std::vector<attn_room> reserved;
 
-    // what all sequences together need at most, when one has these parameters
+    // what all sequences together need at most, if one has these parameters
     attn_room room(const llama_cparams & cparams, llama_seq_id seq, const llama_attn_params & params) const {
         attn_room res;
         const auto add = [&](const llama_attn_params & p) {
@@ -96,7 +96,7 @@ struct attn_state {
         return res;
     }
 
-    // the layers of these sequences together, or of all
+    // the layers of these sequences together, or of all sequences
     std::vector<int32_t> layers(const std::set<llama_seq_id> * only = nullptr) const {
         std::set<int32_t> res;
         for (const auto & [id, s] : seqs) {
@@ -108,8 +108,8 @@ struct attn_state {
     }
 };
 
-// A member of llama_context would do, but the graphs of all models include what would have to change
-// for it, and stock and patched server share their objects.
+// Not a member of llama_context: the graphs of all models include its header, and the stock and the patched server share
+// their objects.
 std::mutex                                              attn_states_mutex;
 std::map<const llama_context *, std::unique_ptr<attn_state>> attn_states;
 std::atomic<int>                                        attn_n_states { 0 };
@@ -129,7 +129,7 @@ attn_seq * attn_find(const llama_context * ctx, llama_seq_id seq) {
     return state && it != state->seqs.end() ? &it->second : nullptr;
 }
 
-// the last `window` tokens of each captured sequence, stream by stream
+// selects the last `window` tokens of each captured sequence, stream by stream
 attn_want attn_wanted(const attn_state & state, const llama_ubatch & ubatch, int32_t n_stream) {
     attn_want res;
     res.n_stream = n_stream;
@@ -171,8 +171,8 @@ attn_want attn_wanted(const attn_state & state, const llama_ubatch & ubatch, int
     return res;
 }
 
-// as many rows as there may be in a ubatch of this shape
-attn_want attn_most(const attn_room & room, const llama_ubatch & ubatch, int32_t n_stream) {
+// selects as many rows as a ubatch of this shape can have
+attn_want attn_largest(const attn_room & room, const llama_ubatch & ubatch, int32_t n_stream) {
     attn_want res;
     const int32_t n_tokens = (int32_t) ubatch.n_tokens/n_stream;
     const int32_t n_rows   = std::min(n_tokens, room.n_rows);
@@ -180,7 +180,7 @@ attn_want attn_most(const attn_room & room, const llama_ubatch & ubatch, int32_t
     res.rows.assign(n_rows*n_stream, 0);
     res.take.assign(n_rows*n_stream, false);
     res.n_stream = n_stream;
-    res.all      = false; // where all are wanted fewer tensors are needed
+    res.all      = false; // a graph that captures all tokens has fewer tensors
     res.per_head = room.per_head;
     res.queries  = room.queries;
     return res;
@@ -190,7 +190,7 @@ int32_t attn_n_stream(const llama_cparams & cparams, const llama_ubatch & ubatch
     return cparams.kv_unified ? 1 : (int32_t) ubatch.n_seqs_unq;
 }
 
-// the part of a graph that is ours: which rows it selects, and where they come out
+// The captured part of a graph: the rows it selects and the tensors they are in afterwards.
 class attn_graph_input : public llm_graph_input_i {
 public:
     struct output {
@@ -233,8 +233,8 @@ attn_graph_input * attn_input_of(const llm_graph_result & res) {
     return nullptr;
 }
 
-thread_local attn_state * attn_current = nullptr; // of the context whose graph is being built
-thread_local const attn_room * attn_reserving = nullptr; // the graph is the largest one of these, and never run
+thread_local attn_state * attn_current = nullptr; // of the context whose graph is built at the moment
+thread_local const attn_room * attn_reserving = nullptr; // set while the largest graph is built to reserve memory; it is never executed
 
 attn_graph_input * attn_input(const llm_graph_context & g) {
     if (!attn_current) {
@@ -244,11 +244,11 @@ attn_graph_input * attn_input(const llm_graph_context & g) {
         return input;
     }
     const int32_t n_stream = attn_n_stream(g.cparams, g.ubatch);
-    const auto want = attn_reserving ? attn_most(*attn_reserving, g.ubatch, n_stream) : attn_wanted(*attn_current, g.ubatch, n_stream);
+    const auto want = attn_reserving ? attn_largest(*attn_reserving, g.ubatch, n_stream) : attn_wanted(*attn_current, g.ubatch, n_stream);
     return static_cast<attn_graph_input *>(g.res->add_input(std::make_unique<attn_graph_input>(*attn_current, want)));
 }
 
-// with --no-kv-offload what reads the keys is computed where they are, as upstream's own attention
+// With --no-kv-offload the product with the keys is computed on the host, where the keys are, like upstream's attention.
 ggml_tensor * attn_pinned(const llm_graph_context & g, ggml_tensor * t) {
     if (!g.cparams.offload_kqv) {
         ggml_backend_sched_set_tensor_backend(g.sched, t, g.backend_cpu);
@@ -259,7 +259,7 @@ ggml_tensor * attn_pinned(const llm_graph_context & g, ggml_tensor * t) {
 void attn_output(const llm_graph_context & g, attn_graph_input & input, ggml_tensor * kq, int il) {
     const int32_t n_head = (int32_t) kq->ne[2];
     if (!input.want.per_head) {
-        // summed here: only one row a token leaves the device
+        // summed over heads on the device: one row per token is copied to the host
         kq = attn_pinned(g, ggml_repeat_back(g.ctx0, kq, ggml_new_tensor_4d(g.ctx0, GGML_TYPE_F32, kq->ne[0], kq->ne[1], 1, kq->ne[3])));
     }
     ggml_set_output(kq);
@@ -267,7 +267,7 @@ void attn_output(const llm_graph_context & g, attn_graph_input & input, ggml_ten
     input.outputs.push_back({ il, n_head, kq });
 }
 
-// rows of a matrix that has one for each token
+// selects rows of a matrix that has one row per token
 ggml_tensor * attn_select(const llm_graph_context & g, attn_graph_input & input, ggml_tensor * rows) {
     if (!input.index) {
         input.index = ggml_new_tensor_1d(g.ctx0, GGML_TYPE_I32, (int64_t) input.want.rows.size());
@@ -306,7 +306,7 @@ void attn_observe(attn_seq & seq, std::vector<attn_row> rows, llama_pos pos) {
     }
 }
 
-// the rows of one token, of all outputs, by cell -> by position
+// converts the rows of one token, of all outputs, from cells to positions
 std::vector<attn_row> attn_by_position(const attn_seq & seq, const attn_want & want, const std::vector<attn_graph_input::output> & outputs,
                                        const std::vector<const float *> & data, const llama_kv_cells & cells, int32_t index, llama_pos pos) {
     const int32_t n_rows = want.n_rows();
@@ -318,7 +318,7 @@ std::vector<attn_row> attn_by_position(const attn_seq & seq, const attn_want & w
     float   scale   = 0.0f;
     const auto scatter = [&](const float * row, size_t n, float factor, attn_row & to) {
         for (size_t c = 0; c < n; ++c) {
-            if (row[c] > 0.0f) { // a masked cell, ours or not, has exactly 0
+            if (row[c] > 0.0f) { // a masked cell has exactly 0
                 to[std::min(cells.pos_get((uint32_t) c), pos)] += factor*row[c];
             }
         }
@@ -351,7 +351,7 @@ std::vector<attn_row> attn_by_position(const attn_seq & seq, const attn_want & w
 void attn_keep_queries(attn_seq & seq, const attn_graph_input & input, const std::vector<const float *> & data, size_t index, llama_pos pos) {
     auto & kept = seq.queries;
     if (!kept.pos.empty() && kept.pos.back() >= pos) {
-        kept = {}; // another prompt
+        kept = {}; // of an earlier prompt
     }
     kept.layers.resize(seq.params.layers.size());
     kept.pos.push_back(pos);
@@ -376,7 +376,7 @@ void attn_keep_queries(attn_seq & seq, const attn_graph_input & input, const std
     }
 }
 
-// values of tensors, in place where the host can read them
+// Values of tensors: in place where the host can read them, else copied.
 struct attn_values {
     std::vector<std::vector<float>> copies;
     std::vector<const float *>      data;
@@ -398,17 +398,17 @@ struct attn_values {
 } // namespace
 
 //
-// what can be captured, and what is
+// captures
 //
 
 const char * llama_attn_capture_unsupported(const llama_context * ctx) {
-    if (const char * why = llama_kv_block_unsupported(ctx)) {
-        return why;
+    if (const char * reason = llama_kv_block_unsupported(ctx)) {
+        return reason;
     }
     if (ctx->get_model().hparams.is_mla()) {
         return "multi-head latent attention";
     }
-    return ctx->get_model().arch == LLM_ARCH_GROK ? "attention that is scaled in a way of its own" : nullptr;
+    return ctx->get_model().arch == LLM_ARCH_GROK ? "an attention scale of its own" : nullptr;
 }
 
 std::vector<int32_t> llama_attn_capture_layers(const llama_context * ctx) {
@@ -434,20 +434,20 @@ size_t llama_attn_capture_device_bytes(const llama_context * ctx, llama_seq_id s
     const auto * state = attn_find(ctx);
     const auto   room  = (state ? *state : attn_state()).room(ctx->get_cparams(), seq, params);
     const auto & cparams = ctx->get_cparams();
-    // of one layer at a time the product and its softmax, of each what comes out of it
-    size_t n = 0, most = 0;
+    // the product and its softmax of one layer at a time, and the output of every layer
+    size_t n = 0, n_head_max = 0;
     for (const int32_t layer : room.layers) {
         const size_t n_head = llama_attn_capture_n_head(ctx, layer);
-        most = std::max(most, n_head);
+        n_head_max = std::max(n_head_max, n_head);
         n += room.per_head ? n_head : 1;
     }
     const size_t n_cells = cparams.kv_unified ? cparams.n_ctx : (size_t) cparams.n_ctx_seq*cparams.n_seq_max;
     const size_t n_rows  = std::min<size_t>(room.n_rows, cparams.n_ubatch);
-    return (n + 2*most)*n_rows*n_cells*sizeof(float);
+    return (n + 2*n_head_max)*n_rows*n_cells*sizeof(float);
 }
 
-// the compute buffers are made for graphs with this; false where there is no memory for them
-static bool attn_make_room(llama_context * ctx, attn_state & state, const attn_room * room) {
+// Makes the compute buffers large enough for graphs with `room`. Returns false where there is no memory.
+static bool attn_reserve_graph(llama_context * ctx, attn_state & state, const attn_room * room) {
     const auto & cparams  = ctx->get_cparams();
     const uint32_t n_seqs   = cparams.n_seq_max;
     const uint32_t n_tokens = std::min(cparams.n_ctx, cparams.n_ubatch);
@@ -475,10 +475,10 @@ bool llama_attn_capture_reserve(llama_context * ctx, llama_seq_id seq, const lla
         return true;
     }
     ctx->synchronize();
-    attn_state graph; // of no sequence: its rows are those of `room`
-    if (!attn_make_room(ctx, graph, &room)) {
-        if (!attn_make_room(ctx, graph, nullptr)) {
-            LLAMA_LOG_ERROR("%s: the compute buffers could not be made as they were\n", __func__);
+    attn_state graph; // without sequences: the graph has the rows of `room`
+    if (!attn_reserve_graph(ctx, graph, &room)) {
+        if (!attn_reserve_graph(ctx, graph, nullptr)) {
+            LLAMA_LOG_ERROR("%s: the compute buffers could not be restored\n", __func__);
         }
         return false;
     }
@@ -545,14 +545,14 @@ void llama_attn_capture_forget(llama_context * ctx, llama_seq_id seq, llama_pos 
     if (!s || (llama_pos) s->born.size() <= p0) {
         return;
     }
-    const auto cut = [p0](std::vector<attn_row> & rows) {
+    const auto truncate = [p0](std::vector<attn_row> & rows) {
         for (auto & row : rows) {
             row.resize(std::min(row.size(), (size_t) p0));
         }
     };
     s->born.resize(p0);
-    cut(s->mass);
-    // a row of a token that is gone says nothing any more
+    truncate(s->mass);
+    // rows of removed tokens must not count
     while (!s->last.empty() && (llama_pos) s->last.back().front().size() > p0) {
         s->last.pop_back();
     }
@@ -652,7 +652,7 @@ namespace {
 
 using attn_runs = std::vector<std::pair<uint32_t, uint32_t>>; // first cell, number of cells
 
-// where the rows of [p0, p1) are; nothing when not all of them are resident
+// Returns the cells of the rows of [p0, p1); nothing when some of them are not resident.
 attn_runs attn_resident(const llama_kv_cache & kv, llama_seq_id seq, llama_pos p0, llama_pos p1) {
     attn_runs res;
     llama_pos n_rows = 0;
@@ -678,7 +678,7 @@ std::vector<uint8_t> attn_key_rows(const llama_kv_cache & kv, llama_seq_id seq, 
     return res;
 }
 
-// the keys of these rows of a layer as floats, one after the other
+// Calls `take` with each key of these rows of a layer, as floats.
 template <typename Take> void attn_each_key(const llama_kv_cache & kv, int32_t layer, const uint8_t * rows, size_t n_rows, Take && take) {
     const ggml_tensor * k = kv.get_k_storage(layer);
     const auto to_f = ggml_get_type_traits(k->type)->to_float;
@@ -694,7 +694,7 @@ template <typename Take> void attn_each_key(const llama_kv_cache & kv, int32_t l
 }
 
 float attn_product(const float * a, const float * b, size_t n) {
-    float sums[8] = {}; // several, so that they are added beside each other
+    float sums[8] = {}; // several sums, so that additions do not depend on each other
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
         for (size_t j = 0; j < 8; ++j) {
@@ -707,7 +707,7 @@ float attn_product(const float * a, const float * b, size_t n) {
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// where the keys of a layer begin in a copy of n rows: after those of the layers before it
+// the offset of the keys of a layer in a copy of n rows
 size_t attn_keys_offset(const llama_context * ctx, const llama_kv_cache & kv, int32_t layer, size_t n_rows) {
     size_t res = 0;
     for (const int32_t other : llama_kv_block_layers(ctx)) {
@@ -766,18 +766,18 @@ std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id
         const auto &  q     = queries.layers[l];
         const size_t  n_kv  = kv->get_k_storage(layer)->ne[0]/d;
         if (n_kv == 0 || n_head % n_kv != 0 || q.size() != queries.pos.size()*n_head*d) {
-            return {}; // layers with heads of their own shape
+            return {}; // layers with heads of different shapes are not supported
         }
         const size_t  group = n_head/n_kv; // heads that share a key
         const auto    rows  = attn_key_rows(*kv, seq, layer, runs);
         const uint8_t * keys = runs.empty() ? saved->data + attn_keys_offset(ctx, *kv, layer, p1 - p0) : rows.data();
-        std::vector<float> most(q.size()/d, std::numeric_limits<float>::lowest()); // [row][head]
+        std::vector<float> greatest(q.size()/d, std::numeric_limits<float>::lowest()); // [row][head]
         attn_each_key(*kv, layer, keys, p1 - p0, [&](const std::vector<float> & key) {
-            for (size_t i = 0; i < most.size(); ++i) {
-                most[i] = std::max(most[i], attn_product(q.data() + i*d, key.data() + i%n_head/group*d, d));
+            for (size_t i = 0; i < greatest.size(); ++i) {
+                greatest[i] = std::max(greatest[i], attn_product(q.data() + i*d, key.data() + i%n_head/group*d, d));
             }
         });
-        res.insert(res.end(), most.begin(), most.end());
+        res.insert(res.end(), greatest.begin(), greatest.end());
     }
     return res;
 }
@@ -810,14 +810,14 @@ llama_attn_capture_scope::llama_attn_capture_scope(llama_context * ctx, llm_grap
     : ctx(ctx), res(res) {
     auto * state = attn_find(ctx);
     if (state && !state->seqs.empty() && state->sched != ctx->get_sched()) {
-        // the context has made its compute buffers anew since, as for another adapter
+        // the context has replaced its compute buffers since, for example for another adapter
         const auto room = state->room(ctx->get_cparams(), -1, {});
         state->sched = ctx->get_sched();
         state->reserved = { room };
         attn_state graph;
-        if (!attn_make_room(ctx, graph, &room)) {
-            give_up(ctx->get_sched());
-            attn_make_room(ctx, graph, nullptr);
+        if (!attn_reserve_graph(ctx, graph, &room)) {
+            end_captures(ctx->get_sched());
+            attn_reserve_graph(ctx, graph, nullptr);
         }
     }
     attn_current = attn_find(ctx);
@@ -830,12 +830,12 @@ llama_attn_capture_scope::~llama_attn_capture_scope() {
     attn_current = nullptr;
 }
 
-bool llama_attn_capture_scope::give_up(ggml_backend_sched_t sched) {
+bool llama_attn_capture_scope::end_captures(ggml_backend_sched_t sched) {
     auto * state = attn_find(ctx);
     if (!state || state->seqs.empty()) {
         return false;
     }
-    LLAMA_LOG_WARN("%s: no memory for the attention of %zu sequences: it is not captured any more\n", __func__, state->seqs.size());
+    LLAMA_LOG_WARN("%s: no memory for the attention of %zu sequences: capturing ends\n", __func__, state->seqs.size());
     state->seqs.clear();
     state->reserved.clear();
     attn_current = nullptr;
@@ -869,10 +869,10 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
         input->queries.push_back({ il, (int32_t) n_head, q });
     }
     if (want.all && !(g.cparams.flash_attn && kq_b == nullptr)) {
-        return; // llama_attn_capture_softmax() has the whole of it
+        return; // llama_attn_capture_softmax() takes all of it
     }
     if (kq_b) {
-        return; // a bias by token and cell: only whole rows of upstream's own softmax are taken
+        return; // a bias per token and cell: only all tokens of upstream's own softmax are supported
     }
     if (!want.all) {
         kq_mask = attn_select(g, *input, ggml_reshape_2d(g.ctx0, kq_mask, kq_mask->ne[0], n_rows > 0 ? kq_mask->ne[1]*kq_mask->ne[3] : 0));
@@ -883,7 +883,7 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
     const int64_t n_group = n_head/k->ne[1]; // heads that share keys
     k = ggml_permute(g.ctx0, k, 0, 2, 1, 3);
     if (n_rows == 1) {
-        // they are rows of one product: the keys are read once
+        // the heads of a group are rows of one product: the keys are read once
         q = ggml_view_4d(g.ctx0, q, d, n_group, n_head/n_group, n_stream, head, head*n_group, row, 0);
     } else {
         q = ggml_view_4d(g.ctx0, q, d, n_rows, n_head, n_stream, row, head, row*n_rows, 0);
@@ -892,7 +892,7 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
     ggml_prec_set_acc(kq, GGML_PREC_F32);
     kq = ggml_reshape_4d(g.ctx0, kq, kq->ne[0], n_rows, n_head, n_stream);
     if (g.hparams.attn_soft_cap) {
-        // in flash attention's order: scale, then cap
+        // in the order of flash attention: scale, then cap
         const float cap = g.hparams.f_attn_logit_softcapping;
         kq = ggml_scale(g.ctx0, ggml_tanh(g.ctx0, ggml_scale(g.ctx0, kq, kq_scale/cap)), cap);
         kq_scale = 1.0f;

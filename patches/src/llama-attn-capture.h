@@ -1,19 +1,20 @@
 #pragma once
 
-// What the model attends to: rows of the softmax of chosen layers, added up by position.
+// Attention of the model: rows of the softmax of chosen layers, accumulated by position.
 //
-// Hooks in llama-graph.cpp put a second, small softmax(QK) beside flash attention, or take the one
-// that is there without it, for the tokens that matter: each generated token, and the last `window`
-// tokens of every piece of prompt. A hook in llama_context::decode maps the rows from cells to
-// positions at once, before any cell can change its owner; so what is read is by position, whatever
-// was evicted or loaded since.
+// Hooks in llama-graph.cpp add a second, small softmax(QK) beside flash attention, or take the one that exists without
+// it, for each generated token and for the last `window` tokens of every batch of a prompt. A hook in
+// llama_context::decode maps the rows from cells to positions before any cell can change its owner: everything is
+// reported by position, whatever is evicted or loaded later.
 //
-// A context that nobody captures on builds the graphs it would have built without this file.
-// All calls must come from the thread that owns the context, between two decodes.
+// Owns: for each context the captured sequences, their parameters and what was accumulated (until
+//       llama_attn_capture_free()).
+// Threads: the thread that owns the context, between two decodes.
+// Invariants: a context without captures builds the graphs that it would build without this file. Captures never make a
+//             decode fail: without memory they end instead.
 //
-// The server's own eviction by accumulated mass needs two calls: llama_attn_capture_set() once with
-// mode SUM, and llama_attn_capture_mass() for each position range. Rows in cells that are not
-// resident have mass 0 from then on and keep what they had.
+// Eviction by accumulated attention needs two calls: llama_attn_capture_set() once with mode SUM, and
+// llama_attn_capture_mass() for each range. A position that is not resident gets no more attention and keeps its sum.
 
 #include "ggml-backend.h"
 #include "llama.h"
@@ -36,11 +37,11 @@ enum llama_attn_mode {
 };
 
 struct llama_attn_params {
-    std::vector<int32_t> layers;             // of llama_attn_capture_layers(), ascending
+    std::vector<int32_t> layers;             // some of llama_attn_capture_layers(), ascending
     llama_attn_mode      mode     = LLAMA_ATTN_EWMA;
     float                decay    = 0.95f;   // EWMA; 0: the last row alone
-    int32_t              window   = 32;      // tokens at the end of each piece of prompt; rows of SNAPKV
-    int32_t              queries  = 0;       // query rows kept of the end of the prompt
+    int32_t              window   = 32;      // captured tokens at the end of each batch of a prompt; rows of SNAPKV
+    int32_t              queries  = 0;       // query rows that are kept of the end of the prompt
     bool                 per_head = false;
 
     bool operator==(const llama_attn_params & other) const {
@@ -50,61 +51,61 @@ struct llama_attn_params {
 };
 
 struct llama_attn_mass {
-    double  mass;  // what the mode says, of all positions of the range together
-    double  life;  // rows seen since the position was there, summed over the range (SUM / life: mean)
-    int64_t n_obs; // rows seen at all
+    double  mass;  // accumulated by the mode, of all positions of the range together
+    double  life;  // rows since each position was decoded, summed over the range (SUM / life: mean)
+    int64_t n_obs; // rows captured so far
 };
 
-// the query rows of the last prompt tokens, as the attention of the cache sees them
+// the query rows of the last prompt tokens, as the attention of the cache gets them
 struct llama_attn_queries {
     std::vector<llama_pos>          pos;    // ascending
-    std::vector<std::vector<float>> layers; // of each layer captured: [row][head][channel]
+    std::vector<std::vector<float>> layers; // of each captured layer: [row][head][channel]
     int32_t                         n_head  = 0;
     int32_t                         n_embd  = 0;
 };
 
-constexpr int32_t LLAMA_ATTN_MAX_LAYERS = 16; // of all sequences together
+constexpr int32_t LLAMA_ATTN_MAX_LAYERS = 16; // captured in all sequences together
 constexpr int32_t LLAMA_ATTN_MAX_WINDOW = 64;
 
-// nullptr if attention can be captured on this context, else a short reason for a person
+// Returns nullptr if attention can be captured on this context, else a short reason for the user.
 LLAMA_API const char * llama_attn_capture_unsupported(const llama_context * ctx);
 
-// the layers that can be captured: those of full attention whose rows block calls work on
+// Returns the layers that can be captured: those of full attention whose rows block calls work on.
 LLAMA_API std::vector<int32_t> llama_attn_capture_layers(const llama_context * ctx);
 
-// begin with nothing for a sequence, or stop (no layers). The same parameters again change nothing.
-// false (nothing changed) where a layer cannot be captured or all sequences together want too many
+// Starts the capture of a sequence from nothing, or stops it (no layers). The parameters it has already change nothing.
+// Returns false (nothing changed) where a layer cannot be captured or all sequences together have too many.
 LLAMA_API bool llama_attn_capture_set(llama_context * ctx, llama_seq_id seq, const llama_attn_params & params);
 
-// what was set, or nullptr
+// Returns the parameters of a sequence, or nullptr when it is not captured.
 LLAMA_API const llama_attn_params * llama_attn_capture_get(const llama_context * ctx, llama_seq_id seq);
 
-// bytes of host memory that a sequence of n_pos positions takes with these parameters
+// Returns the bytes of host memory that a sequence of n_pos positions takes with these parameters.
 LLAMA_API size_t llama_attn_capture_bytes(const llama_context * ctx, const llama_attn_params & params, int64_t n_pos);
 
-// bytes that the graphs of all sequences captured now and of this one take at most where the model is computed
+// Returns the most bytes of device memory that the graphs of all captured sequences and of this one take.
 LLAMA_API size_t llama_attn_capture_device_bytes(const llama_context * ctx, llama_seq_id seq, const llama_attn_params & params);
 
-// Makes the compute buffers as large as the graphs need at most when these are set, so that no decode asks for more.
-// A failure must be found here: that of a decode ends the requests of all sequences. False where there is no memory:
-// nothing has changed then. Call it before llama_attn_capture_set(), whose own sequence keeps its present parameters.
+// Makes the compute buffers as large as the graphs with these parameters need at most, so that no decode allocates. A
+// failure must occur here: that of a decode ends the requests of all sequences. Returns false (nothing changed) where
+// there is no memory. Call it before llama_attn_capture_set().
 LLAMA_API bool llama_attn_capture_reserve(llama_context * ctx, llama_seq_id seq, const llama_attn_params & params);
 
-// positions from p0 on were taken back: their mass is forgotten
+// Forgets the mass of positions from p0 on: their tokens were removed.
 LLAMA_API void llama_attn_capture_forget(llama_context * ctx, llama_seq_id seq, llama_pos p0);
 
-// query rows are kept only while a prompt is decoded
+// Records that a prompt begins or ends: query rows are kept only while it is decoded.
 LLAMA_API void llama_attn_capture_prompt(llama_context * ctx, llama_seq_id seq, bool begins);
 
-// mass of positions [p0, p1), mean of all layers and heads; `channel` 0.. is one head of one layer,
-// layer by layer, where per_head was set
+// Returns the mass of positions [p0, p1), the mean of all layers and heads; with per_head `channel` >= 0 selects one head
+// of one layer, counted layer by layer.
 LLAMA_API llama_attn_mass llama_attn_capture_mass(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, int32_t channel = -1);
 
-// The same for many ranges: what all positions before each position have together, from position 0 to the last one with
-// a value. Takes as many steps as there are values of the channel (-1: of all channels).
+// The same for many ranges: prefix sums over positions. Takes as many steps as the channel has values (-1: as all
+// channels have).
 struct llama_attn_sums {
-    std::vector<double> mass;
-    std::vector<double> life;
+    std::vector<double> mass; // [k] = of the first k positions
+    std::vector<double> life; // likewise
     int64_t             n_obs = 0;
 
     llama_attn_mass of(llama_pos p0, llama_pos p1) const {
@@ -118,65 +119,66 @@ struct llama_attn_sums {
 };
 LLAMA_API llama_attn_sums llama_attn_capture_sums(const llama_context * ctx, llama_seq_id seq, int32_t channel = -1);
 
-// values computed with for llama_attn_capture_bounds() and llama_attn_capture_products() of one position
+// Return how many values llama_attn_capture_bounds() and llama_attn_capture_products() process per position.
 LLAMA_API int64_t llama_attn_capture_bounds_work  (const llama_context * ctx, const std::vector<int32_t> & layers);
 LLAMA_API int64_t llama_attn_capture_products_work(const llama_context * ctx, llama_seq_id seq);
 
-// heads of a layer: channels of layer i come after those of the layers before it
+// Returns the heads of a layer. Channels of a layer come after those of the layers before it.
 LLAMA_API int32_t llama_attn_capture_n_head(const llama_context * ctx, int32_t layer);
 
+// Returns the kept query rows of a sequence, or nullptr when it is not captured.
 LLAMA_API const llama_attn_queries * llama_attn_capture_queries(const llama_context * ctx, llama_seq_id seq);
 
-// the least and the greatest value of each channel of the keys of [p0, p1), all of which must be resident:
-// of each layer the least, then the greatest; empty otherwise
+// Returns the least and the greatest value of each channel of the keys of [p0, p1): of each layer the least, then the
+// greatest. Empty when some of these rows are not resident.
 LLAMA_API std::vector<float> llama_attn_capture_bounds(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1,
                                                        const std::vector<int32_t> & layers);
 
-// of each layer, kept query row and head: the greatest product with a key of [p0, p1), all of which must be resident
-// or else in `saved`, a copy of exactly these rows (nullptr: there is none); empty otherwise
+// Returns, of each layer, kept query row and head, the greatest product with a key of [p0, p1). Where some of these rows
+// are not resident, reads `saved`, a copy of exactly these rows; empty when that is nullptr.
 struct llama_kv_block;
 LLAMA_API std::vector<float> llama_attn_capture_products(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1,
                                                          const llama_kv_block * saved);
 
-// channels of the keys of a layer: heads that keys are kept of x their size
+// Returns the channels of the keys of a layer: KV heads times their size.
 LLAMA_API int32_t llama_attn_capture_n_key(const llama_context * ctx, int32_t layer);
 
 // ---- hooks
 
-// around the building and running of one graph; a graph that was built without us is not reused
+// Surrounds the construction and the execution of one graph. A graph that was built without captures is not reused.
 struct llama_attn_capture_scope {
     llama_attn_capture_scope(llama_context * ctx, llm_graph_result & res, llm_graph_result * & active);
     ~llama_attn_capture_scope();
     llama_attn_capture_scope(const llama_attn_capture_scope &) = delete;
 
-    // ggml_backend_sched_alloc_graph() for a graph that `build` makes. Where there is no memory for it all capturing
-    // ends and the graph is built without: the decode does not fail for what is only looked at.
+    // Returns a function like ggml_backend_sched_alloc_graph(), for a graph that `build` makes. Where there is no memory
+    // for the graph, all captures end and the graph is built without them.
     template <typename Build> auto allocator(Build build) {
         return [this, build](ggml_backend_sched_t sched, ggml_cgraph * & graph) {
             if (ggml_backend_sched_alloc_graph(sched, graph)) {
                 return true;
             }
-            graph = give_up(sched) ? build() : nullptr;
+            graph = end_captures(sched) ? build() : nullptr;
             return graph && ggml_backend_sched_alloc_graph(sched, graph);
         };
     }
 
 private:
-    bool give_up(ggml_backend_sched_t sched);
+    bool end_captures(ggml_backend_sched_t sched);
 
     const llama_context * ctx;
     llm_graph_result    & res;
 };
 
-// q [d, head, token], k [d, kv_head, cell, stream], before either is permuted
+// The attention of one layer: q [d, head, token], k [d, kv_head, cell, stream], before either is permuted.
 void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b, ggml_tensor * kq_mask,
                            ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
 
-// the softmax that upstream computes itself without flash attention: [cell, token, head, stream]
+// The softmax that upstream computes without flash attention: [cell, token, head, stream].
 void llama_attn_capture_softmax(const llm_graph_context & g, ggml_tensor * kq, int il);
 
-// after a graph was run: rows -> positions
+// Accumulates the rows of a graph that was executed, by position.
 void llama_attn_capture_fetch(llama_context * ctx, const llm_graph_result & res, const llama_ubatch & ubatch);
 
-// the context is going
+// Frees what is captured of a context. Called by its destructor.
 void llama_attn_capture_free(const llama_context * ctx);

@@ -49,12 +49,12 @@ uint64_t kv_block_mix(uint64_t h, uint64_t v) {
     return h ^ (h >> 33);
 }
 
-// A copy that goes past the caches: nobody reads a saved block soon, so its lines are neither fetched
-// to be overwritten nor do they push out what the next decode reads.
+// Copies past the processor's caches. A saved block is not read soon: its lines need not be fetched before they are
+// overwritten, and must not displace what the next decode reads.
 void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     size_t i = 0;
 #if defined(__SSE2__)
-    if (size >= 4096) { // shorter ones would mostly fill parts of lines
+    if (size >= 4096) { // shorter copies fill mostly parts of lines
         i = (16 - (uintptr_t) dst % 16) % 16;
         memcpy(dst, src, i);
         for (; i + 64 <= size; i += 64) {
@@ -81,7 +81,7 @@ void kv_block_stream_end() {
 #endif
 }
 
-// a few bytes, without a call: two copies that may overlap
+// copies a few bytes without a function call, as two copies that may overlap
 template <typename T> void kv_block_few(uint8_t * dst, const uint8_t * src, size_t size) {
     T a, b;
     memcpy(&a, src, sizeof(T));
@@ -111,12 +111,12 @@ void kv_block_small(uint8_t * dst, const uint8_t * src, size_t size) {
 // blocks larger than this are copied past the caches
 constexpr size_t KV_BLOCK_STREAMED = size_t(4) << 20;
 
-// the memory if it is exactly a T: a class that derives from T may keep rows elsewhere too
+// the memory if it is exactly a T: a class derived from T may have rows elsewhere too
 template <typename T> T * kv_block_exactly(llama_memory_i * mem) {
     return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
 }
 
-// the cache of the full-attention layers, or nullptr if this memory is of no kind known here
+// the cache of the full-attention layers, or nullptr if this kind of memory is not supported
 llama_kv_cache * kv_block_cache(const llama_context * ctx, llama_kv_block_memory & kind) {
     auto * mem = ctx ? ctx->get_memory() : nullptr;
     if (auto * dense = kv_block_exactly<llama_kv_cache>(mem)) {
@@ -139,7 +139,7 @@ llama_kv_cache * kv_block_cache(const llama_context * ctx) {
     return kv_block_cache(ctx, kind);
 }
 
-// why a memory without a cache of full attention cannot do it
+// why a memory without such a cache is not supported
 const char * kv_block_no_cache(const llama_context * ctx) {
     auto * mem = ctx ? ctx->get_memory() : nullptr;
     if (!mem) {
@@ -156,7 +156,7 @@ const char * kv_block_no_cache(const llama_context * ctx) {
 
 } // namespace
 
-// the one door into llama_kv_cache's private members
+// The only access to private members of llama_kv_cache, which declares it a friend.
 struct llama_kv_block_access {
     llama_kv_cache & kv;
     const uint32_t   strm;
@@ -186,7 +186,7 @@ struct llama_kv_block_access {
         return res;
     }
 
-    // the basis that keys and values of a quantised cache are in: whether it is another one here, its size in later releases
+    // The rotation of keys and values of a quantised cache: whether there is one; in later releases its size.
     template <typename Cache> static auto rotation(const Cache & kv, int) -> decltype(std::make_pair(kv.attn_rot_k, kv.attn_rot_v)) {
         return { kv.attn_rot_k, kv.attn_rot_v };
     }
@@ -197,9 +197,9 @@ struct llama_kv_block_access {
 
     static uint64_t layout(const llama_kv_cache & kv) {
         uint64_t h = kv_block_mix(kv.layers.size(), kv.v_trans);
-        const auto turned = rotation(kv, 0);
-        h = kv_block_mix(h, turned.first);
-        h = kv_block_mix(h, turned.second);
+        const auto rotated = rotation(kv, 0);
+        h = kv_block_mix(h, rotated.first);
+        h = kv_block_mix(h, rotated.second);
         for (const auto & layer : kv.layers) {
             h = kv_block_mix(h, layer.il);
             h = kv_block_mix(h, layer.k->type);
@@ -218,7 +218,7 @@ struct llama_kv_block_access {
         return layer.v ? ggml_row_size(layer.v->type, kv.hparams.n_embd_v_gqa(layer.il)) : 0;
     }
 
-    // of the first layer that is not kept by the host
+    // the host memory type of the first layer that is not in host memory
     static ggml_backend_buffer_type_t host_buft(const llama_kv_cache & kv) {
         for (const auto & layer : kv.layers) {
             const auto buft = ggml_backend_buffer_get_type(layer.k->view_src ? layer.k->view_src->buffer : layer.k->buffer);
@@ -238,13 +238,13 @@ struct llama_kv_block_access {
         return size;
     }
 
-    // how one copy of a block is made: `backend` is that of the tensor at hand, nullptr where its memory is the host's
-    struct way {
+    // how one block is copied; set_tensor() fills in what depends on the tensor
+    struct copy_params {
         ggml_backend_sched_t sched;
         bool                 to_host;
-        bool                 streamed; // past the caches
-        ggml_backend_t       backend = nullptr;
-        bool                 in_host = true;
+        bool                 streamed; // past the processor's caches
+        ggml_backend_t       backend = nullptr; // of the tensor, nullptr when its memory is the host's or no backend of the graph's
+        bool                 in_host = true;    // the tensor is in host memory
     };
 
     static bool is_host(const ggml_tensor * t) {
@@ -260,28 +260,28 @@ struct llama_kv_block_access {
         return false;
     }
 
-    // the backend whose queue the graph's work on this tensor is in: copies in it need no fence of their own
-    static void look_up(way & w, const ggml_tensor * t) {
+    // Finds the backend whose queue has the graph's work on this tensor: copies in that queue need no fence.
+    static void set_tensor(copy_params & params, const ggml_tensor * t) {
         const auto buft = ggml_backend_buffer_get_type(t->view_src ? t->view_src->buffer : t->buffer);
-        w.in_host = is_host(t);
-        w.backend = nullptr;
-        for (int i = 0; !w.in_host && w.sched && i < ggml_backend_sched_get_n_backends(w.sched); ++i) {
-            const auto backend = ggml_backend_sched_get_backend(w.sched, i);
+        params.in_host = is_host(t);
+        params.backend = nullptr;
+        for (int i = 0; !params.in_host && params.sched && i < ggml_backend_sched_get_n_backends(params.sched); ++i) {
+            const auto backend = ggml_backend_sched_get_backend(params.sched, i);
             if (ggml_backend_get_default_buffer_type(backend) == buft) {
-                w.backend = backend;
+                params.backend = backend;
             }
         }
     }
 
-    // copy all rows of all layers between the cells and `data`; the layout of `data` does not depend on the cells
+    // Copies all rows of all layers between the cells and `data`, whose layout does not depend on the cells.
     void copy(ggml_backend_sched_t sched, std::vector<kv_block_run> runs, uint32_t n_rows, uint8_t * data, bool to_host) {
-        // in the order of the cells, so that memory is gone through in one direction
+        // in the order of the cells: memory is accessed in one direction
         std::sort(runs.begin(), runs.end(), [](const kv_block_run & a, const kv_block_run & b) { return a.cell < b.cell; });
-        way w { sched, to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED };
+        copy_params params { sched, to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED };
         for (const auto & layer : kv.layers) {
             const size_t row = k_row(kv, layer);
-            look_up(w, layer.k_stream[strm]);
-            copy_rows(w, layer.k_stream[strm], runs, row, data);
+            set_tensor(params, layer.k_stream[strm]);
+            copy_rows(params, layer.k_stream[strm], runs, row, data);
             data += row*n_rows;
         }
         for (const auto & layer : kv.layers) {
@@ -289,52 +289,52 @@ struct llama_kv_block_access {
                 continue;
             }
             const size_t row = v_row(kv, layer);
-            look_up(w, layer.v_stream[strm]);
+            set_tensor(params, layer.v_stream[strm]);
             if (kv.v_trans) {
-                copy_columns(w, layer.v_stream[strm], runs, kv.hparams.n_embd_v_gqa(layer.il), n_rows, data);
+                copy_columns(params, layer.v_stream[strm], runs, kv.hparams.n_embd_v_gqa(layer.il), n_rows, data);
             } else {
-                copy_rows(w, layer.v_stream[strm], runs, row, data);
+                copy_rows(params, layer.v_stream[strm], runs, row, data);
             }
             data += row*n_rows;
         }
         kv_block_stream_end();
     }
 
-    static void copy_rows(const way & w, ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data) {
+    static void copy_rows(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data) {
         for (const auto & r : runs) {
             const size_t offset = r.cell*row, size = r.n*row;
             uint8_t * host = data + r.row*row;
             GGML_ASSERT(offset + size <= ggml_nbytes(t));
-            if (w.in_host) {
+            if (params.in_host) {
                 uint8_t * cell = (uint8_t *) t->data + offset;
-                uint8_t * dst  = w.to_host ? host : cell;
-                uint8_t * src  = w.to_host ? cell : host;
-                w.streamed ? kv_block_stream(dst, src, size) : (void) memcpy(dst, src, size);
-            } else if (w.backend) {
-                w.to_host ? ggml_backend_tensor_get_async(w.backend, t, host, offset, size) : ggml_backend_tensor_set_async(w.backend, t, host, offset, size);
+                uint8_t * dst  = params.to_host ? host : cell;
+                uint8_t * src  = params.to_host ? cell : host;
+                params.streamed ? kv_block_stream(dst, src, size) : (void) memcpy(dst, src, size);
+            } else if (params.backend) {
+                params.to_host ? ggml_backend_tensor_get_async(params.backend, t, host, offset, size) : ggml_backend_tensor_set_async(params.backend, t, host, offset, size);
             } else {
-                w.to_host ? ggml_backend_tensor_get(t, host, offset, size) : ggml_backend_tensor_set(t, host, offset, size);
+                params.to_host ? ggml_backend_tensor_get(t, host, offset, size) : ggml_backend_tensor_set(t, host, offset, size);
             }
         }
     }
 
     // transposed V: one element of each row every kv_size elements -> one strided copy per run
-    void copy_columns(const way & w, ggml_tensor * t, const std::vector<kv_block_run> & runs, uint32_t n_embd, uint32_t n_rows, uint8_t * data) {
+    void copy_columns(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, uint32_t n_embd, uint32_t n_rows, uint8_t * data) {
         const size_t el = ggml_type_size(t->type);
         const size_t stride_t = cells().size()*el;
         const size_t stride_d = n_rows*el;
-        if (w.in_host) {
-            copy_columns_host(w.to_host, (uint8_t *) t->data, runs, n_embd, el, stride_t, stride_d, data);
+        if (params.in_host) {
+            copy_columns_host(params.to_host, (uint8_t *) t->data, runs, n_embd, el, stride_t, stride_d, data);
             return;
         }
         for (const auto & r : runs) {
             const size_t offset = r.cell*el, size = r.n*el;
             uint8_t * host = data + r.row*el;
-            if (w.backend && w.to_host) {
-                ggml_backend_tensor_get_2d_async(w.backend, t, host, offset, size, n_embd, stride_t, stride_d);
-            } else if (w.backend) {
-                ggml_backend_tensor_set_2d_async(w.backend, t, host, offset, size, n_embd, stride_t, stride_d);
-            } else if (w.to_host) {
+            if (params.backend && params.to_host) {
+                ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, n_embd, stride_t, stride_d);
+            } else if (params.backend) {
+                ggml_backend_tensor_set_2d_async(params.backend, t, host, offset, size, n_embd, stride_t, stride_d);
+            } else if (params.to_host) {
                 ggml_backend_tensor_get_2d(t, host, offset, size, n_embd, stride_t, stride_d);
             } else {
                 ggml_backend_tensor_set_2d(t, host, offset, size, n_embd, stride_t, stride_d);
@@ -342,7 +342,7 @@ struct llama_kv_block_access {
         }
     }
 
-    // column after column: each is read and written in one direction, however many runs there are
+    // Copies column after column: each is read and written in one direction, for any number of runs.
     static void copy_columns_host(bool to_host, uint8_t * columns, const std::vector<kv_block_run> & runs, uint32_t n_embd, size_t el,
                                   size_t stride_t, size_t stride_d, uint8_t * data) {
         for (uint32_t e = 0; e < n_embd; ++e) {
@@ -352,7 +352,7 @@ struct llama_kv_block_access {
                 uint8_t * a = host   + r.row*el;
                 uint8_t * b = column + r.cell*el;
 #if defined(__GNUC__)
-                if (e + 1 < n_embd) { // the next column is in another page: no hardware looks ahead that far
+                if (e + 1 < n_embd) { // the next column is in another page, where the hardware does not prefetch
                     to_host ? __builtin_prefetch(b + stride_t, 0) : __builtin_prefetch(b + stride_t, 1);
                 }
 #endif
@@ -361,7 +361,7 @@ struct llama_kv_block_access {
         }
     }
 
-    // as llama_kv_cache::seq_rm() does, but through the rows of the range and not through all cells
+    // Does what llama_kv_cache::seq_rm() does, in as many steps as the range has rows instead of all cells.
     uint32_t evict(llama_seq_id seq, llama_pos p0, llama_pos p1) {
         auto & c = cells();
         const auto & rows = c.seq_pos_get(seq);
@@ -370,14 +370,14 @@ struct llama_kv_block_access {
             found.push_back(it->second);
         }
         for (const uint32_t cell : found) {
-            if (c.seq_rm(cell, seq)) { // nobody else has it: the search for empty cells begins there
+            if (c.seq_rm(cell, seq)) { // the cell is empty now: the search for empty cells starts there
                 kv.v_heads[strm] = std::min(kv.v_heads[strm], cell);
             }
         }
         return (uint32_t) found.size();
     }
 
-    // an empty cell for every row of the block, in row order; empty result if there are not enough
+    // Returns an empty cell for every row of the block, in row order; nothing if there are too few.
     std::vector<uint32_t> place(const llama_kv_block & block, bool same, int32_t & n_same) {
         auto & c = cells();
         const uint32_t none = std::numeric_limits<uint32_t>::max();
@@ -406,7 +406,7 @@ struct llama_kv_block_access {
         return res;
     }
 
-    // the first contiguous run of n empty cells, or else the n lowest empty cells (fewer if there are fewer)
+    // Returns the first contiguous run of n empty cells, or else the n lowest empty cells, fewer if there are fewer.
     std::vector<uint32_t> free_cells(const std::vector<bool> & taken, uint32_t n) {
         auto & c = cells();
         std::vector<uint32_t> lowest;
@@ -451,10 +451,10 @@ llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx) {
     return kind;
 }
 
-// how positions are turned into angles, and how attention is computed: rows of one set-up are of no use in another
+// Hashes how positions become angles and how attention is computed: rows of another set-up cannot be used.
 static uint64_t kv_block_rope(const llama_context * ctx) {
     const auto & c = ctx->get_cparams();
-    uint64_t h = kv_block_mix(c.n_ctx_orig_yarn, c.n_ctx_seq > c.n_ctx_orig_yarn); // longrope looks at the latter
+    uint64_t h = kv_block_mix(c.n_ctx_orig_yarn, c.n_ctx_seq > c.n_ctx_orig_yarn); // longrope depends on the latter
     h = kv_block_mix(h, (uint64_t) c.rope_scaling_type);
     h = kv_block_mix(h, c.causal_attn);
     h = kv_block_mix(h, c.flash_attn);
@@ -481,7 +481,7 @@ uint64_t llama_kv_block_layout(const llama_context * ctx) {
 }
 
 uint64_t llama_kv_block_adapter_id(const llama_adapter_lora * adapter) {
-    const std::map<std::string, llama_adapter_lora_weight> weights(adapter->ab_map.begin(), adapter->ab_map.end()); // in one order
+    const std::map<std::string, llama_adapter_lora_weight> weights(adapter->ab_map.begin(), adapter->ab_map.end()); // sorted: the hash must not depend on the order of a hash map
     uint32_t alpha;
     memcpy(&alpha, &adapter->alpha, sizeof(alpha));
     uint64_t h = kv_block_mix(weights.size(), alpha);
@@ -585,8 +585,8 @@ bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_po
     return false;
 }
 
-// positions may have moved and keys not been turned yet: rows are copied as they will be
-static void kv_block_settle(llama_context * ctx, const llama_kv_cache & kv) {
+// Rotates keys whose positions have moved, before rows are copied.
+static void kv_block_apply_shift(llama_context * ctx, const llama_kv_cache & kv) {
     if (kv.get_has_shift()) {
         ctx->memory_update(false);
     }
@@ -597,7 +597,7 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, ll
     if (!kv) {
         return false;
     }
-    kv_block_settle(ctx, *kv);
+    kv_block_apply_shift(ctx, *kv);
     llama_kv_block_access access(*kv, seq);
     const auto & cells = access.cells();
     const auto & rows  = cells.seq_pos_get(seq);
@@ -638,9 +638,9 @@ uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p
     return llama_kv_block_access(*kv, seq).evict(seq, p0, p1);
 }
 
-// rows into these cells; each is `turn` positions further on than it was saved
+// Writes the rows into these cells, each `shift` positions after the one it was saved from.
 static void kv_block_write(llama_context * ctx, llama_kv_block_access & access, llama_seq_id seq, const llama_kv_block & block,
-                           const std::vector<uint32_t> & target, llama_pos turn) {
+                           const std::vector<uint32_t> & target, llama_pos shift) {
     if (access.any_host()) {
         ctx->synchronize();
     }
@@ -655,8 +655,8 @@ static void kv_block_write(llama_context * ctx, llama_kv_block_access & access, 
         ext.tok = block.tok[i];
         cells.ext_set(target[i], ext);
         cells.seq_add(target[i], seq);
-        if (turn != 0) {
-            cells.pos_add(target[i], turn);
+        if (shift != 0) {
+            cells.pos_add(target[i], shift);
         }
     }
 }
@@ -666,7 +666,7 @@ int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_k
     if (!kv || block.layout != llama_kv_block_layout(ctx)) {
         return -1;
     }
-    kv_block_settle(ctx, *kv);
+    kv_block_apply_shift(ctx, *kv);
     llama_kv_block_access access(*kv, seq);
     int32_t n_same = 0;
     const auto target = access.place(block, same, n_same);
@@ -689,7 +689,7 @@ uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq) {
         return 0;
     }
     uint32_t  n_moved = 0;
-    llama_pos end     = 0; // of what has been closed up
+    llama_pos end     = 0; // of the rows that are contiguous already
     for (const auto & [p0, p1] : llama_kv_block_resident(ctx, seq)) {
         if (p0 > end) {
             kv->seq_add(seq, p0, p1, end - p0);
@@ -705,7 +705,7 @@ int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama
     if (!kv || !llama_kv_block_can_shift(ctx) || at < 0 || block.layout != llama_kv_block_layout(ctx)) {
         return -1;
     }
-    kv_block_settle(ctx, *kv);
+    kv_block_apply_shift(ctx, *kv);
     llama_kv_block_access access(*kv, seq);
     int32_t n_same = 0;
     const auto target = access.place(block, true, n_same);
@@ -719,7 +719,7 @@ int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama
 
 llama_cparams llama_kv_block_unscaled(const llama_cparams & cparams, float freq_scale) {
     llama_cparams res = cparams;
-    // undoes what rope multiplies by for the interpolated part, see rope_yarn() in ggml
+    // inverts the factor of the interpolated part, see rope_yarn() in ggml
     res.yarn_attn_factor = cparams.yarn_ext_factor != 0.0f ? 1.0f/(1.0f + 0.1f*logf(1.0f/freq_scale)) : 1.0f;
     return res;
 }

@@ -12,7 +12,7 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
-#else // what is not given out is nobody's to touch; only the sanitizer sees to it
+#else // only AddressSanitizer checks accesses to bytes that are not allocated
 #define ASAN_POISON_MEMORY_REGION(p, size)   ((void) (p), (void) (size))
 #define ASAN_UNPOISON_MEMORY_REGION(p, size) ((void) (p), (void) (size))
 #endif
@@ -47,9 +47,9 @@ static void region_free(uint8_t * p, size_t size) {
 }
 
 bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buft) {
-    if (toucher.joinable()) {
+    if (prefault_thread.joinable()) {
         stop = true;
-        toucher.join();
+        prefault_thread.join();
         stop = false;
     }
     ASAN_UNPOISON_MEMORY_REGION(base, total);
@@ -60,11 +60,11 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
     }
     buffer = nullptr;
     gaps.clear();
-    used.clear();
+    allocations.clear();
     total = 0;
     if (size > 0 && host_buft) {
         buffer = ggml_backend_buft_alloc_buffer(host_buft, size);
-        if (buffer && ggml_backend_buffer_get_type(buffer) != host_buft) { // it could not, and gave ordinary memory
+        if (buffer && ggml_backend_buffer_get_type(buffer) != host_buft) { // the device had none and returned ordinary memory
             ggml_backend_buffer_free(buffer);
             buffer = nullptr;
         }
@@ -80,9 +80,9 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
         return true; // pinned pages are present
     }
 #if defined(__linux__)
-    toucher = std::thread([this]() {
+    prefault_thread = std::thread([this]() {
         for (size_t at = 0; at < total && !stop; at += STEP) {
-            // safe beside writers: pages become present, bytes stay; an older kernel says EINVAL
+            // Safe while others write: pages become present, bytes do not change. An older kernel returns EINVAL.
             if (madvise(base + at, std::min(STEP, total - at), MADV_POPULATE_WRITE) != 0) {
                 return;
             }
@@ -92,8 +92,8 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
     return true;
 }
 
-uint8_t * server_blocks_arena::take(size_t size) {
-    const size_t asked = size;
+uint8_t * server_blocks_arena::allocate(size_t size) {
+    const size_t requested = size;
     size = aligned(size);
     for (auto it = gaps.begin(); it != gaps.end(); ++it) {
         if (it->second < size) {
@@ -104,17 +104,17 @@ uint8_t * server_blocks_arena::take(size_t size) {
         if (bytes > size) {
             gaps[offset + size] = bytes - size;
         }
-        used[offset] = size;
-        ASAN_UNPOISON_MEMORY_REGION(base + offset, asked);
+        allocations[offset] = size;
+        ASAN_UNPOISON_MEMORY_REGION(base + offset, requested);
         return base + offset;
     }
     return nullptr;
 }
 
 bool server_blocks_arena::fits(const std::vector<size_t> & sizes, const std::set<const uint8_t *> & freeable) const {
-    std::vector<size_t> room; // gaps in their order
+    std::vector<size_t> room; // bytes of each gap that would be there, by offset
     size_t at = 0;
-    for (const auto & [offset, bytes] : used) {
+    for (const auto & [offset, bytes] : allocations) {
         if (!freeable.count(base + offset)) {
             room.push_back(offset - at);
             at = offset + bytes;
@@ -132,14 +132,14 @@ bool server_blocks_arena::fits(const std::vector<size_t> & sizes, const std::set
     });
 }
 
-void server_blocks_arena::give(uint8_t * p) {
-    const auto it = used.find(p - base);
-    if (it == used.end()) {
+void server_blocks_arena::release(uint8_t * p) {
+    const auto it = allocations.find(p - base);
+    if (it == allocations.end()) {
         return;
     }
     size_t offset = it->first;
     size_t bytes  = it->second;
-    used.erase(it);
+    allocations.erase(it);
     ASAN_POISON_MEMORY_REGION(p, bytes);
     auto next = gaps.lower_bound(offset);
     if (next != gaps.end() && next->first == offset + bytes) {

@@ -16,16 +16,16 @@ std::string server_blocks_disk::open(const std::string &, uint64_t, uint64_t) { 
 void server_blocks_disk::close() {}
 void server_blocks_disk::scan() {}
 void server_blocks_disk::refresh() {}
-std::vector<server_blocks_head> server_blocks_disk::found() { return {}; }
-std::vector<std::string> server_blocks_disk::gone() { return {}; }
-std::string server_blocks_disk::foreign(const std::string &, const std::string &) const { return ""; }
-bool server_blocks_disk::holds(const std::string &) const { return false; }
+std::vector<server_blocks_head> server_blocks_disk::take_new_heads() { return {}; }
+std::vector<std::string> server_blocks_disk::take_lost_files() { return {}; }
+std::string server_blocks_disk::unusable_reason(const std::string &, const std::string &) const { return ""; }
+bool server_blocks_disk::contains(const std::string &) const { return false; }
 std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_head, const uint8_t *) { return nullptr; }
 bool server_blocks_disk::cancel(server_blocks_write &) { return true; }
 bool server_blocks_disk::wait(const std::vector<std::shared_ptr<server_blocks_write>> &, int) { return true; }
 server_blocks_write::state_t server_blocks_disk::state(const server_blocks_write & job) const { return job.state; }
 void server_blocks_disk::read(server_blocks_read &) {}
-void server_blocks_disk::touch(const std::string &) {}
+void server_blocks_disk::mark_used(const std::string &) {}
 void server_blocks_disk::remove(const std::string &) {}
 json server_blocks_disk::stats() const { return json(); }
 
@@ -38,10 +38,10 @@ json server_blocks_disk::stats() const { return json(); }
 #include <sys/stat.h>
 #include <unistd.h>
 
-static constexpr size_t  CAP_DEFAULT_MIB = 4096;
-static constexpr int64_t SCAN_AGAIN_MS   = 5000; // others may write into the folder too
+static constexpr size_t  DEFAULT_MIB = 4096;
+static constexpr int64_t RESCAN_MS   = 5000; // other servers may write into the folder
 
-static constexpr const char * OLDER = "written in an earlier version of the file format, which does not say what rows were made from; "
+static constexpr const char * OLDER = "written in an earlier version of the file format, which does not record the origin of rows; "
     "the text is decoded and saved again, and these files are deleted when the folder is full";
 
 static bool ends_with(const std::string & s, const char * end) {
@@ -49,13 +49,13 @@ static bool ends_with(const std::string & s, const char * end) {
     return s.size() >= n && s.compare(s.size() - n, n, end) == 0;
 }
 
-static bool is_ours(const std::string & file, const char * end) {
+static bool is_block_file(const std::string & file, const char * end) {
     return file.compare(0, 6, "evoke-") == 0 && ends_with(file, end);
 }
 
 static std::atomic<uint64_t> latest_used { 0 };
 
-// The time of a use, later than that of every file that is known: the system's clock may have been set back since.
+// Returns the present time, later than that of every file in the table: the system's clock may have been set back.
 static uint64_t now_ns() {
     using namespace std::chrono;
     const uint64_t wall = duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
@@ -69,7 +69,7 @@ static uint64_t now_ns() {
 
 std::string server_blocks_disk::open(const std::string & option, uint64_t model, uint64_t layout) {
     std::string dir = option;
-    size_t mib = CAP_DEFAULT_MIB;
+    size_t mib = DEFAULT_MIB;
     const size_t colon = option.rfind(':');
     if (colon != std::string::npos && colon + 1 < option.size() && option.size() - colon < 12
             && option.find_first_not_of("0123456789", colon + 1) == std::string::npos) {
@@ -93,10 +93,10 @@ std::string server_blocks_disk::open(const std::string & option, uint64_t model,
     this->model  = model;
     this->layout = layout;
     folder = dir;
-    n_cap  = mib*1024*1024;
+    max_bytes  = mib*1024*1024;
     scan();
     stopping = false;
-    worker = std::thread([this]() { work(); });
+    worker = std::thread([this]() { run_queue(); });
     return "";
 }
 
@@ -105,66 +105,65 @@ void server_blocks_disk::close() {
         return;
     }
     {
-        const std::lock_guard<std::mutex> lock(mail);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
         stopping = true;
     }
     changed.notify_all();
     worker.join();
-    const std::lock_guard<std::mutex> all(table);
-    const std::lock_guard<std::mutex> lock(mail);
+    const std::lock_guard<std::mutex> table_lock(table_mutex);
+    const std::lock_guard<std::mutex> lock(queue_mutex);
     folder.clear();
     files.clear();
-    present.clear();
-    foreigners.clear();
-    fresh.clear();
-    lost.clear();
+    file_names.clear();
+    unusable_names.clear();
+    new_heads.clear();
+    lost_files.clear();
     queue.clear();
-    n_used = n_used_seen = 0;
-    folder_seen = 0;
+    n_used = n_used_snapshot = 0;
+    scanned_folder_time = 0;
 }
 
 //
-// what is there
+// the table
 //
 
-void server_blocks_disk::add(const std::string & file, entry e) {
+void server_blocks_disk::add_entry(const std::string & file, entry e) {
     latest_used = std::max<uint64_t>(latest_used, e.used);
-    forget(file);
+    remove_entry(file);
     n_used += e.bytes;
     {
-        const std::lock_guard<std::mutex> lock(mail);
-        present.insert(file);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
+        file_names.insert(file);
         for (const auto & name : e.names) {
-            foreigners[name] = e.why;
+            unusable_names[name] = e.unusable;
         }
-        n_used_seen = n_used;
+        n_used_snapshot = n_used;
     }
     files[file] = std::move(e);
 }
 
-void server_blocks_disk::forget(const std::string & file) {
+void server_blocks_disk::remove_entry(const std::string & file) {
     const auto it = files.find(file);
     if (it != files.end()) {
         n_used -= it->second.bytes;
-        const std::lock_guard<std::mutex> lock(mail);
-        present.erase(file);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
+        file_names.erase(file);
         for (const auto & name : it->second.names) {
-            foreigners.erase(name);
+            unusable_names.erase(name);
         }
-        n_used_seen = n_used;
+        n_used_snapshot = n_used;
         files.erase(it);
     }
 }
 
-// Deletes a file. Under the lock of the table: otherwise a scan that goes on meanwhile would list it again.
-void server_blocks_disk::erase(const std::string & file) {
-    forget(file);
+void server_blocks_disk::delete_file(const std::string & file) {
+    remove_entry(file);
     unlink(path(file).c_str());
 }
 
-void server_blocks_disk::lose(const std::string & file) {
-    const std::lock_guard<std::mutex> lock(mail);
-    lost.push_back(file);
+void server_blocks_disk::report_lost(const std::string & file) {
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    lost_files.push_back(file);
 }
 
 static uint64_t ns_of(const timespec & t) {
@@ -179,13 +178,13 @@ static uint64_t changed_at(const struct stat & st) {
 #endif
 }
 
-// when the folder was last changed, by whomever; 0 where the next change could still be of the same time
+// Returns when the folder was last changed, by any process; 0 while the next change could get the same time.
 uint64_t server_blocks_disk::folder_time() const {
     struct stat st;
     if (stat(folder.c_str(), &st) != 0) {
         return 0;
     }
-    timespec now; // of the clock that file systems go by
+    timespec now; // of the clock that file systems take times from
 #if defined(CLOCK_REALTIME_COARSE)
     clock_gettime(CLOCK_REALTIME_COARSE, &now);
 #else
@@ -197,8 +196,8 @@ uint64_t server_blocks_disk::folder_time() const {
 void server_blocks_disk::refresh() {
     const uint64_t now = folder_time();
     {
-        const std::lock_guard<std::mutex> lock(mail);
-        if (now != 0 && now == folder_seen) {
+        const std::lock_guard<std::mutex> lock(queue_mutex);
+        if (now != 0 && now == scanned_folder_time) {
             return;
         }
     }
@@ -206,12 +205,12 @@ void server_blocks_disk::refresh() {
 }
 
 void server_blocks_disk::scan() {
-    std::set<std::string> known, seen, names;
+    std::set<std::string> listed, present, names;
     const uint64_t before = folder_time();
     {
-        const std::lock_guard<std::mutex> lock(table);
+        const std::lock_guard<std::mutex> lock(table_mutex);
         for (const auto & item : files) {
-            known.insert(item.first);
+            listed.insert(item.first);
         }
     }
     if (DIR * dir = opendir(folder.c_str())) {
@@ -221,33 +220,33 @@ void server_blocks_disk::scan() {
         closedir(dir);
     }
     for (const auto & file : names) {
-        if (is_ours(file, ".tmp")) {
+        if (is_block_file(file, ".tmp")) {
             server_blocks_file_remove_abandoned(path(file));
-        } else if (is_ours(file, ".kvb") || is_ours(file, ".bad")) {
-            seen.insert(file);
-            if (!known.count(file)) {
-                look_at(file);
+        } else if (is_block_file(file, ".kvb") || is_block_file(file, ".bad")) {
+            present.insert(file);
+            if (!listed.count(file)) {
+                scan_file(file);
             }
         }
     }
-    const std::lock_guard<std::mutex> lock(table);
-    if (n_older > n_older_said) {
+    const std::lock_guard<std::mutex> lock(table_mutex);
+    if (n_older > n_older_logged) {
         LOG_WRN("evoke: %zu block files are not used: %s\n", n_older, OLDER);
-        n_older_said = n_older;
+        n_older_logged = n_older;
     }
     scanned_ms = ggml_time_ms();
-    for (const auto & file : known) {
-        if (!seen.count(file) && files.count(file) && access(path(file).c_str(), F_OK) != 0) {
-            forget(file); // another server deleted it, or somebody
-            lose(file);
+    for (const auto & file : listed) {
+        if (!present.count(file) && files.count(file) && access(path(file).c_str(), F_OK) != 0) {
+            remove_entry(file); // another process deleted it
+            report_lost(file);
         }
     }
-    const std::lock_guard<std::mutex> seen_until(mail);
-    folder_seen = before;
+    const std::lock_guard<std::mutex> queue_lock(queue_mutex);
+    scanned_folder_time = before;
 }
 
-// takes one file into the list, if it is new
-void server_blocks_disk::look_at(const std::string & file) {
+// Adds one file to the table, if it is not there.
+void server_blocks_disk::scan_file(const std::string & file) {
     struct stat st;
     if (lstat(path(file).c_str(), &st) != 0 || !S_ISREG(st.st_mode)) {
         return;
@@ -256,7 +255,7 @@ void server_blocks_disk::look_at(const std::string & file) {
     e.bytes = st.st_size;
     e.used  = changed_at(st);
     server_blocks_head head;
-    if (is_ours(file, ".bad")) {
+    if (is_block_file(file, ".bad")) {
         e.used = 0;
     } else {
         try {
@@ -266,89 +265,89 @@ void server_blocks_disk::look_at(const std::string & file) {
                 throw server_blocks_file_error(server_blocks_file_error::DAMAGED, "the file has the name of another block");
             }
             e.tenant = head.tenant;
-            e.why = older ? OLDER : head.model != model ? "it was saved from another model" : head.kv.layout != layout ? "it was saved with other KV types or options" : "";
+            e.unusable = older ? OLDER : head.model != model ? "it was saved from another model" : head.kv.layout != layout ? "it was saved with other KV types or options" : "";
             for (const auto & label : head.labels) {
                 e.names.insert({ head.tenant, label.name });
             }
         } catch (const server_blocks_file_error & error) {
             if (error.kind == server_blocks_file_error::DAMAGED) {
-                LOG_WRN("evoke: %s is put aside: %s\n", file.c_str(), error.what());
-                put_aside(file);
+                LOG_WRN("evoke: %s is quarantined: %s\n", file.c_str(), error.what());
+                quarantine(file);
             }
-            if (error.kind != server_blocks_file_error::OTHER) {
+            if (error.kind != server_blocks_file_error::OTHER_VERSION) {
                 return;
             }
-            e.why = error.what();
+            e.unusable = error.what();
         }
     }
-    const std::lock_guard<std::mutex> lock(table);
+    const std::lock_guard<std::mutex> lock(table_mutex);
     if (files.count(file) || access(path(file).c_str(), F_OK) != 0) {
-        return; // another thread has listed it meanwhile, or deleted it: both are done under this lock
+        return; // another thread has added or deleted it meanwhile: both happen under this lock
     }
-    n_older += e.why == OLDER ? 1 : 0;
-    if (head.model == model && e.why.empty() && e.used > 0) {
+    n_older += e.unusable == OLDER ? 1 : 0;
+    if (head.model == model && e.unusable.empty() && e.used > 0) {
         e.names.clear();
-        const std::lock_guard<std::mutex> post(mail);
-        fresh.emplace_back(e.used, std::move(head));
+        const std::lock_guard<std::mutex> queue_lock(queue_mutex);
+        new_heads.emplace_back(e.used, std::move(head));
     }
-    add(file, std::move(e));
+    add_entry(file, std::move(e));
 }
 
-// a damaged file: never used, kept for a person while there is room
-void server_blocks_disk::put_aside(const std::string & file) {
+// Renames a damaged file to .bad: it is never loaded, and stays for inspection while there is room.
+void server_blocks_disk::quarantine(const std::string & file) {
     const std::string bad = file.substr(0, file.size() - 4) + ".bad";
     struct stat st;
-    const bool kept = rename(path(file).c_str(), path(bad).c_str()) == 0 && lstat(path(bad).c_str(), &st) == 0;
-    const std::lock_guard<std::mutex> lock(table);
+    const bool renamed = rename(path(file).c_str(), path(bad).c_str()) == 0 && lstat(path(bad).c_str(), &st) == 0;
+    const std::lock_guard<std::mutex> lock(table_mutex);
     {
-        const std::lock_guard<std::mutex> post(mail);
+        const std::lock_guard<std::mutex> queue_lock(queue_mutex);
         n_damaged++;
     }
-    forget(file);
-    if (kept) {
+    remove_entry(file);
+    if (renamed) {
         entry e;
         e.bytes = st.st_size;
-        add(bad, std::move(e));
+        add_entry(bad, std::move(e));
     }
 }
 
-std::vector<server_blocks_head> server_blocks_disk::found() {
-    std::vector<std::pair<uint64_t, server_blocks_head>> found;
+std::vector<server_blocks_head> server_blocks_disk::take_new_heads() {
+    std::vector<std::pair<uint64_t, server_blocks_head>> heads;
     {
-        const std::lock_guard<std::mutex> lock(mail);
-        found.swap(fresh);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
+        heads.swap(new_heads);
     }
-    std::sort(found.begin(), found.end(), [](const auto & a, const auto & b) { return a.first > b.first; }); // the newest first
+    std::sort(heads.begin(), heads.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
     std::vector<server_blocks_head> res;
-    for (auto & item : found) {
+    for (auto & item : heads) {
         res.push_back(std::move(item.second));
     }
     return res;
 }
 
-std::vector<std::string> server_blocks_disk::gone() {
-    const std::lock_guard<std::mutex> lock(mail);
+std::vector<std::string> server_blocks_disk::take_lost_files() {
+    const std::lock_guard<std::mutex> lock(queue_mutex);
     std::vector<std::string> res;
-    res.swap(lost);
+    res.swap(lost_files);
     return res;
 }
 
-std::string server_blocks_disk::foreign(const std::string & tenant, const std::string & label) const {
-    const std::lock_guard<std::mutex> lock(mail);
-    const auto it = foreigners.find({ tenant, label });
-    return it == foreigners.end() ? "" : it->second;
+std::string server_blocks_disk::unusable_reason(const std::string & tenant, const std::string & label) const {
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    const auto it = unusable_names.find({ tenant, label });
+    return it == unusable_names.end() ? "" : it->second;
 }
 
-bool server_blocks_disk::holds(const std::string & file) const {
-    const std::lock_guard<std::mutex> lock(mail);
-    return present.count(file) > 0;
+bool server_blocks_disk::contains(const std::string & file) const {
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    return file_names.count(file) > 0;
 }
 
 json server_blocks_disk::stats() const {
-    const std::lock_guard<std::mutex> lock(mail);
-    const auto n_queued = std::count_if(queue.begin(), queue.end(), [](const chore & item) { return item.write != nullptr; });
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    const auto n_queued = std::count_if(queue.begin(), queue.end(), [](const queue_item & item) { return item.write != nullptr; });
     return json {
-        {"used", n_used_seen}, {"budget", n_cap}, {"n_files", present.size()}, {"n_queued", (size_t) n_queued}, {"n_written", n_written},
+        {"used", n_used_snapshot}, {"budget", max_bytes}, {"n_files", file_names.size()}, {"n_queued", (size_t) n_queued}, {"n_written", n_written},
         {"n_read", n_read}, {"n_failed", n_failed}, {"n_damaged", n_damaged}, {"n_deleted", n_deleted}, {"last_error", last_error},
     };
 }
@@ -358,35 +357,35 @@ json server_blocks_disk::stats() const {
 //
 
 void server_blocks_disk::read(server_blocks_read & job) {
-    const std::lock_guard<std::mutex> own(job.mutex);
+    const std::lock_guard<std::mutex> job_lock(job.mutex);
     if (job.state != server_blocks_read::PENDING) {
         return;
     }
     try {
         job.head  = server_blocks_file_read(path(job.file), job.head, job.data);
         job.state = server_blocks_read::DONE;
-        const std::lock_guard<std::mutex> lock(mail);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
         n_read++;
         return;
     } catch (const server_blocks_file_error & e) {
         job.error = e.what();
-        const bool damaged = e.kind == server_blocks_file_error::DAMAGED || e.kind == server_blocks_file_error::OTHER;
-        job.state = damaged ? server_blocks_read::DAMAGED : e.kind == server_blocks_file_error::GONE ? server_blocks_read::GONE : server_blocks_read::FAILED;
-    } catch (const std::exception & e) { // no memory
+        const bool damaged = e.kind == server_blocks_file_error::DAMAGED || e.kind == server_blocks_file_error::OTHER_VERSION;
+        job.state = damaged ? server_blocks_read::DAMAGED : e.kind == server_blocks_file_error::MISSING ? server_blocks_read::MISSING : server_blocks_read::FAILED;
+    } catch (const std::exception & e) { // out of memory
         job.error = e.what();
         job.state = server_blocks_read::FAILED;
     }
     LOG_WRN("evoke: %s is not used: %s\n", job.file.c_str(), job.error.c_str());
     if (job.state == server_blocks_read::DAMAGED) {
-        put_aside(job.file);
+        quarantine(job.file);
     }
     {
-        const std::lock_guard<std::mutex> lock(mail);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
         last_error = job.error;
     }
-    if (job.state == server_blocks_read::GONE) {
-        const std::lock_guard<std::mutex> lock(table);
-        forget(job.file);
+    if (job.state == server_blocks_read::MISSING) {
+        const std::lock_guard<std::mutex> lock(table_mutex);
+        remove_entry(job.file);
     }
 }
 
@@ -399,7 +398,7 @@ std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_hea
     job->head = std::move(head);
     job->data = data;
     {
-        const std::lock_guard<std::mutex> lock(mail);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
         queue.push_back({ job, "", 0 });
     }
     changed.notify_all();
@@ -407,7 +406,7 @@ std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_hea
 }
 
 bool server_blocks_disk::cancel(server_blocks_write & job) {
-    const std::lock_guard<std::mutex> lock(mail);
+    const std::lock_guard<std::mutex> lock(queue_mutex);
     if (job.state == server_blocks_write::QUEUED) {
         job.state = server_blocks_write::CANCELLED;
         changed.notify_all();
@@ -416,41 +415,41 @@ bool server_blocks_disk::cancel(server_blocks_write & job) {
 }
 
 bool server_blocks_disk::wait(const std::vector<std::shared_ptr<server_blocks_write>> & jobs, int timeout_ms) {
-    std::unique_lock<std::mutex> lock(mail);
+    std::unique_lock<std::mutex> lock(queue_mutex);
     return changed.wait_for(lock, std::chrono::milliseconds(timeout_ms), [&]() {
         return std::all_of(jobs.begin(), jobs.end(), [](const auto & job) { return job->over(); });
     });
 }
 
 server_blocks_write::state_t server_blocks_disk::state(const server_blocks_write & job) const {
-    const std::lock_guard<std::mutex> lock(mail);
+    const std::lock_guard<std::mutex> lock(queue_mutex);
     return job.state;
 }
 
-void server_blocks_disk::touch(const std::string & file) {
-    const std::lock_guard<std::mutex> lock(mail);
-    if (present.count(file)) {
+void server_blocks_disk::mark_used(const std::string & file) {
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    if (file_names.count(file)) {
         queue.push_back({ nullptr, file, now_ns() });
         changed.notify_all();
     }
 }
 
 void server_blocks_disk::remove(const std::string & file) {
-    const std::lock_guard<std::mutex> lock(mail);
+    const std::lock_guard<std::mutex> lock(queue_mutex);
     queue.push_back({ nullptr, file, 0 });
     changed.notify_all();
 }
 
-void server_blocks_disk::work() {
-    sigset_t signals; // of the ones a write can bring, the default would end the process
+void server_blocks_disk::run_queue() {
+    sigset_t signals; // SIGXFSZ of a write beyond a file size limit would end the process
     sigemptyset(&signals);
     sigaddset(&signals, SIGXFSZ);
     pthread_sigmask(SIG_BLOCK, &signals, nullptr);
 
     for (;;) {
-        chore item;
+        queue_item item;
         {
-            std::unique_lock<std::mutex> lock(mail);
+            std::unique_lock<std::mutex> lock(queue_mutex);
             changed.wait(lock, [this]() { return stopping || !queue.empty(); });
             if (queue.empty()) {
                 return;
@@ -459,41 +458,48 @@ void server_blocks_disk::work() {
             queue.pop_front();
         }
         if (item.write) {
-            write_one(*item.write);
+            run_write(*item.write);
             continue;
         }
-        uint64_t used = 0;
-        {
-            const std::lock_guard<std::mutex> lock(table);
-            const auto it = files.find(item.file);
-            if (item.touched == 0) {
-                erase(item.file);
-            } else if (it != files.end()) {
-                used = it->second.used = std::max(it->second.used, item.touched);
-            }
+        if (item.used > 0) {
+            update_used(item.file, item.used);
+            continue;
         }
-        if (used > 0) {
-            const timespec modified = { time_t(used/1000000000), long(used%1000000000) };
-            const timespec times[2] = { modified, modified };
-            utimensat(AT_FDCWD, path(item.file).c_str(), times, AT_SYMLINK_NOFOLLOW);
-        }
+        const std::lock_guard<std::mutex> lock(table_mutex);
+        delete_file(item.file);
     }
 }
 
-// what the main loop has used counts before its turn comes
-void server_blocks_disk::apply_touches() {
-    const std::lock_guard<std::mutex> lock(mail);
-    for (const auto & item : queue) {
-        const auto it = item.touched > 0 ? files.find(item.file) : files.end();
-        if (it != files.end()) {
-            it->second.used = std::max(it->second.used, item.touched);
-        }
-    }
-}
-
-void server_blocks_disk::write_one(server_blocks_write & job) {
+void server_blocks_disk::update_used(const std::string & file, uint64_t used) {
     {
-        const std::lock_guard<std::mutex> lock(mail);
+        const std::lock_guard<std::mutex> lock(table_mutex);
+        const auto it = files.find(file);
+        if (it == files.end()) {
+            return;
+        }
+        used = it->second.used = std::max(it->second.used, used);
+    }
+    if (used > 0) {
+        const timespec modified = { time_t(used/1000000000), long(used%1000000000) };
+        const timespec times[2] = { modified, modified };
+        utimensat(AT_FDCWD, path(file).c_str(), times, AT_SYMLINK_NOFOLLOW);
+    }
+}
+
+// Applies uses that are still queued, so that they count when a file to delete is chosen.
+void server_blocks_disk::apply_queued_uses() {
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    for (const auto & item : queue) {
+        const auto it = item.used > 0 ? files.find(item.file) : files.end();
+        if (it != files.end()) {
+            it->second.used = std::max(it->second.used, item.used);
+        }
+    }
+}
+
+void server_blocks_disk::run_write(server_blocks_write & job) {
+    {
+        const std::lock_guard<std::mutex> lock(queue_mutex);
         if (job.state == server_blocks_write::QUEUED && stopping) {
             job.state = server_blocks_write::CANCELLED;
         }
@@ -510,14 +516,14 @@ void server_blocks_disk::write_one(server_blocks_write & job) {
         done = true;
     } catch (const std::exception & e) {
         error = e.what();
-        if (!job.data && access(path(file).c_str(), F_OK) != 0) { // it was to get other labels
-            const std::lock_guard<std::mutex> lock(table);
-            forget(file);
-            lose(file);
+        if (!job.data && access(path(file).c_str(), F_OK) != 0) { // its labels were to be replaced, but the file is missing
+            const std::lock_guard<std::mutex> lock(table_mutex);
+            remove_entry(file);
+            report_lost(file);
         }
     }
     {
-        const std::lock_guard<std::mutex> lock(mail);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
         if (done) {
             n_written++;
         } else {
@@ -539,26 +545,26 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
         head.labels = job.head.labels;
     }
     const size_t bytes = server_blocks_file_size(head);
-    std::unique_lock<std::mutex> lock(table);
-    if (bytes > n_cap) {
+    std::unique_lock<std::mutex> lock(table_mutex);
+    if (bytes > max_bytes) {
         throw std::runtime_error("the block is larger than --evoke-disk allows");
     }
-    const wanted want { file, head.tenant, bytes, job.data == nullptr };
-    make_room(want, lock);
+    const room_request request { file, head.tenant, bytes, job.data == nullptr };
+    make_room(request, lock);
     for (int attempt = 0; ; ++attempt) {
         try {
             lock.unlock();
             server_blocks_file_write(folder, head, job.data);
             lock.lock();
-            others_fill = false;
+            full_by_others = false;
             break;
         } catch (const server_blocks_file_error & e) {
             lock.lock();
-            const bool again = attempt == 0 && (e.kind == server_blocks_file_error::GONE
-                ? mkdir(folder.c_str(), 0700) == 0 // somebody removed the folder
-                : e.kind == server_blocks_file_error::FULL && !others_fill && free_up(want));
-            others_fill = others_fill || (attempt > 0 && e.kind == server_blocks_file_error::FULL);
-            if (!again) {
+            const bool retry = attempt == 0 && (e.kind == server_blocks_file_error::MISSING
+                ? mkdir(folder.c_str(), 0700) == 0 // another process removed the folder
+                : e.kind == server_blocks_file_error::FULL && !full_by_others && free_bytes(request));
+            full_by_others = full_by_others || (attempt > 0 && e.kind == server_blocks_file_error::FULL);
+            if (!retry) {
                 throw;
             }
         }
@@ -567,61 +573,61 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
     e.bytes  = bytes;
     e.used   = now_ns();
     e.tenant = head.tenant;
-    add(file, std::move(e));
-    const std::lock_guard<std::mutex> post(mail);
-    queue.push_back({ nullptr, file, files[file].used }); // the file's time says the same
+    add_entry(file, std::move(e));
+    const std::lock_guard<std::mutex> queue_lock(queue_mutex);
+    queue.push_back({ nullptr, file, files[file].used }); // sets the file's modification time
 }
 
-// as many bytes of old files go, as the disk is full; false if there are not so many that may
-bool server_blocks_disk::free_up(const wanted & want) {
+// Deletes old files of as many bytes as are needed, because the disk is full. Returns false if too few may be deleted.
+bool server_blocks_disk::free_bytes(const room_request & request) {
     const size_t before = n_used;
-    while (n_used + want.bytes > before) {
-        if (!delete_one(want)) {
+    while (n_used + request.bytes > before) {
+        if (!delete_one(request)) {
             return false;
         }
     }
     return true;
 }
 
-// files go until the wanted one fits under the cap
-void server_blocks_disk::make_room(const wanted & want, std::unique_lock<std::mutex> & lock) {
-    if (ggml_time_ms() - scanned_ms > SCAN_AGAIN_MS) {
+// Deletes files until the requested one fits under the limit. Throws if it cannot.
+void server_blocks_disk::make_room(const room_request & request, std::unique_lock<std::mutex> & lock) {
+    if (ggml_time_ms() - scanned_ms > RESCAN_MS) {
         lock.unlock();
         scan();
         lock.lock();
     }
-    apply_touches();
-    const auto it = files.find(want.file);
-    const size_t own = it == files.end() ? 0 : it->second.bytes; // will be replaced, but is there until then
-    while (n_used + want.bytes > n_cap && delete_one(want)) {
+    apply_queued_uses();
+    const auto it = files.find(request.file);
+    const size_t own = it == files.end() ? 0 : it->second.bytes; // counts until it is replaced
+    while (n_used + request.bytes > max_bytes && delete_one(request)) {
     }
-    if (n_used - (want.copied ? 0 : own) + want.bytes > n_cap) {
-        throw std::runtime_error("the tenant's share of --evoke-disk holds no such block beside those of others");
+    if (n_used - (request.replaces ? 0 : own) + request.bytes > max_bytes) {
+        throw std::runtime_error("the tenant's share of --evoke-disk has no room for the block beside the files of other tenants");
     }
-    if (n_used + want.bytes > n_cap && own > 0) {
-        erase(want.file);
+    if (n_used + request.bytes > max_bytes && own > 0) {
+        delete_file(request.file);
     }
 }
 
-// Damaged files first. Then the oldest of the tenant that has most, the wanted file counted with its own tenant's:
-// none deletes the files of a tenant that has less than itself.
-std::map<std::string, server_blocks_disk::entry>::iterator server_blocks_disk::next_to_delete(const wanted & want) {
+// Returns the file to delete next, or end(): quarantined files first, then the oldest file of the tenant that has most
+// bytes, the requested file included. A tenant never deletes files of a tenant that has fewer bytes than itself.
+server_blocks_disk::file_table::iterator server_blocks_disk::next_to_delete(const room_request & request) {
     std::map<std::string, size_t> bytes;
     for (const auto & [file, e] : files) {
         if (e.used == 0) {
             continue;
         }
-        bytes[e.tenant] += file == want.file ? 0 : e.bytes;
+        bytes[e.tenant] += file == request.file ? 0 : e.bytes;
     }
-    bytes[want.tenant] += want.bytes;
+    bytes[request.tenant] += request.bytes;
     auto res = files.end();
     for (auto it = files.begin(); it != files.end(); ++it) {
         const auto & e = it->second;
         const bool damaged = e.used == 0;
-        if (it->first == want.file || (!damaged && e.tenant != want.tenant && bytes[e.tenant] <= bytes[want.tenant])) {
+        if (it->first == request.file || (!damaged && e.tenant != request.tenant && bytes[e.tenant] <= bytes[request.tenant])) {
             continue;
         }
-        const auto rank = [&](const entry & of) { // the first to go has the least
+        const auto rank = [&](const entry & of) { // the least is deleted first
             return std::make_tuple(of.used != 0, std::numeric_limits<size_t>::max() - (of.used == 0 ? 0 : bytes[of.tenant]), of.used);
         };
         if (res == files.end() || rank(e) < rank(res->second)) {
@@ -631,18 +637,18 @@ std::map<std::string, server_blocks_disk::entry>::iterator server_blocks_disk::n
     return res;
 }
 
-bool server_blocks_disk::delete_one(const wanted & want) {
-    if (access(folder.c_str(), W_OK) != 0 && errno == EROFS) { // nothing would be deleted, and the block would be forgotten
+bool server_blocks_disk::delete_one(const room_request & request) {
+    if (access(folder.c_str(), W_OK) != 0 && errno == EROFS) { // the file would stay while its block were forgotten
         throw std::runtime_error(string_format("an old file cannot be deleted: %s", strerror(EROFS)));
     }
-    const auto next = next_to_delete(want);
+    const auto next = next_to_delete(request);
     if (next == files.end()) {
         return false;
     }
     const std::string file = next->first;
-    erase(file);
-    lose(file);
-    const std::lock_guard<std::mutex> post(mail);
+    delete_file(file);
+    report_lost(file);
+    const std::lock_guard<std::mutex> queue_lock(queue_mutex);
     n_deleted++;
     return true;
 }

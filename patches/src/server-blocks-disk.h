@@ -1,9 +1,16 @@
 #pragma once
 
-// The folder behind --evoke-disk: block files under a cap, written by a thread of our own.
+// The folder of --evoke-disk: block files under a size limit, written by a thread of this class.
 //
-// Several servers may share a folder. Nothing here touches the store or a context: the main loop asks,
-// and looks later at what has become of it.
+// Owns: the table of the files in the folder, the queue of writes, and the thread that executes it. Several servers may
+//       share a folder: files appear and disappear at any time.
+// Threads: open() and close() are for the main loop. scan(), refresh() and read() access the file system and are for any
+//          thread except the main loop. All other calls are for any thread and return without waiting for the file
+//          system; only wait() waits, until its timeout.
+// Invariants: `table_mutex` protects the table, which may be traversed as a whole; `queue_mutex` protects what the main
+//             loop reads and writes, and is held for a few steps only, never during file system calls. A thread that
+//             holds `table_mutex` may lock `queue_mutex`, never the other way round. A file is deleted only while
+//             `table_mutex` is held, so that a concurrent scan cannot list it again.
 
 #include "server-blocks-file.h"
 #include "server-common.h"
@@ -20,31 +27,30 @@
 #include <utility>
 #include <vector>
 
-// a block on its way to its file; `data` must stay until it is over. Without `data` the file that is there gets the
-// labels of `head`
+// A queued write of one block. `data` must stay valid until the write is over. Without `data` only the labels of the
+// existing file are replaced, by those of `head`.
 struct server_blocks_write {
     enum state_t { QUEUED, RUNNING, DONE, FAILED, CANCELLED };
 
     server_blocks_head head;
     const uint8_t *    data = nullptr;
 
-    // under the lock of what the main loop sees
+    // protected by the disk's queue_mutex: read them with state(), or after wait()
     state_t     state = QUEUED;
     std::string error;
 
     bool over() const { return state != QUEUED && state != RUNNING; }
 };
 
-// a block on its way from its file into memory that the main loop has set aside for it
+// A read of one block into memory that the main loop has allocated for it.
 struct server_blocks_read {
-    enum state_t { PENDING, DONE, GONE, DAMAGED, FAILED };
+    enum state_t { PENDING, DONE, MISSING, DAMAGED, FAILED };
 
     std::string        file;
-    server_blocks_head head;
+    server_blocks_head head; // of the block to read; after DONE the head of the file
     uint8_t *          data = nullptr;
 
-    // under `mutex`
-    std::mutex  mutex;
+    std::mutex  mutex; // protects state and error, and is held during the read
     state_t     state = PENDING;
     std::string error;
 };
@@ -53,125 +59,132 @@ class server_blocks_disk {
 public:
     ~server_blocks_disk() { close(); }
 
-    // "DIR" or "DIR:MiB"; returns why the folder cannot be used, or ""
+    // Opens the folder of `option`, "DIR" or "DIR:MiB", for blocks of a model and a layout, and starts the thread.
+    // Returns "", or the reason why the folder cannot be used.
     std::string open(const std::string & option, uint64_t model, uint64_t layout);
 
-    bool     is_open() const { return !folder.empty(); }
-    size_t   cap() const { return n_cap; }
+    bool   is_open() const { return !folder.empty(); }
 
-    // what is still to be written is lost
+    // Returns the size limit in bytes.
+    size_t limit() const { return max_bytes; }
+
+    // Stops the thread and forgets the folder. Writes that are still queued are cancelled.
     void close();
 
-    // ---- any thread
-
-    // looks for files it does not know; those of this model and layout wait for found()
+    // Searches the folder for files that are not in the table; those of this model and layout are queued for
+    // take_new_heads().
     void scan();
 
-    // the same, if somebody else has changed the folder since; never on the main loop: it asks the file system
+    // Calls scan() if the folder has changed since the last scan.
     void refresh();
 
-    // the files of this model and layout seen since the last call
-    std::vector<server_blocks_head> found();
+    // Returns the heads of files of this model and layout that appeared since the last call, the newest first.
+    std::vector<server_blocks_head> take_new_heads();
 
-    // files that are no more, since the last call
-    std::vector<std::string> gone();
+    // Returns the names of files that disappeared since the last call.
+    std::vector<std::string> take_lost_files();
 
-    // why a name that is in the folder cannot be used here, or ""
-    std::string foreign(const std::string & tenant, const std::string & label) const;
+    // Returns why the block of a name, whose file is in the folder, cannot be loaded here; "" if there is no such file.
+    std::string unusable_reason(const std::string & tenant, const std::string & label) const;
 
-    // whether a file of that name is there, as far as is known
-    bool holds(const std::string & file) const;
+    // Returns whether a file is in the table.
+    bool contains(const std::string & file) const;
 
-    // queues a write
+    // Queues a write.
     std::shared_ptr<server_blocks_write> write(server_blocks_head head, const uint8_t * data);
 
-    // never mind; false if it is being written just now
+    // Cancels a write. Returns false if it is running at the moment.
     bool cancel(server_blocks_write & job);
 
-    // until all these are over, or the time is; true if all are
+    // Waits until all `jobs` are over or the time is. Returns whether all are over.
     bool wait(const std::vector<std::shared_ptr<server_blocks_write>> & jobs, int timeout_ms);
 
     server_blocks_write::state_t state(const server_blocks_write & job) const;
 
-    // verifies and reads; only the first call for a read does anything. A damaged file is put aside.
+    // Reads and verifies a block in the calling thread; only the first call for a job does. A damaged file is
+    // quarantined (renamed to .bad).
     void read(server_blocks_read & job);
 
-    // it was used: others go first. Or it is of no use any more
-    void touch (const std::string & file);
+    // Queues an update of the file's time of last use, by which the oldest files are deleted first.
+    void mark_used(const std::string & file);
+
+    // Queues the deletion of a file.
     void remove(const std::string & file);
 
     json stats() const;
 
 private:
     struct entry {
-        size_t   bytes = 0;
-        uint64_t used  = 0; // ns of the wall clock, the file's time of change
+        size_t      bytes = 0;
+        uint64_t    used  = 0; // last use in ns of the wall clock, the file's modification time; 0: quarantined
         std::string tenant;
-        std::string why;    // not to be used here, because
-        std::set<std::pair<std::string, std::string>> names; // of those
+        std::string unusable;  // why the file cannot be loaded here, or ""
+        std::set<std::pair<std::string, std::string>> names; // (tenant, label), of unusable files only
     };
 
-    // what the thread is to do: write, touch or remove
-    struct chore {
+    // one item of the queue: a write, an update of the time of use, or a deletion
+    struct queue_item {
         std::shared_ptr<server_blocks_write> write;
         std::string file;
-        uint64_t    touched = 0; // ns of the wall clock; 0: remove
+        uint64_t    used = 0; // ns of the wall clock; 0: delete the file
     };
 
-    std::string path(const std::string & file) const { return folder + "/" + file; }
-
-    void work();
-    void write_one(server_blocks_write & job);
-    void write_file(const server_blocks_write & job, const std::string & file);
-    void apply_touches();
-    void lose(const std::string & file); // the main loop is to know
-    uint64_t folder_time() const;
-
-    // a file to be written: whose it is, and how large it will be
-    struct wanted {
+    // a file that needs room in the folder
+    struct room_request {
         const std::string & file;
         const std::string & tenant;
         size_t              bytes;
-        bool                copied; // from the file that it replaces
+        bool                replaces; // its rows are read from the file that it replaces
     };
 
-    void make_room(const wanted & want, std::unique_lock<std::mutex> & lock);
-    bool free_up(const wanted & want);
-    bool delete_one(const wanted & want);
-    std::map<std::string, entry>::iterator next_to_delete(const wanted & want);
-    void add(const std::string & file, entry e);
-    void forget(const std::string & file);
-    void erase(const std::string & file);
-    void look_at(const std::string & file);
-    void put_aside(const std::string & file);
+    using file_table = std::map<std::string, entry>;
+
+    std::string path(const std::string & file) const { return folder + "/" + file; }
+
+    // the thread
+    void run_queue();
+    void run_write(server_blocks_write & job);
+    void write_file(const server_blocks_write & job, const std::string & file);
+    void update_used(const std::string & file, uint64_t used);
+
+    // these need table_mutex, except scan_file() and quarantine(), which lock it
+    void apply_queued_uses();
+    void make_room(const room_request & request, std::unique_lock<std::mutex> & lock);
+    bool free_bytes(const room_request & request);
+    bool delete_one(const room_request & request);
+    file_table::iterator next_to_delete(const room_request & request);
+    void add_entry(const std::string & file, entry e);
+    void remove_entry(const std::string & file);
+    void delete_file(const std::string & file);
+    void report_lost(const std::string & file);
+    void scan_file(const std::string & file);
+    void quarantine(const std::string & file);
+    uint64_t folder_time() const;
 
     std::string folder;
-    size_t      n_cap  = 0;
+    size_t      max_bytes = 0;
     uint64_t    model  = 0;
     uint64_t    layout = 0;
 
-    // The table of the folder, which may be gone through as a whole: for our thread and those of calls, never for the
-    // main loop. Whoever has this lock may take the other one, never the other way round.
-    mutable std::mutex      table;
-    std::map<std::string, entry> files;
-    size_t                  n_used = 0; // bytes of `files`
-    size_t      n_older = 0, n_older_said = 0; // files of earlier versions of the format, and of how many the log says so
-    int64_t     scanned_ms = 0; // when the folder was last looked through
-    bool        others_fill = false; // the disk is full, and deleting a file of ours did not help: no more of them go for that
+    mutable std::mutex table_mutex;
+    file_table  files;
+    size_t      n_used = 0;           // bytes of `files`
+    size_t      n_older = 0;          // files of earlier versions of the format
+    size_t      n_older_logged = 0;   // value of n_older when it was last logged
+    int64_t     scanned_ms = 0;       // time of the last scan
+    bool        full_by_others = false; // the disk is full and deleting a file of this folder did not help
 
-    // What the main loop sees and says. This lock is only ever held for a few steps, never for all files or while the
-    // file system is asked.
-    mutable std::mutex      mail;
+    mutable std::mutex      queue_mutex;
     std::condition_variable changed;
-    std::set<std::string>   present; // of `files`
-    std::map<std::pair<std::string, std::string>, std::string> foreigners; // names that cannot be used here, and why
-    std::vector<std::pair<uint64_t, server_blocks_head>> fresh; // with when they were used
-    std::vector<std::string> lost;
-    std::deque<chore>       queue;
+    std::set<std::string>   file_names; // keys of `files`
+    std::map<std::pair<std::string, std::string>, std::string> unusable_names; // (tenant, label) -> reason
+    std::vector<std::pair<uint64_t, server_blocks_head>> new_heads; // with the time of last use
+    std::vector<std::string> lost_files;
+    std::deque<queue_item>  queue;
     std::string last_error;
-    uint64_t    n_written = 0, n_failed = 0, n_damaged = 0, n_deleted = 0, n_read = 0;
-    size_t      n_used_seen = 0; // `n_used`
-    uint64_t    folder_seen = 0; // the folder's time of change as of the last scan, 0 = of no use
-    bool        stopping  = false;
+    uint64_t    n_written = 0, n_failed = 0, n_damaged = 0, n_deleted = 0, n_read = 0; // since the process started
+    size_t      n_used_snapshot = 0; // n_used, for stats()
+    uint64_t    scanned_folder_time = 0; // folder_time() at the last scan, 0: not usable
+    bool        stopping = false;
     std::thread worker;
 };

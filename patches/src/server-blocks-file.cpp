@@ -17,15 +17,15 @@
 #endif
 
 static constexpr char     MAGIC[8] = { 'e', 'v', 'o', 'k', 'e', 'K', 'V', 'B' };
-static constexpr uint32_t VERSION  = 3;          // 1: without bounds of the keys, 2: without what rows were made from
+static constexpr uint32_t VERSION  = 3;          // 1: without key bounds, 2: without the origin of rows
 static constexpr uint64_t ID_SEED  = 2;          // of server_blocks_model_id()
-static constexpr uint32_t ORDER    = 0x01020304; // of the bytes of a number
-static constexpr size_t   ALIGN    = 64;         // of the rows
+static constexpr uint32_t ORDER    = 0x01020304; // byte order of numbers
+static constexpr size_t   ALIGN    = 64;         // of the offset of the rows
 static constexpr size_t   HEAD_MAX = size_t(64) << 20;
 
 namespace {
 
-// the start of every file, as it lies there
+// the first bytes of every file, in the layout of this machine
 struct fixed_head {
     char     magic[8];
     uint32_t version;
@@ -33,7 +33,7 @@ struct fixed_head {
     uint64_t n_head;   // bytes before the rows
     uint64_t n_data;   // bytes of the rows
     uint64_t sum_data; // checksum of the rows
-    uint64_t sum_head; // of everything before the rows, this number taken as 0
+    uint64_t sum_head; // checksum of everything before the rows, with this number taken as 0
 };
 
 [[noreturn]] void damaged(const std::string & what) {
@@ -48,7 +48,7 @@ size_t aligned(size_t n) {
     return (n + ALIGN - 1)/ALIGN*ALIGN;
 }
 
-// numbers and strings one after the other
+// serialises numbers, strings and lists, one after the other
 struct packer {
     std::vector<uint8_t> bytes;
 
@@ -69,6 +69,7 @@ struct packer {
     }
 };
 
+// reads what packer wrote; throws DAMAGED when the bytes end early
 struct unpacker {
     const uint8_t * at;
     const uint8_t * end;
@@ -77,7 +78,9 @@ struct unpacker {
         if ((size_t) (end - at) < n) {
             damaged("the head ends early");
         }
-        memcpy(p, at, n);
+        if (n > 0) { // an empty list has no memory to copy to
+            memcpy(p, at, n);
+        }
         at += n;
     }
 
@@ -87,11 +90,11 @@ struct unpacker {
         return value;
     }
 
-    // how many of this size there are, never more than there are bytes
+    // reads a number of items of `size` bytes; never returns more than the remaining bytes hold
     size_t count(size_t size) {
         const uint64_t n = number<uint64_t>();
         if (n > (uint64_t) (end - at)/size) {
-            damaged("the head counts more than it holds");
+            damaged("the head announces more items than it has");
         }
         return n;
     }
@@ -187,22 +190,22 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
     }
 
     const size_t n = head.tokens.size();
-    bool sound = head.kv.p0 >= 0 && head.kv.p1 > head.kv.p0 && n == (size_t) head.kv.p1 - head.kv.p0 && !head.labels.empty();
+    bool valid = head.kv.p0 >= 0 && head.kv.p1 > head.kv.p0 && n == (size_t) head.kv.p1 - head.kv.p0 && !head.labels.empty();
     for (const size_t other : { head.kv.pos.size(), head.kv.cells.size(), head.kv.tok.size(), head.kv.x.size(), head.kv.y.size() }) {
-        sound = sound && other == n;
+        valid = valid && other == n;
     }
-    for (size_t i = 0; sound && i < n; ++i) {
-        // a model may look rows up by it; 0 after a slot file was restored, which does not have it
+    for (size_t i = 0; valid && i < n; ++i) {
+        // a model may find rows by token; 0 in rows that come from a slot file, which does not have tokens
         const bool same = head.kv.tok[i] == head.tokens[i] || head.kv.tok[i] == LLAMA_TOKEN_NULL || head.kv.tok[i] == 0;
-        sound = head.kv.pos[i] == head.kv.p0 + (llama_pos) i && same;
+        valid = head.kv.pos[i] == head.kv.p0 + (llama_pos) i && same;
     }
     llama_pos end = head.kv.p0;
     for (const auto & r : head.rows) {
-        sound = sound && r.p0 == end && r.p1 > r.p0;
+        valid = valid && r.p0 == end && r.p1 > r.p0;
         end = r.p1;
     }
-    sound = sound && (fixed.version < 3 || end == head.kv.p1);
-    if (!sound) {
+    valid = valid && (fixed.version < 3 || end == head.kv.p1);
+    if (!valid) {
         damaged("the head contradicts itself");
     }
     return head;
@@ -213,7 +216,7 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
 [[noreturn]] void failed(const std::string & what) {
     const int error = errno;
     const bool full = error == ENOSPC || error == EDQUOT;
-    const auto kind = error == ENOENT ? server_blocks_file_error::GONE
+    const auto kind = error == ENOENT ? server_blocks_file_error::MISSING
         : full ? server_blocks_file_error::FULL : server_blocks_file_error::FAILED;
     throw server_blocks_file_error(kind, what + ": " + strerror(error));
 }
@@ -282,24 +285,25 @@ server_blocks_head peek(int fd, fixed_head & fixed) {
         damaged("not a block file");
     }
     if (fixed.version < 1 || fixed.version > VERSION || fixed.order != ORDER) {
-        throw server_blocks_file_error(server_blocks_file_error::OTHER, "a block file of another version");
+        throw server_blocks_file_error(server_blocks_file_error::OTHER_VERSION, "a block file of another version");
     }
     if (fixed.n_head < sizeof(fixed) || fixed.n_head > std::min(HEAD_MAX, size) || fixed.n_data != size - fixed.n_head) {
-        damaged("the file has another size than it says");
+        damaged("the size of the file differs from its head");
     }
     std::vector<uint8_t> bytes(fixed.n_head);
     read_all(fd, bytes.data(), bytes.size(), 0);
     return unpacked(std::move(bytes), fixed);
 }
 
-// a part of the file, or what there is of it
+// checksum of n bytes of the file, or of those before its end
 uint64_t checksum_of(int fd, size_t offset, size_t n, uint64_t seed) {
     std::vector<uint8_t> bytes(n);
     const ssize_t done = pread(fd, bytes.data(), n, offset);
     return server_blocks_checksum(bytes.data(), std::max<ssize_t>(done, 0), seed);
 }
 
-// metadata, and of every tensor all of a small one or some places of a large one; `n_files` is how many there are
+// Hashes the metadata and every tensor: all of a small one, samples of a large one. Sets `n_files` to the number of
+// files that the model is split into. Returns 0 if the file cannot be read.
 uint64_t gguf_id(const std::string & path, uint64_t h, int & n_files) {
     static constexpr size_t PART = 4096, N_PARTS = 8;
     const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(gguf_init_from_file(path.c_str(), { true, nullptr }), gguf_free);
@@ -333,7 +337,7 @@ uint64_t gguf_id(const std::string & path, uint64_t h, int & n_files) {
 
 } // namespace
 
-// the rounds of XXH64 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): one pass at the speed of memory
+// The rounds of XXH64 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): one pass at memory speed.
 uint64_t server_blocks_checksum(const void * data, size_t n, uint64_t seed) {
     static constexpr uint64_t P1 = 0x9E3779B185EBCA87ull, P2 = 0xC2B2AE3D27D4EB4Full, P3 = 0x165667B19E3779F9ull,
                               P4 = 0x85EBCA77C2B2AE63ull, P5 = 0x27D4EB2F165667C5ull;
@@ -385,7 +389,7 @@ size_t server_blocks_file_size(const server_blocks_head & head) {
 
 #if defined(_WIN32)
 
-// the flag is refused there
+// --evoke-disk is refused on this system
 uint64_t server_blocks_model_id(const common_params &) { return 0; }
 void server_blocks_file_remove_abandoned(const std::string &) {}
 server_blocks_head server_blocks_file_peek(const std::string &) { damaged("not on this system"); }
@@ -420,7 +424,7 @@ uint64_t server_blocks_model_id(const common_params & params) {
         }
     }
     if (!params.control_vectors.empty()) {
-        const auto vectors = common_control_vector_load(params.control_vectors); // their sum, scaled
+        const auto vectors = common_control_vector_load(params.control_vectors); // the scaled sum
         if (vectors.n_embd <= 0) {
             return 0;
         }
@@ -434,8 +438,8 @@ uint64_t server_blocks_model_id(const common_params & params) {
 
 namespace {
 
-// A new temporary file for `path`, locked. Whoever looks for abandoned files may delete it before it is locked: then
-// it has no name any more, and another one is made.
+// Creates and locks a temporary file for `path`. A scan for abandoned files may delete the file before it is locked:
+// then its link count is 0 and another one is created.
 std::unique_ptr<descriptor> locked_file(const std::string & path, std::string & temp) {
     for (int attempt = 0; ; ++attempt) {
         temp = path + "." + std::to_string(getpid()) + "-" + std::to_string(ggml_time_us()) + "-" + std::to_string(attempt) + ".tmp";
@@ -449,7 +453,7 @@ std::unique_ptr<descriptor> locked_file(const std::string & path, std::string & 
     }
 }
 
-// the rows of the file of a block behind another head
+// copies n bytes of rows from one file to another
 void copy_rows(int from, size_t offset, int to, size_t n) {
     std::vector<uint8_t> part(std::min(n, size_t(1) << 20));
     while (n > 0) {
@@ -466,7 +470,7 @@ void copy_rows(int from, size_t offset, int to, size_t n) {
 void server_blocks_file_write(const std::string & folder, const server_blocks_head & head, const uint8_t * data) {
     const std::string path = folder + "/" + server_blocks_file_name(head);
     fixed_head before {};
-    std::unique_ptr<descriptor> rows; // where there are no data
+    std::unique_ptr<descriptor> rows; // the file that is replaced, when there is no data
     if (!data) {
         rows = std::make_unique<descriptor>(path, O_RDONLY);
         const auto found = peek(rows->fd, before);
@@ -490,7 +494,7 @@ void server_blocks_file_write(const std::string & folder, const server_blocks_he
         unlink(temp.c_str());
         throw;
     }
-    const int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); // the name must last too
+    const int dir = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); // makes the new name durable
     if (dir >= 0) {
         fsync(dir);
         close(dir);
@@ -517,11 +521,12 @@ server_blocks_head server_blocks_file_read(const std::string & path, const serve
     return found;
 }
 
-// The file is deleted while its lock is held: a writer that opened it before waits for the lock, then finds it deleted.
+// Deletes the file while it holds the lock: a writer that opened the file before waits for the lock, then finds it
+// deleted.
 void server_blocks_file_remove_abandoned(const std::string & path) {
     const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) {
-        if (errno == ELOOP || errno == EACCES) { // nothing that a writer of ours has made
+        if (errno == ELOOP || errno == EACCES) { // a link, or a file of another user: no server of ours wrote it
             unlink(path.c_str());
         }
         return;

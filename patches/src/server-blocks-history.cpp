@@ -1,25 +1,20 @@
 #include "server-blocks-history.h"
 
+#include "server-blocks-hash.h"
+
 #include <algorithm>
 #include <random>
 
 namespace {
 
-uint64_t mixed(uint64_t h, uint64_t v) {
-    h = (h ^ (v + 0x9e3779b97f4a7c15ull))*0xbf58476d1ce4e5b9ull;
-    h ^= h >> 29;
-    h *= 0x94d049bb133111ebull;
-    return h ^ (h >> 32);
-}
-
-// a number that no other decode has, in this process or in another one
+// a number that no other decode of any process has
 uint64_t next_decode() {
     static uint64_t seed = []() {
         std::random_device device;
         return (uint64_t(device()) << 32) ^ device();
     }();
     static uint64_t count = 0;
-    return mixed(seed, ++count);
+    return server_blocks_mix(seed, ++count);
 }
 
 server_blocks_visibility partial(uint64_t h) {
@@ -31,7 +26,7 @@ server_blocks_visibility unknown(uint64_t h) {
     return h | 1;
 }
 
-// a range of rows of one visibility, whatever decodes they come from
+// a range of rows of one visibility, of one or several decodes
 struct visible_range {
     llama_pos p0;
     llama_pos p1;
@@ -54,24 +49,24 @@ std::vector<visible_range> visible_ranges(const server_blocks_row_list & rows, l
     return res;
 }
 
-// the visibility of a row at `pos` that is decoded with the first n of these ranges before it
-server_blocks_visibility visibility_behind(const std::vector<visible_range> & ranges, size_t n, llama_pos pos) {
-    bool      whole = true;
-    bool      clean = true;
+// the visibility of a row at `pos` that is decoded after the first n of these ranges
+server_blocks_visibility visibility_after(const std::vector<visible_range> & ranges, size_t n, llama_pos pos) {
+    bool      complete = true;
+    bool      no_partial = true;
     llama_pos end   = 0;
-    uint64_t  h     = mixed(0x76697369626c65ull, n);
+    uint64_t  h     = server_blocks_mix(0x76697369626c65ull, n);
     for (size_t i = 0; i < n; ++i) {
         const auto & r = ranges[i];
-        whole = whole && r.p0 == end && server_blocks_is_whole(r.visibility);
-        clean = clean && r.p0 == end && !server_blocks_is_partial(r.visibility);
+        complete = complete && r.p0 == end && server_blocks_is_complete(r.visibility);
+        no_partial = no_partial && r.p0 == end && !server_blocks_is_partial(r.visibility);
         end   = r.p1;
-        h = mixed(mixed(mixed(h, (uint32_t) r.p0), (uint32_t) r.p1), r.visibility);
+        h = server_blocks_mix(server_blocks_mix(server_blocks_mix(h, (uint32_t) r.p0), (uint32_t) r.p1), r.visibility);
     }
-    if (end != pos) { // the row right before it is missing
-        whole = clean = false;
-        h = mixed(h, (uint32_t) pos);
+    if (end != pos) { // the row immediately before it is missing
+        complete = no_partial = false;
+        h = server_blocks_mix(h, (uint32_t) pos);
     }
-    return whole ? 0 : clean ? unknown(h) : partial(h);
+    return complete ? 0 : no_partial ? unknown(h) : partial(h);
 }
 
 void append(server_blocks_row_list & list, const server_blocks_rows & rows) {
@@ -88,36 +83,36 @@ void append(server_blocks_row_list & list, const server_blocks_rows & rows) {
 } // namespace
 
 server_blocks_visibility server_blocks_visibility_of(const server_blocks_row_list & rows) {
-    bool     clean = true;
-    uint64_t h     = 0x636f7079ull;
-    bool     whole = true;
+    bool     complete   = true;
+    bool     no_partial = true;
+    uint64_t h = 0x636f7079ull;
     for (const auto & r : visible_ranges(rows, rows.empty() ? 0 : rows.back().p1)) {
-        whole = whole && server_blocks_is_whole(r.visibility);
-        clean = clean && !server_blocks_is_partial(r.visibility);
-        h = mixed(mixed(mixed(h, (uint32_t) r.p0), (uint32_t) r.p1), r.visibility);
+        complete = complete && server_blocks_is_complete(r.visibility);
+        no_partial = no_partial && !server_blocks_is_partial(r.visibility);
+        h = server_blocks_mix(server_blocks_mix(server_blocks_mix(h, (uint32_t) r.p0), (uint32_t) r.p1), r.visibility);
     }
-    return whole ? 0 : clean ? unknown(h) : partial(h);
+    return complete ? 0 : no_partial ? unknown(h) : partial(h);
 }
 
 server_blocks_row_list server_blocks_rows_displaced(server_blocks_row_list rows, uint64_t prefix_hash) {
     for (auto & r : rows) {
-        r.visibility = partial(mixed(prefix_hash, r.visibility));
+        r.visibility = partial(server_blocks_mix(prefix_hash, r.visibility));
     }
     return rows;
 }
 
-server_blocks_visibility server_blocks_history::visible_at(llama_pos pos) const {
+server_blocks_visibility server_blocks_history::visibility_at(llama_pos pos) const {
     const auto ranges = visible_ranges(rows, pos);
     const size_t n = ranges.size();
-    // rows that go on from rows of one visibility see what those saw and those themselves: they have the same
+    // rows that continue rows of one visibility see those rows and what they saw: their visibility is the same
     if (n > 0 && ranges[n - 1].p1 == pos && ranges[n - 1].visibility != 0
-            && ranges[n - 1].visibility == visibility_behind(ranges, n - 1, ranges[n - 1].p0)) {
+            && ranges[n - 1].visibility == visibility_after(ranges, n - 1, ranges[n - 1].p0)) {
         return ranges[n - 1].visibility;
     }
-    return visibility_behind(ranges, n, pos);
+    return visibility_after(ranges, n, pos);
 }
 
-void server_blocks_history::decoded(llama_pos end, bool opaque) {
+void server_blocks_history::on_decoded(llama_pos end, bool opaque) {
     const llama_pos begin = this->end();
     if (end <= begin) {
         return;
@@ -127,9 +122,9 @@ void server_blocks_history::decoded(llama_pos end, bool opaque) {
         return;
     }
     const uint64_t decode = next_decode();
-    auto visibility = opaque ? unknown(decode) : visible_at(begin);
+    auto visibility = opaque ? unknown(decode) : visibility_at(begin);
     if (has_state && state_partial <= begin && !server_blocks_is_partial(visibility)) {
-        visibility = partial(mixed(visibility, (uint32_t) state_partial)); // whole rows were loaded, the state is what it was
+        visibility = partial(server_blocks_mix(visibility, (uint32_t) state_partial)); // a load of complete rows does not replace the state
     }
     if (server_blocks_is_partial(visibility)) {
         state_partial = std::min(state_partial, begin);
@@ -138,31 +133,31 @@ void server_blocks_history::decoded(llama_pos end, bool opaque) {
     open = true;
 }
 
-void server_blocks_history::removed(llama_pos p0, llama_pos p1) {
+void server_blocks_history::on_removed(llama_pos p0, llama_pos p1) {
     open = false;
     if (p0 <= state_partial && p1 == std::numeric_limits<llama_pos>::max()) {
-        state_partial = p1; // all of it is taken back
+        state_partial = p1; // every row that the partial state produced is removed
     }
     const auto first = std::lower_bound(rows.begin(), rows.end(), p0, [](const auto & r, llama_pos p) { return r.p1 <= p; });
     auto last = first;
-    server_blocks_row_list left;
+    server_blocks_row_list rest;
     for (; last != rows.end() && last->p0 < p1; ++last) {
         if (last->p0 < p0) {
-            left.push_back({ last->p0, p0, last->decode, last->visibility });
+            rest.push_back({ last->p0, p0, last->decode, last->visibility });
         }
         if (p1 < last->p1) {
-            left.push_back({ p1, last->p1, last->decode, last->visibility });
+            rest.push_back({ p1, last->p1, last->decode, last->visibility });
         }
     }
-    rows.insert(rows.erase(first, last), left.begin(), left.end());
+    rows.insert(rows.erase(first, last), rest.begin(), rest.end());
 }
 
-void server_blocks_history::loaded(const server_blocks_row_list & copy) {
+void server_blocks_history::on_loaded(const server_blocks_row_list & copy) {
     open = false;
     if (copy.empty()) {
         return;
     }
-    removed(copy.front().p0, copy.back().p1);
+    on_removed(copy.front().p0, copy.back().p1);
     server_blocks_row_list all;
     auto next = rows.begin();
     for (; next != rows.end() && next->p0 < copy.front().p0; ++next) {
@@ -178,14 +173,14 @@ void server_blocks_history::loaded(const server_blocks_row_list & copy) {
 }
 
 void server_blocks_history::reconcile(const llama_kv_ranges & resident) {
-    add_missing(resident, false);
+    add_unrecorded(resident, false);
 }
 
-void server_blocks_history::moved(const llama_kv_ranges & resident) {
-    add_missing(resident, true);
+void server_blocks_history::on_moved(const llama_kv_ranges & resident) {
+    add_unrecorded(resident, true);
 }
 
-void server_blocks_history::add_missing(const llama_kv_ranges & resident, bool moved) {
+void server_blocks_history::add_unrecorded(const llama_kv_ranges & resident, bool moved) {
     server_blocks_row_list all;
     auto next = rows.begin();
     uint64_t decode = 0;
@@ -208,7 +203,7 @@ void server_blocks_history::add_missing(const llama_kv_ranges & resident, bool m
             append(all, { from, to, next->decode, next->visibility });
             at = to;
             if (next->p1 > p1) {
-                break; // some of it may be in the next range
+                break; // the rest of it may be in the next range
             }
         }
         add_unknown(at, p1);
@@ -225,7 +220,7 @@ void server_blocks_history::clear() {
     state_partial = std::numeric_limits<llama_pos>::max();
 }
 
-llama_pos server_blocks_history::clean_end() const {
+llama_pos server_blocks_history::complete_end() const {
     llama_pos end = 0;
     for (const auto & r : rows) {
         if (r.p0 != end || server_blocks_is_partial(r.visibility)) {

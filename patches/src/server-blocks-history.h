@@ -1,7 +1,12 @@
 #pragma once
 
-// What the rows of a slot were made from: which decode computed each row, and whether every earlier position was
-// resident then. A copy of rows keeps this with it, in host memory and on disk.
+// Origin of the rows of a slot: which decode computed each row, and whether every earlier position was resident then.
+// A copy of rows carries this record with it, in host memory and on disk.
+//
+// Owns: the list of rows of one slot, by position.
+// Threads: the main loop only. The free functions are pure and may be called anywhere.
+// Invariants: the list is ascending and disjoint, and equal neighbours are joined. After reconcile() it covers exactly
+//             the resident positions.
 
 #include "llama-kv-block.h"
 
@@ -9,75 +14,77 @@
 #include <limits>
 #include <vector>
 
-// Visibility of a row: what was resident before it when it was decoded.
-//   0            whole: every earlier position was resident, and whole itself
-//   bit 0 set    unknown: no position was missing, but where some of the rows came from is not known (a slot file)
+// Visibility of a row: which earlier positions were resident when the row was decoded.
+//   0            complete: every earlier position was resident, and complete itself
+//   bit 0 set    unknown: no position was missing, but the origin of some rows is not recorded (a slot file)
 //   other        partial: a hash of what was resident; some earlier position was missing or is partial itself
 using server_blocks_visibility = uint64_t;
 
-inline bool server_blocks_is_whole  (server_blocks_visibility v) { return v == 0; }
-inline bool server_blocks_is_partial(server_blocks_visibility v) { return v != 0 && (v & 1) == 0; }
+inline bool server_blocks_is_complete(server_blocks_visibility v) { return v == 0; }
+inline bool server_blocks_is_partial (server_blocks_visibility v) { return v != 0 && (v & 1) == 0; }
 
-// rows [p0, p1) that one decode computed, batch after batch, without a change of the rows before them
+// Rows [p0, p1) that one decode computed, batch after batch, while the rows before them did not change.
 struct server_blocks_rows {
     llama_pos p0;
     llama_pos p1;
-    uint64_t  decode; // never used twice, by no process: two rows of one decode and position are the same bits
-    server_blocks_visibility visibility;
+    uint64_t  decode;                    // unique over all processes: rows of one decode and position are the same bits
+    server_blocks_visibility visibility; // of each of these rows
 
     bool operator==(const server_blocks_rows & other) const {
         return p0 == other.p0 && p1 == other.p1 && decode == other.decode && visibility == other.visibility;
     }
 };
 
-using server_blocks_row_list = std::vector<server_blocks_rows>; // ascending, disjoint, equal neighbours joined
+using server_blocks_row_list = std::vector<server_blocks_rows>;
 
-// one value for a list of rows: 0 when all of them are whole
+// Returns one visibility for a list of rows: 0 when all of them are complete.
 server_blocks_visibility server_blocks_visibility_of(const server_blocks_row_list & rows);
 
-// The rows of one slot. All calls come from the main loop.
+// Returns `rows` as a load leaves them in a slot whose text before them is not the text they were decoded after.
+server_blocks_row_list server_blocks_rows_displaced(server_blocks_row_list rows, uint64_t prefix_hash);
+
 class server_blocks_history {
 public:
     server_blocks_history() = default;
 
-    // `has_state`: the memory has a recurrent state or a window beside these rows, which a load does not replace
+    // `has_state`: the memory has a recurrent state or a window beside these rows, which a load does not replace.
     explicit server_blocks_history(bool has_state) : has_state(has_state) {}
 
-    // rows up to `end` were decoded behind those that are there; `opaque`: nobody can tell with what adapter
-    void decoded(llama_pos end, bool opaque);
+    // Records that rows up to `end` were decoded after the last row. `opaque`: under an adapter that is not recorded.
+    void on_decoded(llama_pos end, bool opaque);
 
-    // rows of [p0, p1) are not resident any more
-    void removed(llama_pos p0, llama_pos p1);
+    // Records that the rows of [p0, p1) are no longer resident.
+    void on_removed(llama_pos p0, llama_pos p1);
 
-    // rows of a copy were written into the cells
-    void loaded(const server_blocks_row_list & rows);
+    // Records that the rows of a copy were written into the cells.
+    void on_loaded(const server_blocks_row_list & rows);
 
-    // makes the list agree with what is resident: rows of unknown origin are added as such
+    // Makes the list agree with the resident positions. Rows without a record are added as unknown.
     void reconcile(const llama_kv_ranges & resident);
 
-    // the same where rows were moved to other positions: those that are new to the list are partial, they saw other text
-    void moved(const llama_kv_ranges & resident);
+    // The same after rows moved to other positions. Rows without a record are partial: they were decoded after
+    // other text.
+    void on_moved(const llama_kv_ranges & resident);
 
+    // Forgets all rows.
     void clear();
 
-    // end of the last row
+    // Returns the position after the last row.
     llama_pos end() const { return rows.empty() ? 0 : rows.back().p1; }
 
-    // end of the beginning that has no missing and no partial row, and that the state beside the rows saw whole
-    llama_pos clean_end() const;
+    // Returns the end of the prefix that has no missing and no partial row, and during which the state beside the rows
+    // saw every position.
+    llama_pos complete_end() const;
 
-    // those of [p0, p1)
+    // Returns the rows of [p0, p1).
     server_blocks_row_list of(llama_pos p0, llama_pos p1) const;
 
 private:
     server_blocks_row_list rows;
-    bool open = false; // the next decode goes on with the last entry
+    bool open      = false; // the next decode extends the last entry
     bool has_state = false;
-    llama_pos state_partial = std::numeric_limits<llama_pos>::max(); // from here on the state was made behind missing rows
+    llama_pos state_partial = std::numeric_limits<llama_pos>::max(); // first position whose state missed some rows
 
-    void add_missing(const llama_kv_ranges & resident, bool moved);
-    server_blocks_visibility visible_at(llama_pos pos) const;
+    void add_unrecorded(const llama_kv_ranges & resident, bool moved);
+    server_blocks_visibility visibility_at(llama_pos pos) const;
 };
-
-// `rows` as a load leaves them in a slot whose text before them is not the text they were decoded behind
-server_blocks_row_list server_blocks_rows_displaced(server_blocks_row_list rows, uint64_t prefix_hash);

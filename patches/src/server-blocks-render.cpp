@@ -1,6 +1,6 @@
-// rendering: where the messages of a chat lie in the tokens the server would decode
+#include "server-blocks-render.h"
 
-#include "server-blocks.h"
+#include "server-blocks-hash.h"
 
 #include "base64.hpp"
 #include "common.h"
@@ -12,7 +12,10 @@
 
 namespace {
 
-// text a template may print for a message, in the order it would
+constexpr size_t MAX_EDGES      = 64; // of a request
+constexpr size_t MAX_SENT_EDGES = 8;  // of a reply
+
+// the texts that a template may print for a message, in the order in which it would
 std::vector<std::string> message_texts(const json & message) {
     std::vector<std::string> res;
     const auto add = [&](const json & value) {
@@ -45,8 +48,40 @@ std::string role_of(const json & message) {
     return role == "developer" ? "system" : role == "function" ? "tool" : role;
 }
 
-// the message's first token: the control token that opens it, or else the token its text begins in
-int32_t first_token(const llama_vocab * vocab, const llama_tokens & tokens, int32_t from, int32_t at) {
+std::string base64_of(const std::vector<uint8_t> & bytes) {
+    std::string res(base64::required_encode_size(bytes.size()), '=');
+    base64::encode(bytes.begin(), bytes.end(), res.begin());
+    return res;
+}
+
+// whether the character before `end` ends a sentence in a script without white space
+bool ends_full_width(const std::string & text, size_t end) {
+    for (const std::string mark : { "\u3002", "\uff01", "\uff1f" }) {
+        if (end >= mark.size() && text.compare(end - mark.size(), mark.size(), mark) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+} // namespace
+
+server_blocks_render::server_blocks_render(const llama_vocab * vocab, llama_tokens tokens)
+    : vocab(vocab), tokens(std::move(tokens)), n_generation((int32_t) this->tokens.size()) {
+    starts.reserve(this->tokens.size());
+    for (const auto token : this->tokens) {
+        starts.push_back(text.size());
+        text += common_token_to_piece(vocab, token, true);
+    }
+}
+
+// the token that contains a character
+int32_t server_blocks_render::token_at(size_t pos) const {
+    return (int32_t) (std::upper_bound(starts.begin(), starts.end(), pos) - starts.begin()) - 1;
+}
+
+// the first token of a message whose text begins in token `at`: the control token that opens it, or `at`
+int32_t server_blocks_render::first_token_of(int32_t from, int32_t at) const {
     int32_t res = at;
     for (int32_t i = at - 1; i >= from; --i) {
         if (llama_vocab_is_eog(vocab, tokens[i])) {
@@ -59,73 +94,24 @@ int32_t first_token(const llama_vocab * vocab, const llama_tokens & tokens, int3
     return res;
 }
 
-std::string base64_of(const std::vector<uint8_t> & bytes) {
-    std::string res(base64::required_encode_size(bytes.size()), '=');
-    base64::encode(bytes.begin(), bytes.end(), res.begin());
-    return res;
-}
-
-constexpr size_t EDGES_MAX = 64, EDGES_TOLD = 8;
-
-server_blocks_edges edges_in(const llama_tokens & tokens, const json & spans, const std::vector<int32_t> & stops) {
-    server_blocks_edges res;
-    uint64_t h  = 0x65646765ull;
-    size_t   at = 0, stop = 0;
-    for (const auto & span : spans) {
-        const auto end = span.at("p1").get<int32_t>();
-        for (; at < (size_t) end; ++at) {
-            h = server_blocks::mix(h, (uint32_t) tokens[at]);
-        }
-        for (; stop < stops.size() && stops[stop] < end; ++stop) {
-            h = server_blocks::mix(h, (uint32_t) stops[stop]);
-        }
-        for (const char c : span.at("role").get<std::string>()) {
-            h = server_blocks::mix(h, (uint8_t) c);
-        }
-        h = server_blocks::mix(h, span.at("index").get<uint64_t>());
-        h = server_blocks::mix(h, (uint32_t) end);
-        res.emplace_back(end, string_format("%016" PRIx64, h));
-    }
-    return res;
-}
-
-// whether a character of a script without white space has just ended a sentence
-bool ends_full_width(const std::string & text, size_t end) {
-    for (const std::string mark : { "\u3002", "\uff01", "\uff1f" }) {
-        if (end >= mark.size() && text.compare(end - mark.size(), mark.size(), mark) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
-} // namespace
-
-server_blocks_text::server_blocks_text(const llama_vocab * vocab, const llama_tokens & tokens) {
-    start.reserve(tokens.size());
-    for (const auto token : tokens) {
-        start.push_back(text.size());
-        text += common_token_to_piece(vocab, token, true);
-    }
-}
-
-std::vector<int32_t> server_blocks_text::stops(const std::vector<std::pair<size_t, size_t>> & within) const {
+// tokens that begin a sentence or a line, except the first of each range of characters
+std::vector<int32_t> server_blocks_render::sentence_starts_in(const char_ranges & ranges) const {
     std::vector<int32_t> res;
-    size_t i = 0; // the token that holds a character
-    for (const auto & [first, last] : within) {
-        bool ended = false; // since the last visible character a sentence or a line has ended
-        bool mark  = false; // that character ends a sentence, if white space follows
+    size_t i = 0; // the token that contains a character
+    for (const auto & [first, last] : ranges) {
+        bool ended = false; // a sentence or a line has ended since the last visible character
+        bool mark  = false; // that character ends a sentence if white space follows
         for (size_t pos = first; pos < last; ++pos) {
             const char c = text[pos];
-            while (i + 1 < start.size() && start[i + 1] <= pos) {
+            while (i + 1 < starts.size() && starts[i + 1] <= pos) {
                 ++i;
             }
             if (c == ' ' || c == '\t' || c == '\r' || c == '\n') {
                 ended = ended || mark || c == '\n';
                 continue;
             }
-            // white space before it in its token goes with it; one that begins later in a token cannot be cut there
-            if (ended && text.find_first_not_of(" \t\r\n", start[i]) == pos) {
+            // white space may precede the sentence in its token; one that begins later in a token cannot be cut there
+            if (ended && text.find_first_not_of(" \t\r\n", starts[i]) == pos) {
                 res.push_back((int32_t) i);
             }
             mark  = c == '.' || c == '!' || c == '?' || c == ';';
@@ -135,31 +121,19 @@ std::vector<int32_t> server_blocks_text::stops(const std::vector<std::pair<size_
     return res;
 }
 
-json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens, const server_blocks_text & rendered,
-                         const std::string & prompt, const json & messages, const std::string & generation_prompt,
-                         int32_t & n_generation, std::vector<int32_t> & stops) {
-    json spans = json::array();
-    n_generation = (int32_t) tokens.size();
-
-    const auto & text  = rendered.text;
-    const auto & start = rendered.start;
+void server_blocks_render::locate_messages(const std::string & prompt, const json & messages, const std::string & generation_prompt) {
     if (text.size() < prompt.size() || text.compare(text.size() - prompt.size(), prompt.size(), prompt) != 0) {
-        stops = rendered.stops({ { 0, text.size() } });
-        return spans; // a tokenizer that does not give the text back: no spans rather than wrong ones
+        sentence_starts = sentence_starts_in({ { 0, text.size() } });
+        return;
     }
-    const auto token_at = [&](size_t pos) { // the token that holds this character
-        return (int32_t) (std::upper_bound(start.begin(), start.end(), pos) - start.begin()) - 1;
-    };
-
     size_t end = text.size();
     if (!generation_prompt.empty() && string_ends_with(text, generation_prompt)) {
         end -= generation_prompt.size();
-        n_generation = (int32_t) (std::lower_bound(start.begin(), start.end(), end) - start.begin());
+        n_generation = (int32_t) (std::lower_bound(starts.begin(), starts.end(), end) - starts.begin());
     }
 
-    struct located { size_t index; std::string role; int32_t p0; };
-    std::vector<located> found;
-    std::vector<std::pair<size_t, size_t>> said;
+    std::vector<span> found; // p1 is set below
+    char_ranges content;     // the texts of the messages, without what the template adds
     size_t  cursor = text.size() - prompt.size();
     int32_t from   = 0;
     for (size_t i = 0; i < messages.size(); ++i) {
@@ -171,31 +145,64 @@ json server_blocks_spans(const llama_vocab * vocab, const llama_tokens & tokens,
             }
             first  = std::min(first, pos);
             cursor = pos + part.size();
-            said.emplace_back(pos, cursor);
+            content.emplace_back(pos, cursor);
         }
         if (first == std::string::npos) {
             continue;
         }
-        const int32_t p0 = found.empty() ? 0 : first_token(vocab, tokens, from, token_at(first));
-        found.push_back({ i, role_of(messages.at(i)), std::max(p0, from) });
+        const int32_t p0 = found.empty() ? 0 : first_token_of(from, token_at(first));
+        found.push_back({ i, role_of(messages.at(i)), std::max(p0, from), 0 });
         from = std::min(token_at(cursor - 1) + 1, n_generation);
     }
     for (size_t i = 0; i < found.size(); ++i) {
-        const int32_t p1 = i + 1 < found.size() ? found[i + 1].p0 : n_generation;
-        if (found[i].p0 < p1) {
-            spans.push_back(json { {"index", found[i].index}, {"role", found[i].role}, {"p0", found[i].p0}, {"p1", p1} });
+        found[i].p1 = i + 1 < found.size() ? found[i + 1].p0 : n_generation;
+        if (found[i].p0 < found[i].p1) {
+            spans.push_back(found[i]);
         }
     }
-    if (said.empty()) {
-        said.emplace_back(0, end);
+    if (content.empty()) {
+        content.emplace_back(0, end);
     }
-    stops = rendered.stops(said); // not those of what the template puts around the messages
-    return spans;
+    sentence_starts = sentence_starts_in(content);
 }
 
-server_blocks_edges server_blocks_edges_of(const json & value) {
+json server_blocks_render::expanded(json reply) const {
+    json list = json::array();
+    for (const auto & s : spans) {
+        list.push_back(json { {"index", s.index}, {"role", s.role}, {"p0", s.p0}, {"p1", s.p1} });
+    }
+    reply["generation"] = n_generation;
+    reply["tokens"]     = tokens;
+    reply["spans"]      = std::move(list);
+    reply["stops"]      = sentence_starts;
+    return reply;
+}
+
+// Clients send these hashes back: they must not change.
+server_blocks_edges server_blocks_render::edges() const {
     server_blocks_edges res;
-    if (!value.is_array() || value.size() > EDGES_MAX) {
+    uint64_t h  = 0x65646765ull;
+    size_t   at = 0, next_start = 0;
+    for (const auto & s : spans) {
+        for (; at < (size_t) s.p1; ++at) {
+            h = server_blocks_mix(h, (uint32_t) tokens[at]);
+        }
+        for (; next_start < sentence_starts.size() && sentence_starts[next_start] < s.p1; ++next_start) {
+            h = server_blocks_mix(h, (uint32_t) sentence_starts[next_start]);
+        }
+        for (const char c : s.role) {
+            h = server_blocks_mix(h, (uint8_t) c);
+        }
+        h = server_blocks_mix(h, s.index);
+        h = server_blocks_mix(h, (uint32_t) s.p1);
+        res.emplace_back(s.p1, string_format("%016" PRIx64, h));
+    }
+    return res;
+}
+
+server_blocks_edges server_blocks_render::parse_edges(const json & value) {
+    server_blocks_edges res;
+    if (!value.is_array() || value.size() > MAX_EDGES) {
         throw std::invalid_argument("\"known\" must be an array of at most 64 edges");
     }
     for (const auto & edge : value) {
@@ -211,31 +218,30 @@ server_blocks_edges server_blocks_edges_of(const json & value) {
     return res;
 }
 
-std::string server_blocks_compact(json reply, const llama_tokens & tokens, const json & spans,
-                                  const std::vector<int32_t> & stops, const server_blocks_edges & known) {
-    const auto edges = edges_in(tokens, spans, stops);
+std::string server_blocks_render::compact(json reply, const server_blocks_edges & previous) const {
+    const auto own = edges();
     int32_t from = 0;
-    for (const auto & edge : known) {
-        const auto it = std::lower_bound(edges.begin(), edges.end(), edge, [](const auto & a, const auto & b) { return a.first < b.first; });
-        if (it != edges.end() && *it == edge) {
+    for (const auto & edge : previous) {
+        const auto it = std::lower_bound(own.begin(), own.end(), edge, [](const auto & a, const auto & b) { return a.first < b.first; });
+        if (it != own.end() && *it == edge) {
             from = std::max(from, edge.first);
         }
     }
     json last = json::array();
-    for (size_t i = edges.size() - std::min(edges.size(), EDGES_TOLD); i < edges.size(); ++i) {
-        last.push_back(json::array({ edges[i].first, edges[i].second }));
+    for (size_t i = own.size() - std::min(own.size(), MAX_SENT_EDGES); i < own.size(); ++i) {
+        last.push_back(json::array({ own[i].first, own[i].second }));
     }
-    reply["edges"] = std::move(last);
-    reply["from"]  = from;
+    reply["generation"] = n_generation;
+    reply["edges"]      = std::move(last);
+    reply["from"]       = from;
 
     json columns { {"index", json::array()}, {"role", json::array()}, {"end", json::array()} };
-    for (const auto & span : spans) {
-        if (span.at("p1").get<int32_t>() <= from) {
-            continue;
+    for (const auto & s : spans) {
+        if (s.p1 > from) {
+            columns["index"].push_back(s.index);
+            columns["role"] .push_back(s.role);
+            columns["end"]  .push_back(s.p1);
         }
-        columns["index"].push_back(span.at("index"));
-        columns["role"] .push_back(span.at("role"));
-        columns["end"]  .push_back(span.at("p1"));
     }
     reply["spans"] = std::move(columns);
 
@@ -247,17 +253,17 @@ std::string server_blocks_compact(json reply, const llama_tokens & tokens, const
         }
     }
     std::vector<uint8_t> bits((tokens.size() - from + 7)/8);
-    for (auto it = std::lower_bound(stops.begin(), stops.end(), from); it != stops.end(); ++it) {
+    for (auto it = std::lower_bound(sentence_starts.begin(), sentence_starts.end(), from); it != sentence_starts.end(); ++it) {
         bits[(*it - from)/8] |= (uint8_t) (1u << (*it - from)%8);
     }
 
-    // put in as text: the JSON writer would look at every character of it for what needs an escape
+    // appended as text: the JSON writer would check each of its characters for escapes
     std::string res = safe_json_to_str(reply);
     res.insert(res.size() - 1, ",\"tokens_b64\":\"" + base64_of(bytes) + "\",\"stops_b64\":\"" + base64_of(bits) + "\"");
     return res;
 }
 
-void server_blocks_carry(const json & from, json & to) {
+void server_blocks_copy_fields(const json & from, json & to) {
     for (const auto * key : { "id_slot", "cache_prompt", "evoke" }) {
         if (from.contains(key)) {
             to[key] = from.at(key);

@@ -1,20 +1,20 @@
-// included once, by server-context.cpp, where server_res_generator is known: the HTTP side of server-blocks.h
+// The HTTP side of the block calls. Included once, by server-context.cpp, after server_res_generator is defined.
 
 #pragma once
 
-// what /props says of the block calls; once, before the first request
+// Adds what /props says of blocks. Called once, before the first request.
 void server_routes::update_blocks() {
-    server_context_meta with = *meta;
-    with.evoke = ctx_server.blocks.props();
-    meta = std::make_unique<server_context_meta>(std::move(with));
+    server_context_meta with_blocks = *meta;
+    with_blocks.evoke = ctx_server.blocks.props();
+    meta = std::make_unique<server_context_meta>(std::move(with_blocks));
 }
 
-// run one call on the main loop and answer with what it says
+// Runs one call on the main loop and answers with its reply.
 std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_http_req & req, server_blocks_call call) {
     auto res = create_response();
     if (!ctx_server.blocks.enabled()) {
-        const std::string why = meta->evoke.is_null() ? ". Start it with `--evoke-ram N`" : ": " + json_value(meta->evoke, "unsupported", std::string());
-        res->error(format_error_response("This server does not support block calls" + why, ERROR_TYPE_NOT_SUPPORTED));
+        const std::string reason = meta->evoke.is_null() ? ". Start it with `--evoke-ram N`" : ": " + json_value(meta->evoke, "unsupported", std::string());
+        res->error(format_error_response("This server does not support block calls" + reason, ERROR_TYPE_NOT_SUPPORTED));
         return res;
     }
     const std::string id_slot = req.get_param("id_slot");
@@ -22,30 +22,30 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_
         const bool digits = id_slot.size() < 9 && id_slot.find_first_not_of("0123456789") == std::string::npos;
         call.id_slot = digits ? std::stoi(id_slot) : -1;
     }
-    if (server_blocks::is_action(call.action)) {
-        ctx_server.blocks.look_at_disk();
+    if (server_blocks_calls::is_action(call.action)) {
+        ctx_server.blocks.refresh_disk();
     }
     const auto shared = std::make_shared<server_blocks_call>(std::move(call));
     json data;
     do {
-        const auto visit = create_response(); // a reader of results is for one task
+        const auto round = create_response(); // a reader of results serves one task
         server_task task(SERVER_TASK_TYPE_EVOKE);
-        task.id    = visit->rd.get_new_id();
+        task.id    = round->rd.get_new_id();
         task.evoke = shared;
-        visit->rd.post_task(std::move(task), true); // high-priority: between two decodes, never deferred
+        round->rd.post_task(std::move(task), true); // high priority: between two decodes, never deferred
 
-        auto result = visit->rd.next(req.should_stop);
+        auto result = round->rd.next(req.should_stop);
         if (!result) {
-            return res; // the client is gone
+            return res; // the client has disconnected
         }
         data = result->to_json();
         if (shared->waits) {
-            ctx_server.blocks.work(*shared); // files are read here, not on the main loop
+            ctx_server.blocks.do_disk_work(*shared); // files are read here, not on the main loop
         }
     } while (shared->waits);
     if (data.contains("error")) {
         res->error(data.at("error"));
-        res->headers["X-Evoke-Error"] = data.at("error").at("type").get<std::string>(); // keeps upstream's 404 page away
+        res->headers["X-Evoke-Error"] = data.at("error").at("type").get<std::string>(); // keeps upstream from replacing a 404
     } else {
         res->ok(data);
     }
@@ -74,9 +74,10 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
     return handle_blocks(req, std::move(call));
 }
 
-// tokens and message spans of a request, exactly as this server would decode it, and how much of it each slot holds
+// Returns the tokens and message spans of a request, exactly as this server would decode it, and how much of it each
+// slot has.
 std::unique_ptr<server_res_generator> server_routes::handle_render(const server_http_req & req) {
-    const auto awake = create_response(); // a server that sleeps has no vocabulary: wake it first
+    const auto awake = create_response(); // wakes a sleeping server: it has no vocabulary
     const json request = server_blocks_parse(req.body);
     const std::string dialect = json_value(request, "dialect", std::string("chat"));
     if (!request.contains("body") || !request.at("body").is_object()) {
@@ -85,7 +86,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     if (request.contains("compact") && !request.at("compact").is_boolean()) {
         throw std::invalid_argument("\"compact\" must be true or false");
     }
-    const auto known = server_blocks_edges_of(json_value(request, "known", json::array()));
+    const auto previous = server_blocks_render::parse_edges(json_value(request, "known", json::array()));
     json body = request.at("body");
     if (dialect == "responses") {
         body = server_chat_convert_responses_to_chatcmpl(body);
@@ -112,24 +113,16 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     if (res->status != 200 || res->data.empty()) {
         return res;
     }
-    int32_t n_generation = (int32_t) tokens.size();
-    json spans = json::array();
-    const server_blocks_text rendered(ctx_server.vocab, tokens);
-    std::vector<int32_t> stops;
+    server_blocks_render render(ctx_server.vocab, tokens);
     if (parsed.at("prompt").is_string()) {
         const json messages = dialect == "completions" ? json::array() : body.at("messages");
-        spans = server_blocks_spans(ctx_server.vocab, tokens, rendered, parsed.at("prompt").get<std::string>(), messages,
-            json_value(parsed, "generation_prompt", std::string()), n_generation, stops);
+        render.locate_messages(parsed.at("prompt").get<std::string>(), messages, json_value(parsed, "generation_prompt", std::string()));
     }
-    json data = json::parse(res->data);
-    data["generation"] = n_generation;
+    const json data = json::parse(res->data);
     if (json_value(request, "compact", false)) {
-        res->data = server_blocks_compact(std::move(data), tokens, spans, stops, known);
-        return res;
+        res->data = render.compact(data, previous);
+    } else {
+        res->ok(render.expanded(data));
     }
-    data["tokens"] = tokens;
-    data["spans"]  = spans;
-    data["stops"]  = stops;
-    res->ok(data);
     return res;
 }

@@ -1,260 +1,305 @@
-// the store: copies by what they are, their names, and which of them go when memory is short
+// the store: copies by key, their names, and which of them are given up when memory is short
 
-#include "server-blocks.h"
+#include "server-blocks-store.h"
 
 #include <algorithm>
 
-uint64_t server_blocks::mix(uint64_t h, uint64_t v) {
-    h = (h ^ (v + 0x9e3779b97f4a7c15ull))*0xbf58476d1ce4e5b9ull;
-    h ^= h >> 29;
-    h *= 0x94d049bb133111ebull;
-    return h ^ (h >> 32);
-}
+static constexpr int64_t WAIT_MS = 100; // how long the main loop may wait for a write before a copy is given up
 
-std::vector<uint64_t> server_blocks::prefix_hashes(const llama_tokens & tokens, uint64_t adapters) {
-    std::vector<uint64_t> res(tokens.size() + 1);
-    res[0] = 0x6576686b65ull ^ adapters;
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        res[i + 1] = mix(res[i], (uint32_t) tokens[i]);
-    }
-    return res;
-}
-
-// host memory the rows of a block take, with their tokens, positions, places and cells
-size_t server_blocks::rows_cost(const llama_kv_block & kv) const {
-    return (kv.p1 - kv.p0)*(row_size + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t));
-}
-
-// all that a new copy of [p0, p1) of a slot takes
-size_t server_blocks::cost(int id, llama_pos p0, llama_pos p1) const {
-    llama_kv_block kv;
-    kv.p0 = p0;
-    kv.p1 = p1;
-    return rows_cost(kv) + key_bounds_size(id) + META + state[id].history.of(p0, p1).size()*sizeof(server_blocks_rows);
-}
-
-// where the rows of [p0, p1) of a slot are kept, with what they were made from
-server_blocks::key_t server_blocks::key_of(const std::string & tenant, int id, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const {
-    return { tenant, hashes[p1], p0, p1, server_blocks_visibility_of(state[id].history.of(p0, p1)) };
-}
-
-bool server_blocks::has_copy(const key_t & key, int id) const {
-    const auto it = store.find(key);
-    return it != store.end() && it->second.rows == state[id].history.of(std::get<2>(key), std::get<3>(key));
-}
-
-//
-// who has what
-//
-
-void server_blocks::enter(block_it it) {
-    const auto & block = it->second;
-    auto & share = shares[std::get<0>(it->first)];
-    share.lru[block.in_ram()][block.used] = it->first;
-    share.bytes[block.in_ram()] += block.bytes;
-    ram_used   += block.bytes;
-    index_used += block.in_ram() ? 0 : block.bytes;
-}
-
-void server_blocks::leave(block_it it) {
-    const auto & block = it->second;
-    const auto   found = shares.find(std::get<0>(it->first));
-    auto & share = found->second;
-    share.lru[block.in_ram()].erase(block.used);
-    share.bytes[block.in_ram()] -= block.bytes;
-    ram_used   -= block.bytes;
-    index_used -= block.in_ram() ? 0 : block.bytes;
-    if (share.lru[0].empty() && share.lru[1].empty()) {
-        shares.erase(found);
-    }
-}
-
-// it was used just now
-void server_blocks::use(const key_t & key, saved & block) {
-    auto & lru = shares.at(std::get<0>(key)).lru[block.in_ram()];
-    auto node = lru.extract(block.used);
-    node.key() = block.used = ++clock;
-    lru.insert(std::move(node));
-    if (block.on_disk) {
-        disk.touch(file_of(key, block));
-    }
-}
-
-// tenants by what they have in host memory, or by what is kept there of blocks that are only on disk
-std::vector<server_blocks::tenant_share *> server_blocks::largest_first(bool in_ram) {
-    std::vector<tenant_share *> res;
-    for (auto & [tenant, share] : shares) {
-        res.push_back(&share);
-    }
-    std::sort(res.begin(), res.end(), [&](const auto * a, const auto * b) { return a->bytes[in_ram] > b->bytes[in_ram]; });
-    return res;
-}
-
-// Those whose copies may go when a tenant wants this much more, the largest first: itself, and who has more than it
-// would have. No tenant takes anything from one that has less.
-std::vector<server_blocks::tenant_share *> server_blocks::must_give(const std::string & tenant, size_t bytes) {
-    const auto total = [](const tenant_share & share) { return share.bytes[0] + share.bytes[1]; };
-    const auto own   = shares.find(tenant);
-    const size_t wanted = bytes + (own == shares.end() ? 0 : total(own->second));
-    std::vector<tenant_share *> res;
-    for (auto it = shares.begin(); it != shares.end(); ++it) {
-        if (it != own && total(it->second) > wanted) {
-            res.push_back(&it->second);
-        }
-    }
-    std::sort(res.begin(), res.end(), [&](const auto * a, const auto * b) { return total(*a) > total(*b); });
-    if (own != shares.end()) {
-        res.push_back(&own->second);
-    }
-    return res;
+size_t server_blocks_store::rows_bytes(llama_pos p0, llama_pos p1) const {
+    return (p1 - p0)*(config.row_bytes + 2*sizeof(llama_token) + 3*sizeof(llama_pos) + sizeof(uint32_t));
 }
 
 //
 // names
 //
 
-server_blocks::saved * server_blocks::find(const std::string & tenant, const std::string & name) {
-    const auto it = labels.find({ tenant, name });
-    return it == labels.end() ? nullptr : &store.at(it->second);
+const server_blocks_key * server_blocks_store::find_key(const std::string & tenant, const std::string & name) const {
+    const auto it = keys.find({ tenant, name });
+    return it == keys.end() ? nullptr : &it->second;
 }
 
-bool server_blocks::matches(const saved & block, const llama_tokens & tokens, const std::vector<uint64_t> & hashes, bool force) const {
-    const auto p0 = (size_t) block.kv.p0;
-    const auto p1 = (size_t) block.kv.p1;
-    if (p1 > tokens.size() || (!force && block.prefix_hash != hashes[p0])) {
-        return false;
-    }
-    return block.in_ram() ? std::equal(block.tokens.begin(), block.tokens.end(), tokens.begin() + p0) : block.hash == hashes[p1];
+const server_blocks_copy * server_blocks_store::find(const std::string & tenant, const std::string & name) const {
+    const auto * key = find_key(tenant, name);
+    return key ? &copies.at(*key) : nullptr;
 }
 
-// its names are others than before: the file has to be told
-void server_blocks::rename(block_it it) {
-    auto & block = it->second;
-    block.renamed = true;
-    block.told    = -1;
-    if (block.on_disk && !block.in_ram()) {
-        mislabelled.insert(it->first);
-        write(it);
+std::vector<std::string> server_blocks_store::names_of(const std::string & tenant) const {
+    std::vector<std::string> res;
+    for (auto it = keys.lower_bound({ tenant, "" }); it != keys.end() && it->first.first == tenant; ++it) {
+        res.push_back(it->first.second);
     }
+    return res;
 }
 
-void server_blocks::label(const saver & by, const key_t & key) {
-    const auto it = labels.find({ by.tenant, by.name });
-    if (it != labels.end() && it->second != key) {
-        drop(by.tenant, by.name); // a name moves; what nothing names any more is gone
+void server_blocks_store::label(const server_blocks_owner & owner, const server_blocks_key & key) {
+    const auto it = keys.find({ owner.tenant, owner.name });
+    if (it != keys.end() && it->second != key) {
+        drop(owner.tenant, owner.name);
     }
-    labels[{ by.tenant, by.name }] = key;
-    const auto block = store.find(key);
-    const auto found = block->second.labels.find(by.name);
-    if (found == block->second.labels.end() || found->second != by.session) {
-        block->second.labels[by.name] = by.session;
-        rename(block);
+    keys[{ owner.tenant, owner.name }] = key;
+    const auto copy  = copies.find(key);
+    const auto label = copy->second.labels.find(owner.name);
+    if (label == copy->second.labels.end() || label->second != owner.session) {
+        copy->second.labels[owner.name] = owner.session;
+        on_labels_changed(copy);
     }
 }
 
-size_t server_blocks::drop(const std::string & tenant, const std::string & name) {
-    const auto it = labels.find({ tenant, name });
-    if (it == labels.end()) {
+size_t server_blocks_store::drop(const std::string & tenant, const std::string & name) {
+    const auto it = keys.find({ tenant, name });
+    if (it == keys.end()) {
         return 0;
     }
-    const auto block = store.find(it->second);
-    labels.erase(it);
-    block->second.labels.erase(name);
-    if (block->second.labels.empty()) {
-        erase(block);
+    const auto copy = copies.find(it->second);
+    keys.erase(it);
+    copy->second.labels.erase(name);
+    if (copy->second.labels.empty()) {
+        erase(copy);
     } else {
-        rename(block);
+        on_labels_changed(copy);
     }
     return 1;
 }
 
-// its memory goes, and it leaves its tenant's share; a file stays
-void server_blocks::give_up_rows(block_it it) {
-    fence();
-    settle_write(it);
-    auto & block = it->second;
-    leave(it);
-    const bool running = block.writing && !disk.cancel(*block.writing);
-    if (block.writing && !running) {
-        settle_write(it);
+// the file of the copy must get its new names
+void server_blocks_store::on_labels_changed(copy_it it) {
+    auto & copy = it->second;
+    copy.labels_stale  = true;
+    copy.reported_tier = -1;
+    if (copy.on_disk && !copy.in_ram()) {
+        stale_on_disk.insert(it->first);
+        write(it);
     }
-    if (block.reading) { // what was set aside for it is counted until the disk is done with it
-        limbo.push_back({ nullptr, block.reading, block.reading->data, rows_cost(block.kv) });
+}
+
+//
+// copies
+//
+
+const server_blocks_copy * server_blocks_store::find(const server_blocks_key & key) const {
+    const auto it = copies.find(key);
+    return it == copies.end() ? nullptr : &it->second;
+}
+
+const server_blocks_copy * server_blocks_store::find_latest(const std::string & tenant, uint64_t hash, llama_pos p0, llama_pos p1) const {
+    const server_blocks_copy * res = nullptr;
+    for (auto it = copies.lower_bound({ tenant, hash, p0, p1, 0 }); it != copies.end(); ++it) {
+        const auto & key = it->first;
+        if (key.tenant != tenant || key.hash != hash || key.p0 != p0 || key.p1 != p1) {
+            break;
+        }
+        res = !res || res->last_used < it->second.last_used ? &it->second : res;
+    }
+    return res;
+}
+
+bool server_blocks_store::has_rows(const server_blocks_key & key, const server_blocks_row_list & rows) const {
+    const auto * copy = find(key);
+    return copy && copy->rows == rows;
+}
+
+bool server_blocks_store::is_file_missing(const server_blocks_key & key) const {
+    const auto * copy = find(key);
+    return copy && !copy->in_ram() && !copy->reading && !folder.contains(file_of(key, *copy));
+}
+
+void server_blocks_store::erase_if_file_missing(const server_blocks_key & key) {
+    if (is_file_missing(key)) {
+        erase(copies.find(key));
+    }
+}
+
+void server_blocks_store::mark_used(const server_blocks_key & key) {
+    auto & copy = copies.at(key);
+    shares.mark_used(key, copy, ++clock);
+    if (copy.on_disk) {
+        folder.mark_used(file_of(key, copy));
+    }
+}
+
+void server_blocks_store::insert(const server_blocks_owner & owner, const server_blocks_key & key, server_blocks_copy copy) {
+    copy.bytes     = rows_bytes(copy.kv) + copy.index_bytes();
+    copy.last_used = ++clock;
+    auto it = copies.find(key);
+    if (it == copies.end()) {
+        it = copies.emplace(key, std::move(copy)).first;
+    } else {
+        discard_rows(it);
+        copy.labels       = std::move(it->second.labels);
+        copy.on_disk      = it->second.on_disk;
+        copy.rows_stale   = it->second.on_disk;
+        copy.labels_stale = it->second.labels_stale;
+        it->second = std::move(copy);
+    }
+    shares.add(key, it->second);
+    label(owner, key);
+    write_ahead();
+}
+
+void server_blocks_store::set_bounds(const server_blocks_key & key, server_blocks_bounds bounds) {
+    auto & copy = copies.at(key);
+    if (used() + reserved_bytes - copy.bounds.size() + bounds.size() > config.ram_bytes) {
+        return;
+    }
+    shares.remove(key, copy);
+    copy.bytes += bounds.size() - copy.bounds.size();
+    copy.bounds = std::move(bounds);
+    copy.labels_stale = true;
+    shares.add(key, copy);
+}
+
+uint64_t server_blocks_store::update_versions(const std::string & tenant) {
+    const uint64_t next = version + 1;
+    for (auto it = copies.lower_bound({ tenant, 0, 0, 0, 0 }); it != copies.end() && it->first.tenant == tenant; ++it) {
+        auto & copy = it->second;
+        const int tier = 2*copy.in_ram() + copy.on_disk;
+        if (tier != copy.reported_tier) {
+            copy.reported_tier = tier;
+            copy.changed_in    = version = next;
+        }
+    }
+    return version;
+}
+
+// The rows are no longer needed, and the copy leaves its tenant's share. Memory that the disk still uses counts as
+// pending. A file stays.
+void server_blocks_store::discard_rows(copy_it it) {
+    fence.wait();
+    poll_write(it);
+    auto & copy = it->second;
+    shares.remove(it->first, copy);
+    const bool running = copy.writing && !folder.cancel(*copy.writing);
+    if (copy.writing && !running) {
+        poll_write(it);
+    }
+    if (copy.reading) { // pending_bytes contains its memory already
+        pending.push_back({ nullptr, copy.reading, copy.reading->data, rows_bytes(copy.kv) });
     }
     if (running) {
-        const size_t bytes = block.in_ram() ? rows_cost(block.kv) : 0;
-        limbo.push_back({ block.writing, nullptr, block.kv.data, bytes });
-        ram_used += bytes;
-    } else if (block.in_ram()) {
-        arena.give(block.kv.data);
+        const size_t bytes = copy.in_ram() ? rows_bytes(copy.kv) : 0;
+        pending.push_back({ copy.writing, nullptr, copy.kv.data, bytes });
+        pending_bytes += bytes;
+    } else if (copy.in_ram()) {
+        arena.release(copy.kv.data);
     }
-    block.kv.data = nullptr;
-    block.writing.reset();
-    block.reading.reset();
+    copy.kv.data = nullptr;
+    copy.writing.reset();
+    copy.reading.reset();
     busy.erase(it->first);
 }
 
-// the copy is no more, on disk neither
-void server_blocks::erase(block_it it) {
-    auto & block = it->second;
-    for (const auto & [name, session] : block.labels) {
-        labels.erase({ std::get<0>(it->first), name });
+// removes the copy, its names and its file
+void server_blocks_store::erase(copy_it it) {
+    auto & copy = it->second;
+    for (const auto & label : copy.labels) {
+        keys.erase({ it->first.tenant, label.first });
     }
-    give_up_rows(it);
-    if (block.on_disk) {
-        const auto file = file_of(it->first, block);
+    discard_rows(it);
+    if (copy.on_disk) {
+        const auto file = file_of(it->first, copy);
         files.erase(file);
-        disk.remove(file);
+        folder.remove(file);
     }
-    mislabelled.erase(it->first);
-    store.erase(it);
+    stale_on_disk.erase(it->first);
+    copies.erase(it);
 }
 
 //
 // room
 //
 
-// Copies go until `bytes` fit, those of must_give(), least recently used first. False if they never will (nothing
-// changed), or if they do not because the disk still reads or writes what would have to go.
-bool server_blocks::make_space(const std::string & tenant, size_t bytes, const std::set<key_t> & keep) {
-    if (!aside.empty()) {
-        return true; // of a plan, which has it already
+void server_blocks_store::begin_call() {
+    deadline_ms = ggml_time_ms() + WAIT_MS;
+}
+
+uint8_t * server_blocks_store::allocate(const std::string & tenant, size_t row_bytes, size_t bytes, const server_blocks_key_set & keep) {
+    return make_space(tenant, bytes, keep) ? allocate_rows(tenant, row_bytes, keep) : nullptr;
+}
+
+bool server_blocks_store::reserve(const std::string & tenant, const std::vector<size_t> & row_sizes, size_t bytes, const server_blocks_key_set & keep) {
+    if (!may_fit(tenant, row_sizes, bytes, keep) || !make_space(tenant, bytes, keep)) {
+        return false;
     }
-    settle();
-    size_t fixed = 0;
+    for (const size_t size : row_sizes) {
+        uint8_t * data = allocate_rows(tenant, size, keep);
+        if (!data) {
+            cancel_reservation();
+            return false;
+        }
+        reserved.insert({ size, data });
+    }
+    reserved_bytes = bytes;
+    return true;
+}
+
+void server_blocks_store::cancel_reservation() {
+    for (const auto & item : reserved) {
+        arena.release(item.second);
+    }
+    reserved.clear();
+    reserved_bytes = 0;
+}
+
+// Returns whether the arena would have contiguous memory for these rows if every copy that may be given up were
+// released: if not, none is given up in vain.
+bool server_blocks_store::may_fit(const std::string & tenant, const std::vector<size_t> & row_sizes, size_t bytes, const server_blocks_key_set & keep) const {
+    if (row_sizes.empty()) {
+        return true;
+    }
+    std::set<const uint8_t *> freeable;
+    for (const auto * share : shares.donors(tenant, bytes)) {
+        for (const auto & item : share->by_age[server_blocks_shares::IN_RAM]) {
+            const auto & copy = copies.at(item.second);
+            if (!copy.writing && !copy.reading && !keep.count(item.second)) {
+                freeable.insert(copy.kv.data);
+            }
+        }
+    }
+    return arena.fits(row_sizes, freeable);
+}
+
+// Gives up copies of donors(), the least recently used first, until `bytes` fit the budget. Returns false if they never
+// will (then nothing has changed), or if they do not because the disk still uses memory that would have to be freed.
+bool server_blocks_store::make_space(const std::string & tenant, size_t bytes, const server_blocks_key_set & keep) {
+    if (!reserved.empty()) {
+        return true; // the reservation contains these bytes
+    }
+    poll_disk();
+    size_t kept_bytes = 0;
     for (const auto & key : keep) {
-        const auto it = store.find(key);
-        fixed += it == store.end() ? 0 : it->second.bytes;
+        const auto * copy = find(key);
+        kept_bytes += copy ? copy->bytes : 0;
     }
-    // the tenant can have what is free, what it has and does not need now, and what others have beyond what it would have
-    const auto   own    = shares.find(tenant);
-    const size_t before = own == shares.end() ? 0 : own->second.bytes[0] + own->second.bytes[1];
-    size_t possible = ram_left() + before - std::min(before, fixed);
-    for (const auto * share : must_give(tenant, bytes)) {
-        const size_t has = share->bytes[0] + share->bytes[1];
-        possible += has > before + bytes ? has - before - bytes : 0;
+    // available are the free bytes, those the tenant has and does not need now, and those others have beyond what the
+    // tenant would have
+    const size_t own = shares.bytes_of(tenant);
+    size_t possible  = free_bytes() + own - std::min(own, kept_bytes);
+    for (const auto * share : shares.donors(tenant, bytes)) {
+        possible += share->total() > own + bytes ? share->total() - own - bytes : 0;
     }
     if (bytes > possible) {
         return false;
     }
-    while (ram_used + bytes > ram_budget) {
-        if (!free_some(tenant, bytes, keep)) {
+    while (used() + bytes > config.ram_bytes) {
+        if (!free_one(tenant, bytes, keep)) {
             return false;
         }
     }
     return true;
 }
 
-// memory of a copy that is on disk too; else of one the disk takes now; else of one that is lost
-bool server_blocks::free_some(const std::string & tenant, size_t bytes, const std::set<key_t> & keep) {
-    const auto from = must_give(tenant, bytes);
-    if (release_one(from, keep) || wait_for_write(from, keep)) {
+// Frees the memory of one copy: of one that is on disk too, else of one that the disk takes now, else of one that is
+// given up. Returns false if there is none.
+bool server_blocks_store::free_one(const std::string & tenant, size_t bytes, const server_blocks_key_set & keep) {
+    const auto donors = shares.donors(tenant, bytes);
+    if (release_one(donors, keep) || wait_for_write(donors, keep)) {
         return true;
     }
-    for (const auto * share : must_give(tenant, bytes)) {
-        for (const auto & [used, key] : share->lru[1]) {
-            const auto it = store.find(key);
-            if (!keep.count(key) && (!it->second.on_disk || it->second.redone)) { // others are only being written anew
+    for (const auto * share : shares.donors(tenant, bytes)) {
+        for (const auto & item : share->by_age[server_blocks_shares::IN_RAM]) {
+            const auto it = copies.find(item.second);
+            if (!keep.count(item.second) && (!it->second.on_disk || it->second.rows_stale)) { // others only wait for a write of their names
                 n_dropped++;
                 erase(it);
                 return true;
@@ -264,68 +309,17 @@ bool server_blocks::free_some(const std::string & tenant, size_t bytes, const st
     return false;
 }
 
-// contiguous memory, if need be at the cost of old copies; nullptr if that does not help either
-uint8_t * server_blocks::take(const std::string & tenant, size_t bytes, const std::set<key_t> & keep) {
-    const auto promised = aside.find(bytes);
-    if (promised != aside.end() && bytes_aside > 0) {
-        uint8_t * p = promised->second;
-        aside.erase(promised);
-        return p;
+// contiguous memory, of the reservation or at the cost of old copies; nullptr if that is not enough
+uint8_t * server_blocks_store::allocate_rows(const std::string & tenant, size_t bytes, const server_blocks_key_set & keep) {
+    const auto it = reserved.find(bytes);
+    if (it != reserved.end() && reserved_bytes > 0) {
+        uint8_t * data = it->second;
+        reserved.erase(it);
+        return data;
     }
-    uint8_t * p = arena.take(bytes);
-    while (!p && free_some(tenant, bytes, keep)) {
-        p = arena.take(bytes);
+    uint8_t * data = arena.allocate(bytes);
+    while (!data && free_one(tenant, bytes, keep)) {
+        data = arena.allocate(bytes);
     }
-    return p;
-}
-
-// Save [p0, p1) under a name. The rows of one decode are copied once; rows that were decoded again replace a copy of
-// the same tokens and visibility. `hashes` are the prefix_hashes of `tokens`.
-bool server_blocks::put(const saver & by, int id, const llama_tokens & tokens, const std::vector<uint64_t> & hashes,
-                        llama_pos p0, llama_pos p1, std::set<key_t> keep) {
-    const key_t key = key_of(by.tenant, id, hashes, p0, p1);
-    keep.insert(key);
-    auto it = store.find(key);
-    if (it != store.end() && !it->second.in_ram() && !it->second.reading && !disk.holds(file_of(key, it->second))) {
-        erase(it); // somebody deleted its file: these rows have no copy any more
-    }
-    if (has_copy(key, id)) {
-        it = store.find(key);
-        use(key, it->second);
-        keep_bounds(it, id);
-        label(by, key);
-        return true;
-    }
-    saved block;
-    block.rows = state[id].history.of(p0, p1);
-    const size_t bytes = cost(id, p0, p1);
-    uint8_t * data = make_space(by.tenant, bytes, keep) ? take(by.tenant, (p1 - p0)*row_size, keep) : nullptr;
-    if (!data || !llama_kv_block_save(ctx, id, p0, p1, data, block.kv)) {
-        if (data) {
-            arena.give(data);
-        }
-        return false;
-    }
-    copying = true;
-    block.tokens.assign(tokens.begin() + p0, tokens.begin() + p1);
-    block.prefix_hash = hashes[p0];
-    block.hash   = hashes[p1];
-    block.bounds = key_bounds(id, p0, p1);
-    block.bytes  = rows_cost(block.kv) + block.index_bytes();
-    block.used   = ++clock;
-    it = store.find(key);
-    if (it != store.end()) {
-        give_up_rows(it);
-        block.labels  = std::move(it->second.labels);
-        block.on_disk = it->second.on_disk;
-        block.redone  = it->second.on_disk;
-        block.renamed = it->second.renamed;
-        it->second = std::move(block);
-    } else {
-        it = store.emplace(key, std::move(block)).first;
-    }
-    enter(it);
-    label(by, key);
-    write_ahead();
-    return true;
+    return data;
 }

@@ -1,51 +1,60 @@
-// what of the store is in host memory and what on disk; the files themselves are server-blocks-disk's
+// the store: which copies are in host memory and which on disk
 //
-// The main loop never reads or writes a file. It sets memory aside for a block and lets the thread of
-// the call read into it; it queues a write and looks later what has become of it. All of that memory
-// counts against the budget meanwhile.
+// The main loop never reads or writes a file. It allocates memory for a block and lets the thread of a call read into
+// it; it queues writes and applies their results later. All of that memory counts against the budget meanwhile.
 
-#include "server-blocks-flags.h"
-#include "server-blocks-json.h"
+#include "server-blocks-hash.h"
+#include "server-blocks-store.h"
 
 #include "log.h"
 
 #include <algorithm>
 
-static constexpr int64_t REST_MS      = 2000;  // after a failed write
-static constexpr int     FLUSH_MS     = 5000;  // for what is not on disk yet when the server stops
-static constexpr int     SPILL_MS     = 60000; // for what a client wants on disk
-static constexpr size_t  INDEX_SHARE  = 4;     // 1/4 of the budget at most is for knowing what is on disk
-static constexpr size_t  AHEAD_SHARE  = 4;     // 1/4 of the budget is kept free or on disk
+static constexpr int64_t RETRY_MS     = 2000; // pause after a failed write
+static constexpr int     FLUSH_MS     = 5000; // time for copies that are not on disk yet when the server stops
+static constexpr size_t  INDEX_PART   = 4;    // 1/4 of the budget at most is for entries of copies that are only on disk
+static constexpr size_t  AHEAD_PART   = 4;    // 1/4 of the budget is kept free or on disk
 
-void server_blocks::open_disk(const common_params & params) {
-    const std::string & option = server_blocks_flags::of(params).disk;
-    if (option.empty() || disk.is_open()) {
+bool server_blocks_store::configure(const options & options) {
+    if (options.model != config.model || options.model == 0) { // after a sleep the file may be another one
+        forget_all();
+    }
+    config = options;
+    if (arena.size() != config.ram_bytes && !arena.reset(config.ram_bytes, config.host_buft)) {
+        return false;
+    }
+    open_disk();
+    return true;
+}
+
+void server_blocks_store::open_disk() {
+    if (config.disk.empty() || folder.is_open()) {
         return;
     }
     const int64_t t_start = ggml_time_ms();
-    disk_why = disk.open(option, model_id, llama_kv_block_layout(ctx));
-    if (!disk_why.empty()) {
-        LOG_WRN("evoke: saved blocks stay in host memory, --evoke-disk: %s\n", disk_why.c_str());
+    folder_error = folder.open(config.disk, config.model, config.layout);
+    if (!folder_error.empty()) {
+        LOG_WRN("evoke: saved blocks stay in host memory, --evoke-disk: %s\n", folder_error.c_str());
         return;
     }
-    settle();
+    poll_disk();
     LOG_INF("evoke: %zu blocks found on disk, %d ms\n", files.size(), (int) (ggml_time_ms() - t_start));
 }
 
-server_blocks::~server_blocks() {
-    if (!disk.is_open()) {
+server_blocks_store::~server_blocks_store() {
+    if (!folder.is_open()) {
         return;
     }
-    copying = false; // the context is gone, and its copies are over
-    std::map<uint64_t, block_it> newest; // by last use, in memory or not: the file may not have the names
-    for (auto it = store.begin(); it != store.end(); ++it) {
-        newest[it->second.used] = it;
+    fence.reset(nullptr);
+    std::map<uint64_t, copy_it> by_age; // copies only on disk, too: their files may lack names
+    for (auto it = copies.begin(); it != copies.end(); ++it) {
+        by_age[it->second.last_used] = it;
     }
     const int64_t until = ggml_time_ms() + FLUSH_MS;
-    for (;;) { // a file that was being written when its block got another name is written once more
+    for (;;) { // twice where a copy got a name while its file was written
         std::vector<std::shared_ptr<server_blocks_write>> writes;
-        for (auto it = newest.rbegin(); it != newest.rend(); ++it) { // the newest first: time may be short
-            settle_write(it->second);
+        for (auto it = by_age.rbegin(); it != by_age.rend(); ++it) { // the newest first: time may be short
+            poll_write(it->second);
             write(it->second);
             if (it->second->second.writing) {
                 writes.push_back(it->second->second.writing);
@@ -55,166 +64,182 @@ server_blocks::~server_blocks() {
         if (writes.empty() || left <= 0) {
             break;
         }
-        disk.wait(writes, (int) left);
+        folder.wait(writes, (int) left);
     }
-    disk.close();
+    folder.close();
 }
 
-// no copy that was made so far is of any use: another model has been loaded. Files stay, for servers of that one
-void server_blocks::forget_all() {
-    disk.close(); // ends every write, so that none makes a copy be on disk again below
-    while (!store.empty()) {
-        const auto first = store.begin();
-        settle_write(first);
+// forgets every copy: another model is loaded; files stay for servers of the earlier one
+void server_blocks_store::forget_all() {
+    folder.close(); // ends every write: none sets on_disk again below
+    while (!copies.empty()) {
+        const auto first = copies.begin();
+        poll_write(first);
         first->second.on_disk = false;
         erase(first);
     }
     files.clear();
 }
 
-server_blocks_head server_blocks::head_of(const key_t & key, const saved & block) const {
+server_blocks_head server_blocks_store::head_of(const server_blocks_key & key, const server_blocks_copy & copy) const {
     server_blocks_head head;
-    head.model  = model_id;
-    head.tenant = std::get<0>(key);
-    for (const auto & [name, session] : block.labels) {
+    head.model  = config.model;
+    head.tenant = key.tenant;
+    for (const auto & [name, session] : copy.labels) {
         head.labels.push_back({ name, session });
     }
-    head.rows   = block.rows;
-    head.prefix_hash = block.prefix_hash;
-    head.hash   = block.hash;
-    head.tokens = block.tokens;
-    head.kv     = block.kv;
+    head.rows   = copy.rows;
+    head.prefix_hash = copy.prefix_hash;
+    head.hash   = copy.hash;
+    head.tokens = copy.tokens;
+    head.kv     = copy.kv;
     head.kv.data = nullptr;
-    head.bounds = block.bounds;
+    head.bounds = copy.bounds;
     return head;
 }
 
-// the name of its file
-std::string server_blocks::file_of(const key_t & key, const saved & block) const {
+// the name of the file of a copy
+std::string server_blocks_store::file_of(const server_blocks_key & key, const server_blocks_copy & copy) const {
     server_blocks_head head;
-    head.model  = model_id;
-    head.tenant = std::get<0>(key);
-    head.rows   = block.rows;
-    head.hash   = block.hash;
-    head.kv.layout = block.kv.layout;
-    head.kv.p0  = block.kv.p0;
-    head.kv.p1  = block.kv.p1;
+    head.model  = config.model;
+    head.tenant = key.tenant;
+    head.rows   = copy.rows;
+    head.hash   = copy.hash;
+    head.kv.layout = copy.kv.layout;
+    head.kv.p0  = copy.kv.p0;
+    head.kv.p1  = copy.kv.p1;
     return server_blocks_file_name(head);
 }
 
+void server_blocks_store::refresh_disk() {
+    if (folder.is_open()) {
+        folder.refresh();
+    }
+}
+
+json server_blocks_store::disk_json() const {
+    if (!folder.is_open()) {
+        return folder_error.empty() ? json() : json { {"unusable", folder_error} };
+    }
+    json res = folder.stats();
+    res["n_unnamed"] = stale_on_disk.size();
+    res["n_dropped"] = n_dropped;
+    return res;
+}
+
 //
-// what has become of it
+// results of the disk
 //
 
-void server_blocks::settle() {
-    if (!disk.is_open()) {
+void server_blocks_store::poll_disk() {
+    if (!folder.is_open()) {
         return;
     }
-    const std::vector<key_t> keys(busy.begin(), busy.end());
-    for (const auto & key : keys) {
-        const auto it = store.find(key);
-        settle_write(it);
-        const auto & block = it->second;
-        if (block.reading) {
-            settle_read(it);
-        } else if (!block.writing) {
+    const std::vector<server_blocks_key> in_progress(busy.begin(), busy.end());
+    for (const auto & key : in_progress) {
+        const auto it = copies.find(key);
+        poll_write(it);
+        const auto & copy = it->second;
+        if (copy.reading) {
+            poll_read(it);
+        } else if (!copy.writing) {
             busy.erase(key);
         }
     }
-    const std::vector<key_t> unnamed(mislabelled.begin(), mislabelled.end());
-    for (const auto & key : unnamed) {
-        const auto it = store.find(key);
-        if (it == store.end() || it->second.in_ram() || !it->second.renamed) {
-            mislabelled.erase(key);
+    const std::vector<server_blocks_key> stale(stale_on_disk.begin(), stale_on_disk.end());
+    for (const auto & key : stale) {
+        const auto it = copies.find(key);
+        if (it == copies.end() || it->second.in_ram() || !it->second.labels_stale) {
+            stale_on_disk.erase(key);
         } else {
             write(it);
         }
     }
-    sweep();
-    for (const auto & file : disk.gone()) {
-        const auto known = files.find(file);
-        if (known == files.end() || disk.holds(file)) { // written again since
+    poll_pending_memory();
+    for (const auto & file : folder.take_lost_files()) {
+        const auto entry = files.find(file);
+        if (entry == files.end() || folder.contains(file)) { // written once more since
             continue;
         }
-        const auto it = store.find(known->second);
-        files.erase(known);
+        const auto it = copies.find(entry->second);
+        files.erase(entry);
         it->second.on_disk = false;
         if (!it->second.in_ram() && !it->second.reading) {
             erase(it);
         }
     }
-    take_found();
+    add_new_files();
 }
 
-void server_blocks::settle_write(block_it it) {
-    auto & block = it->second;
-    if (!block.writing) {
+void server_blocks_store::poll_write(copy_it it) {
+    auto & copy = it->second;
+    if (!copy.writing) {
         return;
     }
-    const auto state = disk.state(*block.writing);
+    const auto state = folder.state(*copy.writing);
     if (state == server_blocks_write::DONE) {
-        const auto & head = block.writing->head;
+        const auto & head = copy.writing->head;
         std::map<std::string, std::string> names;
         for (const auto & label : head.labels) {
             names[label.name] = label.session;
         }
-        block.on_disk = true;
-        block.renamed = block.labels != names || block.bounds.layers != head.bounds.layers;
-        block.redone  = !(block.rows == head.rows);
-        files[server_blocks_file_name(block.writing->head)] = it->first;
+        copy.on_disk      = true;
+        copy.labels_stale = copy.labels != names || copy.bounds.layers != head.bounds.layers;
+        copy.rows_stale   = !(copy.rows == head.rows);
+        files[server_blocks_file_name(copy.writing->head)] = it->first;
     } else if (state == server_blocks_write::FAILED) {
-        rest_ms = block.rest_ms = ggml_time_ms() + REST_MS;
+        retry_ms = copy.retry_ms = ggml_time_ms() + RETRY_MS;
     }
     if (state != server_blocks_write::QUEUED && state != server_blocks_write::RUNNING) {
-        block.writing.reset();
+        copy.writing.reset();
     }
 }
 
-// may erase the block: its file was of no use
-void server_blocks::settle_read(block_it it) {
-    auto & block = it->second;
-    const auto read = block.reading;
+// applies a read that is over; may erase the copy, if its file is missing or damaged
+void server_blocks_store::poll_read(copy_it it) {
+    auto & copy = it->second;
+    const auto read = copy.reading;
     const std::unique_lock<std::mutex> lock(read->mutex, std::try_to_lock);
-    const bool abandoned = read.use_count() == 2; // here and in the block
+    const bool abandoned = read.use_count() == 2; // `read` and `copy.reading`: no call waits for it
     if (!lock.owns_lock() || (read->state == server_blocks_read::PENDING && !abandoned)) {
         return;
     }
-    block.reading.reset();
+    copy.reading.reset();
     busy.erase(it->first);
-    const size_t bytes = rows_cost(block.kv);
-    ram_used -= bytes; // was set aside for it
+    const size_t bytes = rows_bytes(copy.kv);
+    pending_bytes -= bytes;
     if (read->state == server_blocks_read::DONE) {
-        leave(it);
-        block.kv      = read->head.kv;
-        block.kv.data = read->data;
-        block.tokens  = read->head.tokens;
-        block.rows    = read->head.rows; // another server may have written the file since
-        block.bytes   = bytes + block.index_bytes();
-        block.used    = ++clock;
-        enter(it);
-        disk.touch(read->file);
+        shares.remove(it->first, copy);
+        copy.kv        = read->head.kv;
+        copy.kv.data   = read->data;
+        copy.tokens    = read->head.tokens;
+        copy.rows      = read->head.rows; // another server may have replaced the file
+        copy.bytes     = bytes + copy.index_bytes();
+        copy.last_used = ++clock;
+        shares.add(it->first, copy);
+        folder.mark_used(read->file);
         return;
     }
-    arena.give(read->data);
-    if (read->state == server_blocks_read::GONE || read->state == server_blocks_read::DAMAGED) {
-        block.on_disk = false;
+    arena.release(read->data);
+    if (read->state == server_blocks_read::MISSING || read->state == server_blocks_read::DAMAGED) {
+        copy.on_disk = false;
         files.erase(read->file);
         erase(it);
     }
 }
 
-// memory that waited for the disk
-void server_blocks::sweep() {
-    for (size_t i = 0; i < limbo.size(); ) {
-        auto & item = limbo[i];
+// releases memory of erased copies that the disk no longer uses
+void server_blocks_store::poll_pending_memory() {
+    for (size_t i = 0; i < pending.size(); ) {
+        auto & item = pending[i];
         bool over = true;
         if (item.write) {
-            const auto state = disk.state(*item.write);
+            const auto state = folder.state(*item.write);
             over = state != server_blocks_write::QUEUED && state != server_blocks_write::RUNNING;
             const auto & head  = item.write->head;
-            const auto   owner = store.find({ head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) });
-            if (state == server_blocks_write::DONE && (owner == store.end() || (!owner->second.on_disk && !owner->second.writing))) {
-                disk.remove(server_blocks_file_name(head));
+            const auto * owner = find({ head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) });
+            if (state == server_blocks_write::DONE && (!owner || (!owner->on_disk && !owner->writing))) {
+                folder.remove(server_blocks_file_name(head)); // of a copy that was erased meanwhile
             }
         }
         if (item.read) {
@@ -226,84 +251,102 @@ void server_blocks::sweep() {
             continue;
         }
         if (item.data) {
-            arena.give(item.data);
+            arena.release(item.data);
         }
-        ram_used -= item.bytes;
-        limbo.erase(limbo.begin() + i);
+        pending_bytes -= item.bytes;
+        pending.erase(pending.begin() + i);
     }
 }
 
-// files of this model that another process has written, or an earlier one
-void server_blocks::take_found() {
-    auto found = disk.found(); // the newest first: of two with one name it has it
-    std::map<std::string, size_t> ranks;
-    std::vector<std::pair<size_t, size_t>> order; // the newest of each tenant first: there may be no room for all
-    for (size_t i = 0; i < found.size(); ++i) {
-        order.push_back({ ranks[found[i].tenant]++, i });
+// Adds copies for files of this model that another process has written, or an earlier one. There may be no room for all:
+// the newest of each tenant come first.
+void server_blocks_store::add_new_files() {
+    const auto heads = folder.take_new_heads(); // the newest first: of two files with one name it gets the name
+    std::map<std::string, size_t> n_of_tenant;
+    std::vector<std::pair<size_t, size_t>> order; // rank within the tenant, index
+    for (size_t i = 0; i < heads.size(); ++i) {
+        order.push_back({ n_of_tenant[heads[i].tenant]++, i });
     }
     std::stable_sort(order.begin(), order.end());
-    std::vector<server_blocks_head> sorted;
-    for (const auto & item : order) {
-        sorted.push_back(std::move(found[item.second]));
+    clock += heads.size();
+    for (size_t i = 0; i < order.size(); ++i) {
+        const auto & head = heads[order[i].second];
+        if (is_valid(head)) {
+            add_new_file(head, clock - i);
+        }
     }
-    found = std::move(sorted);
-    clock += found.size();
-    for (size_t i = 0; i < found.size(); ++i) {
-        const auto & head = found[i];
-        uint64_t hash = head.prefix_hash;
-        for (const auto token : head.tokens) {
-            hash = mix(hash, (uint32_t) token);
+}
+
+// Returns whether the hashes and the size of a head agree with its tokens.
+bool server_blocks_store::is_valid(const server_blocks_head & head) const {
+    uint64_t hash = head.prefix_hash;
+    for (const auto token : head.tokens) {
+        hash = server_blocks_mix(hash, (uint32_t) token);
+    }
+    return hash == head.hash && head.kv.size == head.tokens.size()*config.row_bytes;
+}
+
+// Returns whether the layers exist, and each has as many values as it must.
+bool server_blocks_store::are_valid(const server_blocks_bounds & bounds) const {
+    size_t n = 0;
+    for (const int32_t layer : bounds.layers) {
+        const auto it = config.key_channels.find(layer);
+        if (it == config.key_channels.end()) {
+            return false;
         }
-        if (hash != head.hash || head.kv.size != head.tokens.size()*row_size) {
-            continue;
+        n += 2*it->second;
+    }
+    return bounds.values.size() == n;
+}
+
+void server_blocks_store::add_new_file(const server_blocks_head & head, uint64_t last_used) {
+    const server_blocks_key key { head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) };
+    std::map<std::string, std::string> names;
+    for (const auto & label : head.labels) {
+        if (!keys.count({ head.tenant, label.name })) { // names given since the file was written take precedence
+            names[label.name] = label.session;
         }
-        const key_t key { head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) };
-        std::map<std::string, std::string> names;
-        for (const auto & label : head.labels) {
-            if (!labels.count({ head.tenant, label.name })) { // what has been said since the file was written counts more
-                names[label.name] = label.session;
-            }
+    }
+    auto it = copies.find(key);
+    if (it == copies.end()) {
+        server_blocks_copy copy;
+        copy.rows = head.rows;
+        const size_t part   = config.ram_bytes/INDEX_PART;
+        const size_t room   = std::min(free_bytes(), part - std::min(shares.disk_only_bytes(), part));
+        const bool   bounds = are_valid(head.bounds) && copy.index_bytes() + head.bounds.size() <= room;
+        if (names.empty() || copy.index_bytes() > room) {
+            return;
         }
-        auto it = store.find(key);
-        if (it == store.end()) {
-            saved block;
-            block.rows = head.rows;
-            const size_t room   = std::min(ram_left(), ram_budget/INDEX_SHARE - std::min(index_used, ram_budget/INDEX_SHARE));
-            const bool   bounds = bounds_fit(head.bounds) && block.index_bytes() + head.bounds.size() <= room;
-            if (names.empty() || block.index_bytes() > room) {
-                continue;
-            }
-            block.bounds = bounds ? head.bounds : server_blocks_bounds();
-            block.kv.p0  = head.kv.p0;
-            block.kv.p1  = head.kv.p1;
-            block.kv.size   = head.kv.size;
-            block.kv.layout = head.kv.layout;
-            block.prefix_hash = head.prefix_hash;
-            block.hash   = head.hash;
-            block.bytes  = block.index_bytes();
-            block.used   = clock - i;
-            it = store.emplace(key, std::move(block)).first;
-            enter(it);
-        }
-        auto & block = it->second;
-        block.on_disk = true;
-        block.redone  = !(block.rows == head.rows);
-        if (block.redone && !block.in_ram()) { // another server has written the file anew
-            leave(it);
-            block.rows   = head.rows;
-            block.bytes  = block.index_bytes();
-            block.redone = false;
-            enter(it);
-        }
-        files[server_blocks_file_name(head)] = key;
-        for (const auto & [name, session] : names) {
-            labels[{ head.tenant, name }] = key;
-            block.labels[name] = session;
-            block.told = -1;
-        }
-        if (block.labels.size() > head.labels.size()) {
-            rename(it);
-        }
+        copy.bounds = bounds ? head.bounds : server_blocks_bounds();
+        copy.kv.p0  = head.kv.p0;
+        copy.kv.p1  = head.kv.p1;
+        copy.kv.size   = head.kv.size;
+        copy.kv.layout = head.kv.layout;
+        copy.prefix_hash = head.prefix_hash;
+        copy.hash      = head.hash;
+        copy.bytes     = copy.index_bytes();
+        copy.last_used = last_used;
+        it = copies.emplace(key, std::move(copy)).first;
+        shares.add(key, it->second);
+    }
+    auto & copy = it->second;
+    copy.on_disk    = true;
+    copy.rows_stale = !(copy.rows == head.rows);
+    if (copy.rows_stale && !copy.in_ram()) { // another server has replaced the file
+        shares.remove(key, copy);
+        copy.rows       = head.rows;
+        copy.bytes      = copy.index_bytes();
+        copy.rows_stale = false;
+        shares.add(key, copy);
+    }
+    files[server_blocks_file_name(head)] = key;
+    for (const auto & [name, session] : names) {
+        keys[{ head.tenant, name }] = key;
+        copy.labels[name]  = session;
+        copy.reported_tier = -1;
+    }
+    if (copy.labels.size() > head.labels.size()) {
+        on_labels_changed(it);
     }
 }
 
@@ -311,216 +354,176 @@ void server_blocks::take_found() {
 // to disk
 //
 
-void server_blocks::write(block_it it, bool insist) {
-    auto & block = it->second;
-    const bool resting = !insist && ggml_time_ms() < std::max(rest_ms, block.rest_ms);
-    const bool current = block.on_disk && !block.renamed && !block.redone;
-    const bool absent  = !block.in_ram() && (!block.on_disk || block.reading); // the rows; its file can get other names
-    if (!disk.is_open() || resting || block.writing || current || absent) {
+std::shared_ptr<server_blocks_write> server_blocks_store::begin_write(const server_blocks_key & key, bool insist) {
+    const auto it = copies.find(key);
+    if (it == copies.end()) {
+        return nullptr;
+    }
+    write(it, insist);
+    return it->second.writing;
+}
+
+// queues a write, unless one is queued, the file is current, there is nothing to write, or the disk has just failed
+void server_blocks_store::write(copy_it it, bool insist) {
+    auto & copy = it->second;
+    const bool paused = !insist && ggml_time_ms() < std::max(retry_ms, copy.retry_ms);
+    const bool absent = !copy.in_ram() && (!copy.on_disk || copy.reading); // of a copy on disk the names can be written
+    if (!folder.is_open() || paused || copy.writing || copy.is_file_current() || absent) {
         return;
     }
-    fence();
-    block.writing = disk.write(head_of(it->first, block), block.kv.data);
+    fence.wait();
+    copy.writing = folder.write(head_of(it->first, copy), copy.kv.data);
     busy.insert(it->first);
 }
 
-// the oldest are written before their memory is asked for
-void server_blocks::write_ahead() {
-    size_t safe = ram_left(); // free, or on disk too
-    if (!disk.is_open() || safe >= ram_budget/AHEAD_SHARE) {
+// writes the oldest copies before their memory is needed
+void server_blocks_store::write_ahead() {
+    size_t available = free_bytes(); // free, or on disk too
+    if (!folder.is_open() || available >= config.ram_bytes/AHEAD_PART) {
         return;
     }
-    for (const auto * share : largest_first(true)) {
-        for (const auto & [used, key] : share->lru[1]) {
-            if (safe >= ram_budget/AHEAD_SHARE) {
+    for (const auto * share : shares.largest_first(server_blocks_shares::IN_RAM)) {
+        for (const auto & item : share->by_age[server_blocks_shares::IN_RAM]) {
+            if (available >= config.ram_bytes/AHEAD_PART) {
                 return;
             }
-            const auto it = store.find(key);
+            const auto it = copies.find(item.second);
             write(it);
-            safe += it->second.on_disk || it->second.writing ? it->second.bytes : 0;
+            available += it->second.on_disk || it->second.writing ? it->second.bytes : 0;
         }
     }
 }
 
-// the memory of a copy is given up, its file stays
-void server_blocks::release(block_it it) {
-    fence();
-    auto & block = it->second;
-    leave(it);
-    arena.give(block.kv.data);
-    llama_kv_block kv;
-    kv.p0     = block.kv.p0;
-    kv.p1     = block.kv.p1;
-    kv.size   = block.kv.size;
-    kv.layout = block.kv.layout;
-    block.kv  = std::move(kv);
-    llama_tokens().swap(block.tokens);
-    block.bytes = block.index_bytes();
-    enter(it);
-    if (block.renamed) {
-        mislabelled.insert(it->first);
+void server_blocks_store::release_rows(const server_blocks_key_set & keys) {
+    for (const auto & key : keys) {
+        const auto it = copies.find(key);
+        if (it != copies.end() && it->second.is_file_current() && !it->second.writing && it->second.in_ram()) {
+            release_rows(it);
+        }
     }
 }
 
-bool server_blocks::release_one(const std::vector<tenant_share *> & from, const std::set<key_t> & keep) {
+// releases the memory of a copy; its file stays
+void server_blocks_store::release_rows(copy_it it) {
+    fence.wait();
+    auto & copy = it->second;
+    shares.remove(it->first, copy);
+    arena.release(copy.kv.data);
+    llama_kv_block kv;
+    kv.p0     = copy.kv.p0;
+    kv.p1     = copy.kv.p1;
+    kv.size   = copy.kv.size;
+    kv.layout = copy.kv.layout;
+    copy.kv   = std::move(kv);
+    llama_tokens().swap(copy.tokens);
+    copy.bytes = copy.index_bytes();
+    shares.add(it->first, copy);
+    if (copy.labels_stale) {
+        stale_on_disk.insert(it->first);
+    }
+}
+
+// releases the memory of the oldest copy whose file has its rows; false if there is none
+bool server_blocks_store::release_one(const std::vector<const share *> & from, const server_blocks_key_set & keep) {
     for (const auto * share : from) {
-        for (const auto & [used, key] : share->lru[1]) {
-            const auto it = store.find(key);
-            auto & block = it->second;
-            if (!block.on_disk || block.redone || block.writing || keep.count(key)) {
-                continue; // a file that gets other names is being written from this memory
+        for (const auto & item : share->by_age[server_blocks_shares::IN_RAM]) {
+            const auto it = copies.find(item.second);
+            auto & copy = it->second;
+            if (!copy.on_disk || copy.rows_stale || copy.writing || keep.count(it->first)) {
+                continue; // a write, of names too, reads this memory
             }
-            if (disk.holds(file_of(key, block))) {
-                release(it);
+            if (folder.contains(file_of(it->first, copy))) {
+                release_rows(it);
                 trim_index();
                 return true;
             }
-            files.erase(file_of(key, block));
-            block.on_disk = false;
+            files.erase(file_of(it->first, copy));
+            copy.on_disk = false;
         }
     }
     return false;
 }
 
-// knowing of blocks on disk must not take all the memory: of the oldest of the tenant that has most the bounds are
-// forgotten, then that they are there
-void server_blocks::trim_index() {
+void server_blocks_store::trim_index() {
     for (const bool bounds_only : { true, false }) {
-        bool found = true;
-        while (found && index_used > ram_budget/INDEX_SHARE) {
-            found = false;
-            for (const auto * share : largest_first(false)) {
-                const auto next = std::find_if(share->lru[0].begin(), share->lru[0].end(), [&](const auto & item) {
-                    const auto & block = store.at(item.second);
-                    return bounds_only ? block.bounds.size() > 0 : !block.reading;
+        bool trimmed = true;
+        while (trimmed && shares.disk_only_bytes() > config.ram_bytes/INDEX_PART) {
+            trimmed = false;
+            for (const auto * share : shares.largest_first(server_blocks_shares::DISK_ONLY)) {
+                const auto & list = share->by_age[server_blocks_shares::DISK_ONLY];
+                const auto next = std::find_if(list.begin(), list.end(), [&](const auto & item) {
+                    const auto & copy = copies.at(item.second);
+                    return bounds_only ? copy.bounds.size() > 0 : !copy.reading;
                 });
-                if (next == share->lru[0].end()) {
+                if (next == list.end()) {
                     continue;
                 }
-                const auto it = store.find(next->second);
+                const auto it = copies.find(next->second);
                 if (bounds_only) {
-                    leave(it);
+                    shares.remove(it->first, it->second);
                     it->second.bounds = {};
                     it->second.bytes  = it->second.index_bytes();
-                    enter(it);
+                    shares.add(it->first, it->second);
                 } else {
                     erase(it);
                 }
-                found = true;
+                trimmed = true;
                 break;
             }
         }
     }
 }
 
-// the oldest copy that is not on disk gets there, if that takes no longer than the main loop may wait
-bool server_blocks::wait_for_write(const std::vector<tenant_share *> & from, const std::set<key_t> & keep) {
-    const int64_t left_ms = patience_ms - ggml_time_ms();
+// waits until the oldest copy that is not on disk is written, as long as the main loop may wait
+bool server_blocks_store::wait_for_write(const std::vector<const share *> & from, const server_blocks_key_set & keep) {
+    const int64_t left_ms = deadline_ms - ggml_time_ms();
+    if (!folder.is_open() || left_ms <= 0) {
+        return false;
+    }
     for (const auto * share : from) {
-        for (auto at = share->lru[1].begin(); disk.is_open() && left_ms > 0 && at != share->lru[1].end(); ++at) {
-            const auto it = store.find(at->second);
-            if (keep.count(at->second)) {
+        for (const auto & item : share->by_age[server_blocks_shares::IN_RAM]) {
+            if (keep.count(item.second)) {
                 continue;
             }
+            const auto it = copies.find(item.second);
             write(it);
             if (it->second.writing) {
-                const bool over = disk.wait({ it->second.writing }, (int) left_ms);
-                settle_write(it);
-                return over && it->second.on_disk && !it->second.redone;
+                const bool over = folder.wait({ it->second.writing }, (int) left_ms);
+                poll_write(it);
+                return over && it->second.on_disk && !it->second.rows_stale;
             }
         }
     }
     return false;
 }
 
-json server_blocks::disk_json() const {
-    if (!disk.is_open()) {
-        return disk_why.empty() ? json() : json { {"unusable", disk_why} };
-    }
-    json res = disk.stats();
-    res["n_unnamed"] = mislabelled.size();
-    res["n_dropped"] = n_dropped;
-    return res;
-}
-
 //
 // from disk
 //
 
-// what a call needs of the disk is set in motion; true if it has to come again
-bool server_blocks::stage(server_blocks_call & call) {
-    call.waits = call.scan = false;
-    if (!disk.is_open()) {
-        return false;
+std::shared_ptr<server_blocks_read> server_blocks_store::begin_read(const server_blocks_key & key, const server_blocks_key_set & keep, bool & no_memory) {
+    no_memory = false;
+    const auto * copy = find(key);
+    if (!copy || copy->in_ram() || copy->reading) {
+        return copy ? copy->reading : nullptr;
     }
-    for (const auto & [name, read] : call.reads) {
-        const std::lock_guard<std::mutex> lock(read->mutex);
-        if (read->state == server_blocks_read::FAILED) {
-            fail(503, "unavailable_error", "the block cannot be read now: " + read->error, json { {"name", name} });
-        }
-        if (read->state != server_blocks_read::DONE) {
-            const char * reason = read->state == server_blocks_read::GONE ? "file_gone" : "file_damaged";
-            fail(404, "unknown_block", "the file of the block is of no use: " + read->error, json { {"name", name}, {"reason", reason} });
-        }
-    }
-    call.reads.clear();
-    if (call.visit >= VISITS_MAX) {
-        return false;
-    }
-    const std::string tenant = json_value(call.body, "tenant", std::string());
-    std::set<key_t> keep;
-    std::map<std::string, key_t> named;
-    for (const auto & name : needed(call)) {
-        const auto it = labels.find({ tenant, name });
-        call.scan = call.scan || (it == labels.end() && call.visit == 0);
-        if (it != labels.end()) {
-            named[name] = it->second;
-            keep.insert(it->second);
-        }
-    }
-    for (const auto & [name, key] : named) {
-        auto it = store.find(key);
-        if (it != store.end() && !it->second.in_ram() && !it->second.reading) {
-            begin_read(key, keep);
-            it = store.find(key);
-        }
-        if (it != store.end() && it->second.reading) {
-            call.reads.push_back({ name, it->second.reading });
-        }
-    }
-    call.waits = call.scan || !call.reads.empty();
-    return call.waits;
-}
-
-void server_blocks::begin_read(const key_t & key, const std::set<key_t> & keep) {
-    const size_t size  = store.at(key).kv.size;
-    const size_t bytes = rows_cost(store.at(key).kv);
-    const std::string & tenant = std::get<0>(key);
-    uint8_t * data = make_space(tenant, bytes, keep) ? take(tenant, size, keep) : nullptr;
+    const size_t bytes = rows_bytes(copy->kv);
+    uint8_t * data = allocate(key.tenant, copy->kv.size, bytes, keep);
     if (!data) {
-        fail(413, "ram_budget", "host memory has no room for what is to come from disk", json { {"needed", bytes}, {"budget", ram_budget} });
+        no_memory = true;
+        return nullptr;
     }
-    const auto it = store.find(key);
-    if (it == store.end()) { // its file went meanwhile
-        arena.give(data);
-        return;
+    const auto it = copies.find(key);
+    if (it == copies.end()) { // allocate() has noticed that its file is missing
+        arena.release(data);
+        return nullptr;
     }
-    auto & block = it->second;
-    block.reading = std::make_shared<server_blocks_read>();
-    block.reading->head = head_of(key, block);
-    block.reading->file = server_blocks_file_name(block.reading->head);
-    block.reading->data = data;
-    ram_used += bytes;
+    auto & reading = it->second.reading;
+    reading = std::make_shared<server_blocks_read>();
+    reading->head = head_of(key, it->second);
+    reading->file = server_blocks_file_name(reading->head);
+    reading->data = data;
+    pending_bytes += bytes;
     busy.insert(key);
-}
-
-void server_blocks::work(server_blocks_call & call) {
-    if (call.scan) {
-        disk.scan();
-    }
-    for (const auto & read : call.reads) {
-        disk.read(*read.second);
-    }
-    disk.wait(call.writes, SPILL_MS);
-    call.visit++;
+    return reading;
 }

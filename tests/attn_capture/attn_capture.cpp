@@ -1,6 +1,6 @@
-// llama-attn-capture by itself, beside the softmax that upstream computes: what an eval callback sees of
-// "kq_soft_max" without flash attention, and what is captured without it and with it.
-// usage: attn_capture MODEL; exit status 0 and a line per fact, or 1 and what was not so
+// Compares llama-attn-capture with the softmax that upstream computes: the tensors "kq_soft_max" that an eval callback
+// gets without flash attention, and what is captured without it and with it.
+// usage: attn_capture MODEL; prints one line per check; exit status 1 after the first that fails
 
 #include "llama-attn-capture.h"
 #include "llama-kv-block.h"

@@ -13,6 +13,8 @@ from comparing import Sides
 from running import RunningProxy
 from weather import BEGUN, CALL, QUESTION, TOOLS
 
+from evoke_proxy.engine.admin.admin import Admin
+
 # Read when it is imported: no price list from the network.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 import litellm  # noqa: E402
@@ -100,4 +102,4 @@ def test_our_fields_pass(between: RunningProxy) -> None:
     extra = {"extra_body": {"evoke_budget": 400, "evoke_session": "mine"}}
     answer = ask(between.port, "openai/t", "/v1", **REQUESTS["plain"], **extra)
     assert answer.choices[0].message.content
-    assert [known["name"] for known in between.engine.operator.sessions()] == ["mine"]
+    assert [row["name"] for row in Admin(between.engine).sessions()] == ["mine"]

@@ -1,39 +1,87 @@
-"""Test programs in C++, linked with the libraries that the patched server was made of."""
+"""Compiles C++ test programs and links them with the libraries of the patched server."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from llama import MODEL, binary
 
-from evoke_proxy.server_build.build import place_order
+from evoke_proxy.server_build.build import build_spec
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.series import patches_dir
-from evoke_proxy.server_build.toolchain import find_toolchain
+from evoke_proxy.server_build.toolchain import compiler_accepts, find_toolchain
+
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_INCLUDES = ("src", "include", "ggml/include", "common", "vendor", "tools/server", "tools/mtmd")
 
 
 def run(source: Path, folder: Path) -> str:
-    """What the program says of the bundled model. Skips where the libraries are not at hand."""
+    """Returns what the program prints for the bundled model."""
+    return execute(build(source, folder), str(MODEL))
+
+
+def run_sanitized(source: Path, sources: Sequence[str], folder: Path) -> str:
+    """Runs the program with files of the patches, all with sanitizers if the compiler has them.
+
+    The program gets the path of an empty folder. Returns what it prints.
+    """
+    own = [patches_dir() / "src" / name for name in sources]
+    flags = SANITIZERS if _links_sanitizers() else ()
+    program = build(source, folder, own, ("-O1", "-g1", *flags))
+    data = folder / "data"
+    data.mkdir(mode=0o700)
+    return execute(program, str(data))
+
+
+def build(
+    source: Path, folder: Path, sources: Sequence[Path] = (), flags: Sequence[str] = ()
+) -> Path:
+    """Returns the program, compiled in `folder`. Skips when the libraries are of other patches."""
     binary(patched=True)
-    order = place_order(True, find_toolchain(False), None, patches_dir(), cache_dir())
+    order = build_spec(True, find_toolchain(False), None, patches_dir(), cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
-    if not _stands_patched(tree):
-        pytest.skip("the patched server was not what was built last on this machine")
+    if not _has_our_sources(tree):
+        pytest.skip("the latest build of this machine was of other patches")
     libraries = [tree / "build/src/libllama.a", *tree.glob("build/ggml/**/lib*.a")]
     libraries += tree.glob("build/vendor/**/lib*.a")
-    includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]
-    command = ["g++", "-std=c++17", str(source), *includes, "-o", str(folder / source.stem)]
-    command += ["-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
+    if sources:
+        libraries += sorted(tree.glob("build/common/lib*.a"))
+    includes = [f"-I{tree / 'src' / name}" for name in _INCLUDES]
+    program = folder / source.stem
+    command = ["g++", "-std=c++17", *flags, str(source), *map(str, sources), *includes]
+    command += ["-o", str(program), "-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
     subprocess.run([*command, "-fopenmp", "-lpthread", "-ldl"], check=True)
-    done = subprocess.run([folder / source.stem, MODEL], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    return program
+
+
+def execute(program: Path, argument: str) -> str:
+    """Returns the output of the program; fails with it when the exit status is not 0."""
+    done = subprocess.run([program, argument], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def _stands_patched(tree: Path) -> bool:
-    """Whether the tree is as our sources are now: other servers are made there too."""
-    library, ours = tree / "build/src/libllama.a", patches_dir() / "src/llama-attn-capture.h"
-    theirs = tree / "src/src" / ours.name
-    return library.exists() and theirs.exists() and theirs.read_bytes() == ours.read_bytes()
+@functools.cache
+def _links_sanitizers() -> bool:
+    """Whether the compiler has the sanitizers and their libraries."""
+    if not compiler_accepts("g++", SANITIZERS):
+        return False
+    command = ["g++", *SANITIZERS, "-x", "c++", "-", "-o", "/dev/null"]
+    done = subprocess.run(command, input=b"int main() {}", stderr=sys.stderr)
+    return done.returncode == 0
+
+
+def _has_our_sources(tree: Path) -> bool:
+    """Whether the tree was built from our sources as they are now: it is shared with others."""
+    library = tree / "build/src/libllama.a"
+    homes = {"llama": "src", "server": "tools/server"}
+    return library.exists() and all(
+        (copy := tree / "src" / homes[path.name.split("-")[0]] / path.name).exists()
+        and copy.read_bytes() == path.read_bytes()
+        for path in (patches_dir() / "src").iterdir()
+    )

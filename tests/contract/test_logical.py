@@ -147,7 +147,7 @@ RAM = ("--evoke-ram", "16")
             ("--kv-eviction", "1", "--kv-evictable-tokens", "32", *RAM),
             "cannot hold one block of 64",
         ),
-        (("--kv-eviction", "1", "--embedding", *RAM), "embeddings are of a whole text"),
+        (("--kv-eviction", "1", "--embedding", *RAM), "an embedding needs all of its text"),
         (
             ("--kv-eviction", "1", *RAM, "-m", str(ensure(SHAPES["tiny-mamba"]))),
             "recurrent memory: there are no rows",

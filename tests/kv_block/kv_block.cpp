@@ -1,5 +1,5 @@
-// llama-kv-block by itself, without any server: what is saved, evicted and loaded is what it was.
-// usage: kv_block MODEL; exit status 0 and a line per fact, or 1 and what was not so
+// Tests llama-kv-block without a server: rows are equal after save, evict and load.
+// usage: kv_block MODEL; prints one line per check; exit status 1 after the first that fails
 
 #include "llama-kv-block.h"
 
@@ -53,36 +53,36 @@ int main(int argc, char ** argv) {
         prompt[i] = (llama_token) (100 + i*7 % 500);
     }
     decode(ctx, prompt, 0);
-    const std::vector<float> whole = decode(ctx, { 7 }, 100);
+    const std::vector<float> baseline = decode(ctx, { 7 }, 100);
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 100, -1);
 
     const llama_kv_ranges all { { 0, 100 } }, holed { { 0, 20 }, { 60, 100 } };
     const size_t row = llama_kv_block_row_size(ctx);
     const uint32_t n_cells = llama_kv_block_n_cells(ctx, 0);
-    expect(row > 0 && n_cells >= 512, "rows have a size, sequences have cells");
-    expect(llama_kv_block_resident(ctx, 0) == all, "all rows are there");
+    expect(row > 0 && n_cells >= 512, "rows have a size and sequences have cells");
+    expect(llama_kv_block_resident(ctx, 0) == all, "all rows are resident");
 
-    std::vector<uint8_t> saved(40*row), again(40*row);
+    std::vector<uint8_t> saved(40*row), reloaded(40*row);
     llama_kv_block block, other;
-    expect(!llama_kv_block_save(ctx, 0, 80, 120, saved.data(), block), "what is not there is not saved");
+    expect(!llama_kv_block_save(ctx, 0, 80, 120, saved.data(), block), "rows that are missing are not saved");
     expect(llama_kv_block_save(ctx, 0, 20, 60, saved.data(), block) && block.n_rows() == 40, "rows are saved");
     expect(llama_kv_block_evict(ctx, 0, 20, 60) == 40, "rows are evicted");
     expect(llama_kv_block_resident(ctx, 0) == holed, "no other position moves");
     expect(llama_kv_block_n_free(ctx, 0) == n_cells - 60, "their cells are free");
     const std::vector<float> without = decode(ctx, { 7 }, 100);
-    expect(without != whole, "what is evicted is not seen");
+    expect(without != baseline, "evicted rows have no influence");
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 100, -1);
 
     expect(llama_kv_block_load(ctx, 0, block, true) == 40, "rows are back in their cells");
     expect(llama_kv_block_resident(ctx, 0) == all, "at their positions");
-    expect(decode(ctx, { 7 }, 100) == whole, "and the model reads on as if they had never left");
+    expect(decode(ctx, { 7 }, 100) == baseline, "and the next token has the same logits");
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 100, -1);
-    expect(llama_kv_block_save(ctx, 0, 20, 60, again.data(), other) && saved == again, "byte for byte");
+    expect(llama_kv_block_save(ctx, 0, 20, 60, reloaded.data(), other) && saved == reloaded, "byte for byte");
 
     llama_kv_block_evict(ctx, 0, 20, 60);
     block.layout++;
     expect(llama_kv_block_load(ctx, 0, block, true) == -1, "rows of another cache are refused");
-    expect(llama_kv_block_resident(ctx, 0) == holed, "and nothing was changed");
+    expect(llama_kv_block_resident(ctx, 0) == holed, "and nothing changes");
     llama_free(ctx);
     llama_model_free(model);
     return 0;

@@ -15,7 +15,7 @@ import pytest
 from fake_upstream import FakeUpstream, fake_upstream, says_ok
 from running import RunningProxy, llama_server, proxy, server_binary, until
 
-from evoke_proxy.web.dialects import ANSWER_PATHS
+from evoke_proxy.web.endpoints import ANSWER_PATHS
 
 Json = dict[str, Any]
 _SOAK_S, _SOAK_ENDS_S = 30, 500

@@ -152,7 +152,7 @@ class RunningProxy:
     @property
     def engines(self) -> list[Server]:
         """Of every server, and of every model of one that routes."""
-        servers: object = self.engine.servers
+        servers: object = self.engine.pool
         each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
         return [inner for engine in each for inner in (engine, *engine._models)]
 
@@ -187,7 +187,7 @@ class RunningProxy:
         return asking <= 0 and not in_use
 
     def _is_settled(self) -> bool:
-        busy = any(engine._chores.busy or engine.keeper.busy for engine in self.engines)
+        busy = any(engine._chores.busy or engine.keeper.is_busy for engine in self.engines)
         return self._is_quiet() and not busy
 
 

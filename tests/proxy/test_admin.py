@@ -17,6 +17,7 @@ from running import PATIENCE_S, RunningProxy, ask, nobody, proxy
 from talking import FILLER, Talk
 
 from evoke_proxy.core.session.block_map import STATES
+from evoke_proxy.engine.admin.admin import Admin
 
 
 def _one(running: RunningProxy) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def test_nothing_that_was_said_is_shown(patched_port: int) -> None:
                 ask(running.port, "GET", f"/evoke/{path}").body
                 for path in ("sessions", f"sessions/{session}", "status")
             )
-            told += repr(running.engine.feed._latest).encode()
+            told += repr(running.engine.feed._recent).encode()
         for text in (b"Meridian", b"7741", b"quick brown"):
             assert text not in told
         assert (b"meridian.py" in told) is names
@@ -86,7 +87,7 @@ def test_an_operator_pins_blocks(patched_proxy: RunningProxy) -> None:
     talk.say(f"And on. {FILLER}")
     assert fact_block(_one(patched_proxy))["state"] == "saved_ram"
     all_of_it = {"action": "pin", "p0": 0, "p1": shown["tokens"]}
-    patched_proxy.engine.operator.set_budget(shown["id"], BUDGET)
+    Admin(patched_proxy.engine).set_budget(shown["id"], BUDGET)
     refused = operate(patched_proxy, "POST", path, all_of_it, status=400)
     assert refused["error"]["code"] == "evoke_pin_budget_exceeded"
     nowhere = {"action": "pin", "p0": 10**6, "p1": 10**6 + 1}

@@ -106,7 +106,7 @@ class Limited:
 
     @contextmanager
     def read_only(self, running: RunningProxy) -> Iterator[None]:
-        vault = running.engine.keeper.vault
+        vault = running.engine.keeper.repository
         part = vault.part
         _index(running, "PRAGMA query_only = 1")
         with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +123,7 @@ def _index(running: RunningProxy, statement: str) -> Any:
     """What the proxy's own connection to its index answers."""
 
     async def run() -> Any:
-        store = running.engine.keeper.vault._store
+        store = running.engine.keeper.repository._store
         assert store is not None
         return store._db.execute(statement).fetchone()
 

@@ -29,6 +29,7 @@ from tapping import tap
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
+from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import Forbidden
 from evoke_proxy.web.operator_access import OperatorAccess
@@ -289,16 +290,18 @@ def test_an_error_within_a_relayed_answer_ends_the_connection(
     assert b"error" not in seen and not seen.endswith(b"0\r\n\r\n")
 
 
-def test_an_export_that_fails_midway_ends_the_connection(echo: FakeUpstream) -> None:
+def test_an_export_that_fails_midway_ends_the_connection(
+    echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pieces() -> Iterator[bytes]:
         yield b"x" * 100_000
         raise OSError("the disk is gone")
 
-    async def export(_: str) -> Iterator[bytes]:
+    async def export(*_: object) -> Iterator[bytes]:
         return pieces()
 
     with proxy(echo.port) as running:
-        running.engine.operator.export = export  # type: ignore[method-assign]
+        monkeypatch.setattr(Admin, "export", export)
         asked = b"GET /evoke/sessions/s/export HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         seen = _until_its_end(running.port, asked)
     assert seen.count(b"HTTP/1.") == 1 and b"error" not in seen

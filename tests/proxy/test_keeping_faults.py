@@ -122,7 +122,7 @@ def test_a_slot_that_was_emptied_before_its_save_makes_no_snapshot(
     save, before = StockApi.save, house.files()
 
     async def emptied(calls: StockApi, slot: int, name: str, client: Any) -> Any:
-        await calls._upstream.call("POST", f"/slots/{slot}?action=erase", {}, client)
+        await calls.erase(slot, client)
         return await save(calls, slot, name, client)
 
     with monkeypatch.context() as patch:
@@ -141,7 +141,7 @@ def test_a_full_disk_costs_the_snapshot_only(
     part.symlink_to("/dev/full")
     chat = _chat(3)
     with monkeypatch.context() as patch:
-        patch.setattr(proxied.engine.keeper.vault, "part", lambda: part.name)
+        patch.setattr(proxied.engine.keeper.repository, "new_part", lambda: part.name)
         chat.ask(proxied.port)
         proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="failed") == 1
@@ -215,7 +215,7 @@ def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_pat
 
 def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
     """The names of files that the server is asked to save or restore; it may be killed by that."""
-    calls, names = running.engine.keeper._calls, []
+    calls, names = running.engine.keeper._api, []
     asked = getattr(calls, action)
 
     async def noted(slot: int, name: str, client: Any) -> Any:

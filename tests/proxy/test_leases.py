@@ -267,7 +267,7 @@ def test_a_readiness_check_tries_no_slot_out_that_a_request_has(tmp_path: Path) 
         engine = running.engine
         running.settled()
         ask(running.port, "GET", "/evoke/ready")
-        calls, touched = engine.keeper._calls, []
+        calls, touched = engine.keeper._api, []
         save = calls.save
 
         async def noted(slot: int, name: str, client: Any) -> Any:
@@ -278,7 +278,7 @@ def test_a_readiness_check_tries_no_slot_out_that_a_request_has(tmp_path: Path) 
         # A request that has its slot and has not been forwarded yet: /slots shows it as idle.
         asked = engine._slots.acquire("about to be forwarded", "")
         lease = asyncio.run_coroutine_threadsafe(asked, running.loop).result(60)
-        engine.keeper._facts.forget()
+        engine.keeper.probe.forget()
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
         assert "snapshots" in ready["checks"] and not touched
         running.loop.call_soon_threadsafe(lease.release)

@@ -21,7 +21,7 @@ from talking import endless
 from test_probing import _Steady, told
 from wire import wire
 
-from evoke_proxy.adapters.llama.stock_api import Prefilled, StockApi
+from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.engine.turns.keepalive import keep_alive
 from evoke_proxy.models import bundled_model
 
@@ -185,7 +185,7 @@ def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
     """llama-server has chosen it before the other request was given it."""
     prefill = StockApi.prefill
 
-    async def elsewhere(calls: StockApi, *given: Any) -> Prefilled:
+    async def elsewhere(calls: StockApi, *given: Any) -> PrefillResult:
         return replace(await prefill(calls, *given), slot=taken[0])
 
     taken: list[int] = []

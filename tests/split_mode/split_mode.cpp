@@ -1,6 +1,6 @@
-// block calls and capturing of attention under tensor parallelism: refused with the reason, on the meta backend over
-// two devices that are both the CPU
-// usage: split_mode MODEL; exit status 0 and a line per fact, or 1 and what was not so
+// Tests that block calls and attention capture are refused under tensor parallelism, with the reason: on the meta
+// backend over two devices that are both the CPU.
+// usage: split_mode MODEL; prints one line per check; exit status 1 after the first that fails
 
 #include "llama-attn-capture.h"
 #include "llama-kv-block.h"
@@ -20,7 +20,7 @@ static void expect(bool fact, const char * what, const char * value) {
     }
 }
 
-static const char * why_not(const char * path, llama_split_mode mode, bool two) {
+static const char * unsupported_reason(const char * path, llama_split_mode mode, bool two) {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     std::vector<ggml_backend_dev_t> devices { cpu, cpu, nullptr };
     auto params = llama_model_default_params();
@@ -46,8 +46,8 @@ int main(int argc, char ** argv) {
         return 2;
     }
     ggml_backend_load_all();
-    expect(why_not(argv[1], LLAMA_SPLIT_MODE_LAYER, false) == nullptr, "one device", "");
-    const char * why = why_not(argv[1], LLAMA_SPLIT_MODE_TENSOR, true);
-    expect(why && strstr(why, "--split-mode tensor"), "two devices, tensor parallelism", why);
+    expect(unsupported_reason(argv[1], LLAMA_SPLIT_MODE_LAYER, false) == nullptr, "one device", "");
+    const char * reason = unsupported_reason(argv[1], LLAMA_SPLIT_MODE_TENSOR, true);
+    expect(reason && strstr(reason, "--split-mode tensor"), "two devices, tensor parallelism", reason);
     return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -17,13 +18,19 @@ def exponent(run: Callable[[int], object], n: int, limit_s: float = 20.0) -> flo
 
     Each time is the shortest of several, of this thread alone, and a growth that looks too fast is
     measured again, so a busy machine does not matter. A run that takes longer than `limit_s` is not
-    repeated at larger sizes.
+    repeated at larger sizes. The garbage collector is off meanwhile: how often it runs depends on
+    every object of the process.
     """
     found = math.inf
-    for _ in range(_TRIES):
-        found = min(found, _growth(run, n, limit_s))
-        if not _PLAINLY_LINEAR < found < _PLAINLY_NOT:
-            break
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(_TRIES):
+            found = min(found, _growth(run, n, limit_s))
+            if not _PLAINLY_LINEAR < found < _PLAINLY_NOT:
+                break
+    finally:
+        gc.enable()
     return found
 
 

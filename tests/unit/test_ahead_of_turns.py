@@ -14,10 +14,11 @@ import virtual_time
 from test_recorded import seated
 
 from evoke_proxy.adapters.clock import SteadyClock
-from evoke_proxy.adapters.llama.stock_api import Prefilled
+from evoke_proxy.adapters.llama.stock_api import PrefillResult
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.recorded import Orders, read
+from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
@@ -38,13 +39,13 @@ def with_engine(
         known.epoch = 5
         engine._slots.restart(2)
 
-        async def prefill(*_: object) -> Prefilled:
+        async def prefill(*_: object) -> PrefillResult:
             happened.append("begun")
             await asyncio.sleep(0.05)
             happened.append("decoded")
-            return Prefilled(0, 0, 9, 0.05, TIMINGS)
+            return PrefillResult(0, 0, 9, 0.05, TIMINGS)
 
-        monkeypatch.setattr(engine.keeper._calls, "prefill", prefill)
+        monkeypatch.setattr(engine.keeper._api, "prefill", prefill)
         async with engine.keeper, engine._chores:
             await use(engine, known, happened)
 
@@ -63,7 +64,7 @@ async def decode(engine: Server, known: Conversation, happened: list[str], n: in
     lease = engine._slots.background(0, known.id, settle, engine._chores.run)
     assert lease is not None
     async with lease:
-        await engine.keeper.whole.go_on(lease, known, np.arange(n, dtype=np.int32), {})
+        await engine._slot_snapshots.decode_ahead(lease, known, np.arange(n, dtype=np.int32), {})
 
 
 def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> None:
@@ -184,9 +185,9 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             keeping = engine._records.keep(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
-            engine.operator.pin(known.id, True)
+            Admin(engine).pin(known.id, True)
             await task
-            (record,) = engine.keeper.vault.records(known.id)
+            (record,) = engine.keeper.repository.records(known.id)
             return read(zlib.decompress(record.packed)).orders
 
     assert asyncio.run(written()).pinned

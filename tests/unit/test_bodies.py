@@ -60,7 +60,7 @@ def test_what_is_read_is_what_is_said(talk: list[bytes]) -> None:
         if read is None:
             read = ReadBody(body, whole)
         assert read.parsed == whole and list(read.parsed) == list(whole)
-        for name, count in read.known.items():
+        for name, count in read.n_shared.items():
             assert read.before is not None
             assert read.parsed[name][:count] == read.before.parsed[name][:count]
         kept.append(bodies.keep(read, "t"))
@@ -77,7 +77,7 @@ def test_only_what_is_new_is_parsed() -> None:
     for n in (10, 11, 20, 21):
         read = bodies.read(talk(n), "t")
         assert read is not None and read.before is kept and kept is not None
-        assert read.known == {"messages": kept.n} and kept.n == len(kept.parsed["messages"])
+        assert read.n_shared == {"messages": kept.n} and kept.n == len(kept.parsed["messages"])
         same = zip(read.parsed["messages"], kept.parsed["messages"], strict=False)
         assert all(one is other for one, other in same)
         kept = bodies.keep(read, "t")

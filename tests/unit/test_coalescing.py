@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.engine.admin.copies import Copies
+from evoke_proxy.adapters.llama.block_api import BlockApi
+from evoke_proxy.engine.admin.sessions import CopyLists
 from evoke_proxy.web import coalescing
 from evoke_proxy.web.coalescing import RequestCoalescer
 
@@ -108,11 +109,11 @@ class Llama:
 
 def test_only_what_changed_of_the_copies_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     llama, now = Llama(), [0.0]
-    monkeypatch.setattr("evoke_proxy.engine.admin.copies.time.monotonic", lambda: now[0])
-    copies = Copies(llama)  # type: ignore[arg-type]
+    monkeypatch.setattr("evoke_proxy.engine.admin.sessions.time.monotonic", lambda: now[0])
+    copies = CopyLists(BlockApi(llama))  # type: ignore[arg-type]
 
     async def names() -> set[str]:
-        return {str(item["name"]) for item in (await copies.ask(0, "t"))["blocks"]}
+        return {str(item["name"]) for item in (await copies.slot(0, "t"))["blocks"]}
 
     async def run() -> None:
         assert await names() == {"s/0"}

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
+from evoke_proxy.config.example import example
+from evoke_proxy.config.schema import REMOVED, all_fields, settings
 from evoke_proxy.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "config/evoke.example.yaml"
@@ -18,14 +21,48 @@ def _file(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_example_holds_the_defaults() -> None:
+def test_the_example_is_written_from_the_schema() -> None:
+    """If this fails: python -m evoke_proxy.config.example > config/evoke.example.yaml"""
+    assert EXAMPLE.read_text() == example()
+
+
+def test_the_example_contains_every_default() -> None:
     assert load(EXAMPLE) == Config()
+    tree = yaml.safe_load(EXAMPLE.read_text())
+    leaves = {name: value for name, value in tree.items() if not isinstance(value, dict)}
+    sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
+    dotted = [f"{section}.{name}" for section, values in sections.items() for name in values]
+    assert [*leaves, *dotted] == list(keys())
 
 
-def test_example_names_every_key() -> None:
-    text = EXAMPLE.read_text()
-    missing = [key for key in keys() if f"{key.rsplit('.', 1)[-1]}:" not in text]
-    assert missing == []
+def test_every_setting_has_a_description_and_a_valid_default() -> None:
+    for key, item in settings().items():
+        assert item.doc.endswith("."), key
+        load(None, {}, {key: item.default})
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_is_refused_with_what_replaces_it(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=f"^{key}: was removed, .*; delete the key$"):
+        load(_file(tmp_path, f"{section}: {{{name}: 1}}\n"))
+    with pytest.raises(ConfigError, match=f"^{env_name(key)}: {key} was removed, .*; unset the"):
+        load(None, {env_name(key): "1"})
+    assert key not in keys()
+
+
+@pytest.mark.parametrize("key", [key for key, item in all_fields().items() if item.is_tuning])
+def test_only_a_program_sets_tuning_values(key: str, tmp_path: Path) -> None:
+    default = all_fields()[key].default
+    assert load(None, {}, {key: default}) == Config()
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=key):
+        load(_file(tmp_path, f"{section}: {{{name}: 1}}\n"))
+
+
+def test_an_unknown_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy.nothing: unknown key"):
+        load(None, {}, {"policy.nothing": 3})
 
 
 def test_no_file_is_the_defaults() -> None:

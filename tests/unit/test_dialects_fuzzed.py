@@ -11,11 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import NormaliseConfig
+from evoke_proxy.config import LimitsConfig, NormaliseConfig
 from evoke_proxy.core.request.chat import is_side_request, parse_chat, strip_own_fields
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
 from evoke_proxy.core.request.look_ahead import kind_of, snapshot_obstacle
-from evoke_proxy.core.request.parameters import BodyLimits
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
@@ -60,7 +59,7 @@ _BODIES = st.dictionaries(_KEYS, st.one_of(_VALUES, st.lists(_ITEMS, max_size=4)
 def _only_request_errors(body: dict[str, Any]) -> None:
     text = json.dumps(body).encode()
     try:
-        check_body(text, "application/json", BodyLimits())
+        check_body(text, "application/json", LimitsConfig())
         parsed = parse_object(text)
     except RequestError:
         return
@@ -113,7 +112,7 @@ def test_nothing_but_request_errors(body: dict[str, Any]) -> None:
 def test_bytes_of_any_kind_are_read_or_refused(body: bytes) -> None:
     for text in (body, b"\xef\xbb\xbf" + body, body[:-1], b'{"a":"\\ud800",' + body[1:]):
         try:
-            check_body(text, "application/json", BodyLimits())
+            check_body(text, "application/json", LimitsConfig())
             found = parse_object(text)
         except RequestError:
             continue
@@ -130,7 +129,7 @@ def test_numbers_of_any_length_are_read_or_refused(digits: int, mark: str) -> No
     except RequestError as error:
         assert error.status == 400
     with pytest.raises(RequestError):
-        check_body(text.encode(), "", BodyLimits())
+        check_body(text.encode(), "", LimitsConfig())
 
 
 def test_what_is_nested_deep_is_refused_in_every_spelling() -> None:

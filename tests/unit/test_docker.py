@@ -19,7 +19,7 @@ import yaml
 
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
 from evoke_proxy.server_build import patches_dir
-from evoke_proxy.server_build.build import place_order
+from evoke_proxy.server_build.build import build_spec
 from evoke_proxy.server_build.cache import cache_dir, finished_server
 from evoke_proxy.server_build.toolchain import find_toolchain
 from evoke_proxy.web import admin
@@ -418,7 +418,7 @@ def _built_server() -> Path | None:
     """The patched server if there is one; a unit test does not compile for minutes."""
     named = os.environ.get("EVOKE_PATCHED_SERVER")
     cache = cache_dir()
-    order = place_order(True, find_toolchain(cuda=False), None, patches_dir(), cache)
+    order = build_spec(True, find_toolchain(cuda=False), None, patches_dir(), cache)
     return Path(named) if named else finished_server(cache, order.key)
 
 

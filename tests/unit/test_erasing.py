@@ -14,8 +14,10 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.server import Server
-from evoke_proxy.engine.storage.snapshot_repository import Label
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import SnapshotUnusable
 
@@ -27,22 +29,24 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
 ) -> None:
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
     engine = Server(config)
-    vault, eraser = engine.keeper.vault, engine._operator._eraser
+    vault, eraser = engine.keeper.repository, SessionEraser(engine._admin_context)
 
     async def sealed(tenant: str) -> None:
-        part = vault.part()
+        part = vault.new_part()
         n_bytes = written(tmp_path, part)
         await asyncio.sleep(0.02)
-        await vault.keep(part, n_bytes, TOKENS, Label(tenant, "f", f"of {tenant}", STEP, 1.0))
+        await vault.add(
+            part, n_bytes, TOKENS, SnapshotLabel(tenant, "f", f"of {tenant}", STEP, 1.0)
+        )
 
     async def saved(tenant: str) -> None:
-        engine.keeper._chores.run(sealed(tenant), "sealing")
+        engine.keeper._tasks.run(sealed(tenant), "sealing")
 
     async def erased() -> None:
         async with engine.shared, engine.keeper:
             for tenant in ("mine", "other"):
                 vault.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
-                engine.keeper._chores.run(saved(tenant), "saving")
+                engine.keeper._tasks.run(saved(tenant), "saving")
             done = await eraser.wipe("mine")
             assert (done["snapshots"], done["sessions"]) == (1, 0)
             assert "records on disk" not in done["left"]
@@ -69,17 +73,17 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
     async def deleted() -> None:
         async with Server(config) as engine:
             mine, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
-            ahead, ended = engine.keeper._ahead, asyncio.Event()
+            ahead, ended = engine.keeper._lookahead, asyncio.Event()
 
             async def decode() -> None:
                 await ended.wait()
 
             of_mine = ahead.run(decode(), mine.id)
             of_other = ahead.run(decode(), other.id)
-            done = await asyncio.wait_for(engine.operator.delete(mine.id), 60)
+            done = await asyncio.wait_for(Admin(engine).delete(mine.id), 60)
             assert done["sessions"] == 1
             assert of_mine.cancelled() and not of_other.done()
-            wiping = asyncio.get_running_loop().create_task(engine.operator.wipe("nobody"))
+            wiping = asyncio.get_running_loop().create_task(Admin(engine).wipe("nobody"))
             await asyncio.wait_for(wiping, 60)
             assert of_other.cancelled() and not ended.is_set()
 
@@ -98,9 +102,9 @@ def test_what_is_forgotten_for_room_is_not_written_down_any_more(tmp_path: Path)
             old, new = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
             for known in (old, new):
                 record = Record(known.id, known.tenant, time.time(), b"x")
-                engine.keeper.vault.put_record(record)
+                engine.keeper.repository.put_record(record)
             engine._concluding.conclude(Forwarding(b"", 0.0), {})
             assert [known.id for known in engine.conversations] == [new.id]
-            assert [record.id for record in engine.keeper.vault.records()] == [new.id]
+            assert [record.id for record in engine.keeper.repository.records()] == [new.id]
 
     asyncio.run(forgotten())

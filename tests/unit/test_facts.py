@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from test_state_file import cache, file
 from test_vault import vault
 
-from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
+from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import USER
-from evoke_proxy.core.snapshots.held import Memory, SlotStatus
+from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
+from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import SlotQueue
-from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import UpstreamTimeout
 
-LABEL = Label("t", "f", "b", USER, 1.0)
+LABEL = SnapshotLabel("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))
 
 
@@ -38,27 +38,29 @@ class Calls(StockApi):
     def __init__(self, folder: Path, data: bytes) -> None:
         self._folder, self._data = folder, data
 
-    async def fingerprint(self, client: Client) -> str:
+    async def fingerprint(self, client: Headers) -> str:
         return "told"
 
-    async def text(self, body: bytes, client: Client) -> str:
+    async def apply_template(self, body: bytes, client: Headers) -> str:
         return ""
 
-    async def saves_itself(self, client: Client) -> bool:
+    async def list_slots(self, client: Headers) -> Sequence[SlotStatus]:
         if self.slow:
             raise UpstreamTimeout("no answer in time", "")
-        return False
-
-    async def looks(self, client: Client) -> Sequence[SlotStatus]:
         return [SlotStatus(0, 1, 2, self.busy)]
 
-    async def save(self, slot: int, name: str, client: Client) -> Copied:
+    async def save(self, slot: int, name: str, client: Headers) -> SlotCopy:
         self.saves += 1
         if self.saving is not None and self.go_on is not None:
             self.saving.set()
             await self.go_on.wait()
         n_bytes = (self._folder / name).write_bytes(self._data)
-        return Copied(2, n_bytes, 0.1)
+        return SlotCopy(2, n_bytes, 0.1)
+
+
+def probe_of(calls: Calls, repository: SnapshotRepository, slots: SlotQueue) -> ServerProbe:
+    """A probe with the default settings."""
+    return ServerProbe(config=SnapshotsConfig(), api=calls, repository=repository, slots=slots)
 
 
 @pytest.mark.parametrize(
@@ -72,34 +74,38 @@ class Calls(StockApi):
 def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
     tmp_path: Path, caches: list[bytes], dense: bool, windows: bool
 ) -> None:
-    async def kept(it: SnapshotRepository) -> Memory:
+    async def kept(it: SnapshotRepository) -> ServerBehaviour:
         calls = Calls(tmp_path, file(*caches))
-        facts = ServerProbe(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig()))
-        facts.memory = Memory(dense=False, windows=True)  # as before anything is known
-        async with asyncio.TaskGroup() as tasks:
-
-            def spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
-                return tasks.create_task(work)
-
-            states = SnapshotTransfers(calls, it, facts, Metrics(), spawn)
+        facts = probe_of(calls, it, SlotQueue(LimitsConfig()))
+        facts.behaviour = ServerBehaviour(
+            is_dense=False, has_windows=True
+        )  # as before anything is known
+        async with BackgroundTasks() as tasks:
+            states = SnapshotTransfers(
+                api=calls, repository=it, probe=facts, metrics=Metrics(), tasks=tasks
+            )
             assert await states.save(0, np.zeros(2, np.int32), LABEL, {})
-        return facts.memory
+        return facts.behaviour
 
     with vault(tmp_path) as it:
         memory = asyncio.run(kept(it))
-    assert (memory.dense, memory.windows, memory.partly) == (dense, windows, dense)
+    assert (memory.is_dense, memory.has_windows, memory.can_restore_partly) == (
+        dense,
+        windows,
+        dense,
+    )
 
 
 def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) -> None:
     """Its snapshots are those of a server that was idle at once."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def learnt(facts: ServerProbe, *busy: bool) -> tuple[str, Memory]:
+    async def learnt(facts: ServerProbe, *busy: bool) -> tuple[str, ServerBehaviour]:
         for calls.busy in busy:
             await facts.learn({})
-        return facts.fingerprint, facts.memory
+        return facts.fingerprint, facts.behaviour
 
-    async def asked_in_vain(facts: ServerProbe) -> tuple[str, Memory]:
+    async def asked_in_vain(facts: ServerProbe) -> tuple[str, ServerBehaviour]:
         await learnt(facts, True)
         calls.slow = True
         with pytest.raises(UpstreamTimeout):
@@ -108,19 +114,15 @@ def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) ->
         return await learnt(facts, False)
 
     with vault(tmp_path) as it:
-        assert asyncio.run(
-            asked_in_vain(ServerProbe(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())))
-        )[1].dense
+        assert asyncio.run(asked_in_vain(probe_of(calls, it, SlotQueue(LimitsConfig()))))[
+            1
+        ].is_dense
         now, busy, later = (
-            asyncio.run(
-                learnt(
-                    ServerProbe(SnapshotsConfig(), calls, it, SlotQueue(LimitsConfig())), *states
-                )
-            )
+            asyncio.run(learnt(probe_of(calls, it, SlotQueue(LimitsConfig())), *states))
             for states in ((False,), (True, True), (True, False))
         )
-    assert now == later and now[1].dense
-    assert busy[0] == "told" != now[0] and not busy[1].dense
+    assert now == later and now[1].is_dense
+    assert busy[0] == "told" != now[0] and not busy[1].is_dense
 
 
 def test_slots_are_tried_out_only_while_no_other_request_has_one(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_slots_are_tried_out_only_while_no_other_request_has_one(tmp_path: Path)
     async def learnt(it: SnapshotRepository) -> None:
         slots = SlotQueue(LimitsConfig())
         slots.restart(2)
-        facts = ServerProbe(SnapshotsConfig(), calls, it, slots)
+        facts = probe_of(calls, it, slots)
         saves = calls.saves
         with await slots.acquire("mine", "") as own:
             with await slots.acquire("other", ""):
@@ -150,7 +152,7 @@ def test_a_request_waits_until_a_slot_is_tried_out(tmp_path: Path) -> None:
 
     async def raced(it: SnapshotRepository) -> None:
         slots = SlotQueue(LimitsConfig())
-        facts = ServerProbe(SnapshotsConfig(), calls, it, slots)
+        facts = probe_of(calls, it, slots)
         calls.saving, calls.go_on = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(facts.learn(None))

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.snapshots.held import Held, Memory, SlotStatus, restarted
+from evoke_proxy.core.snapshots.slot_contents import (
+    ServerBehaviour,
+    SlotContents,
+    SlotStatus,
+    has_restarted,
+)
 
 
 def tokens(*ids: int) -> Tokens:
@@ -16,7 +21,7 @@ def tokens(*ids: int) -> Tokens:
 
 
 LOOK = SlotStatus(1, task=7, n_tokens=3, busy=False)
-LEFT = Held(1, tokens(1, 2, 3), exact=True, at=10.0, look=LOOK)
+LEFT = SlotContents(1, tokens(1, 2, 3), exact=True, at=10.0, status=LOOK)
 LONGER = tokens(1, 2, 3, 4, 5)
 
 
@@ -32,22 +37,22 @@ LONGER = tokens(1, 2, 3, 4, 5)
     ],
 )
 def test_a_slot_holds_what_was_left_while_it_looks_the_same(now: SlotStatus, still: bool) -> None:
-    assert LEFT.still([now]) is still
+    assert LEFT.is_unchanged([now]) is still
 
 
 def test_what_was_broken_off_may_have_gone_on_and_nobody_looking_means_nothing() -> None:
-    cut = replace(LEFT, cut=True)
-    assert cut.still([replace(LOOK, task=9, n_tokens=4)])
-    assert not cut.still([replace(LOOK, task=9, n_tokens=2)])
-    assert LEFT.still(None)
-    assert not replace(LEFT, look=None).still([LOOK])
+    cut = replace(LEFT, was_cut_off=True)
+    assert cut.is_unchanged([replace(LOOK, task=9, n_tokens=4)])
+    assert not cut.is_unchanged([replace(LOOK, task=9, n_tokens=2)])
+    assert LEFT.is_unchanged(None)
+    assert not replace(LEFT, status=None).is_unchanged([LOOK])
 
 
 def test_another_server_counts_its_tasks_anew() -> None:
-    assert restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
-    assert restarted([LEFT], [SlotStatus(0, 3, 9, False)])
-    assert not restarted([LEFT], [SlotStatus(0, 12, 9, False), SlotStatus(1, 7, 3, False)])
-    assert not restarted([], [SlotStatus(0, None, 0, False)])
+    assert has_restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
+    assert has_restarted([LEFT], [SlotStatus(0, 3, 9, False)])
+    assert not has_restarted([LEFT], [SlotStatus(0, 12, 9, False), SlotStatus(1, 7, 3, False)])
+    assert not has_restarted([], [SlotStatus(0, None, 0, False)])
 
 
 def test_a_look_is_read_from_what_the_server_shows() -> None:
@@ -57,46 +62,54 @@ def test_a_look_is_read_from_what_the_server_shows() -> None:
 
 
 def test_live_tokens_are_reused_and_what_needs_going_back_as_long_as_that_works() -> None:
-    memory, answered = Memory(), replace(LEFT, exact=False)
-    assert memory.reuse(LEFT, True, LONGER) == memory.reuse(answered, True, LONGER) == 3
+    behaviour, answered = ServerBehaviour(), replace(LEFT, exact=False)
+    assert (
+        behaviour.expected_reuse(LEFT, True, LONGER)
+        == behaviour.expected_reuse(answered, True, LONGER)
+        == 3
+    )
     for _ in range(3):
-        memory.rollback.note(100, 0)
-    assert memory.reuse(LEFT, True, LONGER) == 3
-    assert memory.reuse(answered, True, LONGER) == 0
-    assert memory.reuse(LEFT, True, tokens(1, 2, 9)) == 0
-    assert memory.reuse(None, False, LONGER) == 0
+        behaviour.rollback.record(100, 0)
+    assert behaviour.expected_reuse(LEFT, True, LONGER) == 3
+    assert behaviour.expected_reuse(answered, True, LONGER) == 0
+    assert behaviour.expected_reuse(LEFT, True, tokens(1, 2, 9)) == 0
+    assert behaviour.expected_reuse(None, False, LONGER) == 0
 
 
 def test_copies_in_ram_are_counted_on_once_they_were_seen() -> None:
-    memory = Memory()
-    assert memory.reuse(LEFT, False, LONGER) == 0
-    memory.looked(LEFT, [replace(LOOK, n_tokens=0)])
-    assert memory.reuse(LEFT, False, LONGER) == 3
-    memory.from_ram(LEFT, hoped=100, cached=60)
-    memory.from_ram(replace(LEFT, at=9.0), hoped=100, cached=40)
-    assert memory.reuse(LEFT, False, LONGER) == 3  # left later than the one that was gone
-    memory.from_ram(LEFT, hoped=100, cached=40)
-    assert memory.reuse(LEFT, False, LONGER) == 0
+    behaviour = ServerBehaviour()
+    assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
+    behaviour.note_slots(LEFT, [replace(LOOK, n_tokens=0)])
+    assert behaviour.expected_reuse(LEFT, False, LONGER) == 3
+    behaviour.note_ram(LEFT, predicted=100, cached=60)
+    behaviour.note_ram(replace(LEFT, at=9.0), predicted=100, cached=40)
+    assert (
+        behaviour.expected_reuse(LEFT, False, LONGER) == 3
+    )  # left later than the one that was gone
+    behaviour.note_ram(LEFT, predicted=100, cached=40)
+    assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
 
 
 def test_a_slot_emptied_into_nothing_is_believed_once() -> None:
-    memory, later = Memory(), replace(LEFT, at=11.0)
-    memory.looked(LEFT, [replace(LOOK, n_tokens=0)])
-    memory.from_ram(LEFT, hoped=100, cached=0)
-    assert memory.reuse(later, False, LONGER) == 0
-    memory.from_ram(LEFT, hoped=100, cached=90)
-    assert memory.reuse(later, False, LONGER) == 3
-    fresh = Memory()
-    fresh.looked(LEFT, [replace(LOOK, task=None, n_tokens=0)])
-    assert fresh.reuse(LEFT, False, LONGER) == 0  # a new server is empty for another reason
+    behaviour, later = ServerBehaviour(), replace(LEFT, at=11.0)
+    behaviour.note_slots(LEFT, [replace(LOOK, n_tokens=0)])
+    behaviour.note_ram(LEFT, predicted=100, cached=0)
+    assert behaviour.expected_reuse(later, False, LONGER) == 0
+    behaviour.note_ram(LEFT, predicted=100, cached=90)
+    assert behaviour.expected_reuse(later, False, LONGER) == 3
+    fresh = ServerBehaviour()
+    fresh.note_slots(LEFT, [replace(LOOK, task=None, n_tokens=0)])
+    assert (
+        fresh.expected_reuse(LEFT, False, LONGER) == 0
+    )  # a new server is empty for another reason
 
 
 def test_looking_ahead_is_judged_by_what_nobody_had_asked_for() -> None:
-    memory = Memory()
-    ahead = Held(0, tokens(*range(100)), True, 0.0, ahead_from=90)
-    memory.came(ahead, tokens(*range(100), 7))
-    assert (memory.ahead.useful, memory.ahead.wasted) == (1, 0)
-    memory.came(ahead, tokens(*range(93), 7, 7, 7, 7, 7, 7, 7))
-    assert (memory.ahead.useful, memory.ahead.wasted) == (1, 1)
-    memory.came(LEFT, LONGER)
-    assert memory.ahead.wasted == 1
+    behaviour = ServerBehaviour()
+    ahead = SlotContents(0, tokens(*range(100)), True, 0.0, ahead_from=90)
+    behaviour.note_prompt(ahead, tokens(*range(100), 7))
+    assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 0)
+    behaviour.note_prompt(ahead, tokens(*range(93), 7, 7, 7, 7, 7, 7, 7))
+    assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 1)
+    behaviour.note_prompt(LEFT, LONGER)
+    assert behaviour.lookahead.wasted == 1

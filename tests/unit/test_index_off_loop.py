@@ -19,8 +19,9 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.server import Server
-from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
 
 TOKENS = np.arange(1, 400, dtype=np.int32)
@@ -42,10 +43,10 @@ def record(id: str, tenant: str = "t") -> Record:
 
 
 async def kept(it: SnapshotRepository) -> Any:
-    part = it.part()
+    part = it.new_part()
     listed = len(TOKENS).to_bytes(4, "little") + TOKENS.astype("<i4").tobytes()
     n_bytes = (it.files.directory / part).write_bytes(b"qsgg" + bytes(16) + listed + bytes(500))
-    return await it.keep(part, n_bytes, TOKENS, Label("t", "f", "b", USER, 1.0))
+    return await it.add(part, n_bytes, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0))
 
 
 def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
         other.execute("COMMIT")
         other.close()
         await writing
-        await it.swept()
+        await it.wait_for_deletions()
         return longest
 
     with vault(tmp_path) as it:
@@ -90,7 +91,7 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return whole(self, closed, about)
 
     engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0)))
-    it = engine.keeper.vault
+    it = engine.keeper.repository
 
     async def deleted() -> None:
         async with engine.shared, engine.keeper:
@@ -98,10 +99,11 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 tenant = "t" if id.startswith("mine") else "u"
                 await it.write_record(record(id, tenant))
             monkeypatch.setattr(Plain, "open", counted)
-            done = await engine._operator._eraser.delete([], lambda _, session: session == "mine")
+            eraser = SessionEraser(engine._admin_context)
+            done = await eraser.delete([], lambda _, session: session == "mine")
             assert not done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"mineral", "other"}
-            done = await engine._operator._eraser.wipe("t")
+            done = await eraser.wipe("t")
             assert "records on disk" not in done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"other"}
 
@@ -119,7 +121,7 @@ def test_a_disk_that_takes_no_changes_is_counted_and_logged_once(
             await it.write_record(record("new"))
         it.remove_record("old")
         it.change_record("old", lambda found: found)
-        await it.swept()
+        await it.wait_for_deletions()
         assert [found.id for found in await it.read_records()] == ["old"]
         it._index._db.execute("PRAGMA query_only = 0")
         await it.write_record(record("new"))

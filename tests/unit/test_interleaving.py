@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.servers.slot_pool import Grant, SlotPool
 from evoke_proxy.core.session.identity import hint_of
+from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.snapshots import best
-from evoke_proxy.engine.server.conversations import Arrival, Asked, Conversation, Conversations
-from evoke_proxy.engine.storage.snapshot_repository import Label
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
+from evoke_proxy.engine.strategies.snapshots.strategy import request_before
 
 INTERLEAVINGS, STEPS = 10_000, 6
 TENANTS = ("", "alice")
@@ -70,7 +72,7 @@ class House:
         assert known.tenant == tenant
         self._seat(known)
         self.conversations.commit(known, Arrival(rendered, hint))
-        self._compare(known, Asked(body, tokens, b"the same"))
+        self._compare(known, SentRequest(body, tokens, b"the same"))
         assert _owner_of(known.tokens) == {tenant}
         for gone in self.conversations.forget_surplus():
             assert gone.tenant in TENANTS
@@ -96,13 +98,13 @@ class House:
         assert self.pool.holder(grant.slot) == known.id
         self.pool.release(grant.slot, 0.0)
 
-    def _compare(self, known: Conversation, asked: Asked) -> None:
+    def _compare(self, known: Conversation, asked: SentRequest) -> None:
         """What a request is compared with was asked by the same tenant."""
-        before = self.conversations.asked_before(known, asked)
+        before = request_before(self.conversations, known, asked)
         others = {tenant or "nobody" for tenant in TENANTS} - {known.tenant or "nobody"}
         if before is not None:
             assert not any(f"marker-of-{other}".encode() in before.body for other in others)
-        known.asked = asked
+        known.snapshots = replace(known.snapshots, sent=asked)
 
 
 def test_ten_thousand_interleavings_of_two_tenants_never_cross() -> None:
@@ -146,10 +148,10 @@ def test_snapshots_of_one_are_never_found_for_the_other(tmp_path: Path) -> None:
             if found is not None:
                 assert _owner_of(found.snapshot.tokens) <= {tenant}
                 assert found.snapshot.tenant == tenant
-            part = kept.part()
+            part = kept.new_part()
             n_bytes = written(kept.files.directory, part, tokens, tenant.encode() or b"nobody")
-            label = Label(tenant, "f", "the same branch", USER, 1.0)
-            asyncio.run(kept.keep(part, n_bytes, tokens, label))
+            label = SnapshotLabel(tenant, "f", "the same branch", USER, 1.0)
+            asyncio.run(kept.add(part, n_bytes, tokens, label))
         assert {item.tenant for item in kept.snapshots} == set(TENANTS)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import virtual_time
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,9 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import UpstreamConfig
-from evoke_proxy.core.servers.labelled import labelled
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.admin.exposition import UpstreamMetrics
+from evoke_proxy.engine.admin.exposition import UpstreamMetrics, merge_by_server
 from evoke_proxy.errors import UpstreamRejected
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
@@ -27,6 +28,14 @@ llamacpp:wait_seconds_sum 2.5
 """
 
 
+@dataclass
+class _Proxy:
+    """The servers of a proxy."""
+
+    uplinks: Mapping[str, LlamaClient]
+    metrics: Metrics
+
+
 def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
     return {
         (sample.name, sample.labels["server"], sample.labels.get("le", "")): sample.value
@@ -37,7 +46,7 @@ def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
 
 def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
     other = ONE.replace(b" 12\n", b" 7\n").replace(b"Time.", b"Other words.")
-    made = labelled({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
+    made = merge_by_server({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
     found = _samples(made)
     assert found["llamacpp:prompt_tokens_total", "gpu-1", ""] == 12
     assert found["llamacpp:prompt_tokens_total", "gpu-2", ""] == 7
@@ -51,7 +60,10 @@ def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
 
 
 def test_what_is_no_exposition_is_left_out() -> None:
-    assert labelled({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"}) == b'fine{server="b"} 1\n'
+    assert (
+        merge_by_server({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"})
+        == b'fine{server="b"} 1\n'
+    )
 
 
 def test_an_error_of_several_lines_is_one_comment() -> None:
@@ -60,7 +72,7 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
             raise UpstreamRejected(502, b"<html>\r\n<h1>Bad gateway</h1>\r\n</html>")
 
     servers = {"": Gateway(UpstreamConfig())}
-    text = asyncio.run(UpstreamMetrics(servers, Metrics()).scrape()).text.decode()
+    text = asyncio.run(UpstreamMetrics(_Proxy(servers, Metrics())).scrape()).text.decode()
     assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1
 
 
@@ -77,7 +89,7 @@ def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
 
     async def scrapes() -> None:
         servers = {"": Slow(UpstreamConfig())}
-        scraper = UpstreamMetrics(servers, metrics)
+        scraper = UpstreamMetrics(_Proxy(servers, metrics))
         scraper.woken_by_scrapes.add("")
         await scraper.scrape()
         assert up() == 1

@@ -12,7 +12,7 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, LimitsConfig
-from evoke_proxy.engine.parsing.body_checks import BodyChecker, body_limits
+from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
@@ -44,7 +44,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 
 async def _read(body: bytes, limits: LimitsConfig) -> None:
     """Check and read a body as the proxy does."""
-    await BodyChecker().check(body, "application/json", body_limits(limits))
+    await BodyChecker().check(body, "application/json", limits)
     way = Forwarding(body, 0.0)
     await RequestParser(Config(), Metrics()).read(way, "chat", {})
 

@@ -14,7 +14,7 @@ import pytest
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import large_json
 from evoke_proxy.core.request.json_edit import edit_top_level
-from evoke_proxy.engine.parsing.body_checks import body_limits, check_body
+from evoke_proxy.engine.parsing.body_checks import check_body
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import RequestError
@@ -85,7 +85,7 @@ def test_nothing_is_hidden_in_the_middle_of_huge_arguments(hidden: str) -> None:
     call = f'{{"type":"function","function":{{"name":"f","arguments":{arguments}}}}}'
     body = f'{{"messages":[{{"role":"assistant","tool_calls":[{call}]}}]}}'.encode()
     with pytest.raises(RequestError, match="arguments"):
-        check_body(body, "application/json", body_limits(LimitsConfig()))
+        check_body(body, "application/json", LimitsConfig())
 
 
 def test_a_mark_that_a_client_has_written_is_text() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,14 @@ from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
+from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server import turn_history
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import (
     PlanRefused,
@@ -128,7 +132,7 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
         monkeypatch.setattr(turn_history, "ended", step("ended"))
         monkeypatch.setattr(end._vectors, "submit", step("submit"))
         monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
-        monkeypatch.setattr(end._keeper, "parted", step("parted"))
+        monkeypatch.setattr(bridge, "start_background", step("parted"))
         monkeypatch.setattr(end._writeback, "after", step("after"))
         if failing == "book":
             monkeypatch.setattr(known.session, "finish", step("book"))
@@ -214,13 +218,13 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
 ) -> None:
     async def work() -> None:
         ended = asyncio.Event()
-        states = SnapshotTransfers(None, None, None, None, _spawn)  # type: ignore[arg-type]
+        states = transfers_with(_spawn)
 
         async def save() -> bool:
             await ended.wait()
             return True
 
-        caller = asyncio.get_running_loop().create_task(states._finished(save(), "saving"))
+        caller = asyncio.get_running_loop().create_task(states._run_to_end(save(), "saving"))
         await asyncio.sleep(0.1)
         for _ in range(times):
             caller.cancel()
@@ -231,6 +235,13 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
             await caller
 
     virtual_time.run(work())
+
+
+def transfers_with(run: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]) -> Any:
+    """Transfers whose background tasks are begun by `run`; they have nothing else."""
+    none: Any = None
+    tasks: Any = SimpleNamespace(run=run)
+    return SnapshotTransfers(api=none, repository=none, probe=none, metrics=none, tasks=tasks)
 
 
 def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
@@ -244,14 +255,14 @@ def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
             task.cancel()
             return task
 
-        states = SnapshotTransfers(None, None, None, None, spawn)  # type: ignore[arg-type]
+        states = transfers_with(spawn)
 
         async def save() -> bool:
             raise AssertionError("it never begins")
 
         job = save()
         with pytest.raises(asyncio.CancelledError):
-            await states._finished(job, "saving")
+            await states._run_to_end(job, "saving")
         job.close()
 
     virtual_time.run(work())
@@ -592,13 +603,13 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
         monkeypatch.setattr(BlockApi, "run", run)
         span = Span(0, len(known.tokens))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine._operator.drop_block(known.id, span))
+            tasks.create_task(Admin(engine).drop_block(known.id, span))
             await dropping.wait()
             turn = tasks.create_task(engine._slots.acquire(known.id, ""))
             await asyncio.sleep(10)
             assert not turn.done() and known.labels
             with pytest.raises(RequestError):
-                await engine._operator.drop_block(known.id, span)
+                await Admin(engine).drop_block(known.id, span)
             dropped.set()
             (await turn).release()
         assert not known.session.layout.saved
@@ -618,13 +629,13 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
         async def drop(*_: object) -> None:
             done.append("dropped")
 
-        monkeypatch.setattr(engine._operator._eraser, "_drop", drop)
+        monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
         engine.watch.server = ServerInfo("", "", adopts=True)
         (await engine._slots.acquire(known.id, "")).release()
         lease = await engine._slots.acquire("other", "")
         assert lease.victim == known.id
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine._operator.delete(known.id))
+            tasks.create_task(Admin(engine).delete(known.id))
             await asyncio.sleep(1)
             assert engine.conversations.get(known.id) is None and not done
             done.append("saved")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config.keeping import NormaliseConfig
+from evoke_proxy.config.schema import NormaliseConfig
 from evoke_proxy.core.request.normalise import (
     EDGE_CHARS,
     EDGE_LINES,

@@ -12,7 +12,7 @@ import pytest
 
 from evoke_proxy.adapters.llama.model_files import ModelFiles
 from evoke_proxy.adapters.secret_files import KeyFile
-from evoke_proxy.config import SnapshotsConfig, load, strict
+from evoke_proxy.config import SnapshotsConfig, load, loader
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError
 
@@ -87,7 +87,7 @@ def test_what_lies_where_snapshots_do_is_put_away(kind: str, name: str, tmp_path
 def test_other_files_that_are_none_are_not_waited_for(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strict, "_PIPE_S", 0.1)
+    monkeypatch.setattr(loader, "_PIPE_TIMEOUT_S", 0.1)
     path = tmp_path / "odd"
     KINDS[kind](path)
     path.chmod(0o600)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from evoke_proxy.config import Config, LimitsConfig, LogConfig, PolicyConfig, UpstreamConfig, keys
-from evoke_proxy.config.reloading import reloaded
+from evoke_proxy.config.loader import reloaded
 
 
 def test_safe_keys_are_taken_over_and_the_others_wait() -> None:

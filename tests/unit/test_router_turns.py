@@ -23,7 +23,7 @@ def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:
             return inner
 
         engine._models._known["other"] = inner
-        monkeypatch.setattr(inner.keeper, "stop", lambda: stopped.append(1))
+        monkeypatch.setattr(inner.keeper, "preempt_background", lambda: stopped.append(1))
         monkeypatch.setattr(engine, "_routes", routes)
         monkeypatch.setattr(engine._models, "of", loaded)
         monkeypatch.setattr(inner, "_routes", lambda _: asyncio.sleep(0, False))

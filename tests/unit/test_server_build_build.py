@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from server_build_project import output_of, write_header
 
-from evoke_proxy.server_build import BuildError, ensure_server
+from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server
 from evoke_proxy.server_build import build as build_module
 
 Build = Callable[..., Path]
@@ -26,8 +26,11 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def build(llama: Path, patches: Path, cache: Path) -> Build:
     def run(**options: object) -> Path:
-        settled = {"source": llama, "patches": patches, "cache": cache, "jobs": 1} | options
-        return ensure_server(**settled)  # type: ignore[arg-type]
+        names = {"patched", "jobs", "progress"} & options.keys()
+        arguments = {"jobs": 1} | {name: options.pop(name) for name in names}
+        paths = {"source": llama, "patches": patches, "cache": cache}
+        chosen = BuildOptions(**paths | options)  # type: ignore[arg-type]
+        return ensure_server(options=chosen, **arguments)  # type: ignore[arg-type]
 
     return run
 
@@ -101,7 +104,7 @@ def test_a_series_that_does_not_apply_changes_nothing(
     )
     tree = only_tree(cache) / "src"
     before = (tree / "tools/server/main.cpp").stat().st_mtime_ns
-    with pytest.raises(BuildError, match="0002-late.patch neither applies"):
+    with pytest.raises(BuildError, match="0002-late.patch does not apply"):
         build()
     assert (tree / "tools/server/main.cpp").stat().st_mtime_ns == before
     assert not (tree / "tools/server/server-name.h").exists()
@@ -189,9 +192,11 @@ def test_a_directory_that_is_no_checkout_is_refused(build: Build, tmp_path: Path
 
 def test_two_builders_at_once_build_once(llama: Path, patches: Path, cache: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from evoke_proxy.server_build import ensure_server\n"
+        "import sys; from pathlib import Path\n"
+        "from evoke_proxy.server_build import BuildOptions, ensure_server\n"
         "source, patches, cache = map(Path, sys.argv[1:])\n"
-        "print(ensure_server(source=source, patches=patches, cache=cache))"
+        "options = BuildOptions(source=source, patches=patches, cache=cache)\n"
+        "print(ensure_server(options=options))"
     )
     command = [sys.executable, "-c", code, str(llama), str(patches), str(cache)]
     running = [

@@ -46,7 +46,7 @@ def test_a_log_file_gets_a_line_every_ten_percent() -> None:
     progress.begin("building")
     for done in range(0, 101):
         clock.now += 1
-        progress.see(f"[{done:3d}%] Building")
+        progress.read_line(f"[{done:3d}%] Building")
     progress.end()
     lines = stream.getvalue().splitlines()
     assert [line.split(": ")[1].split(" %")[0] for line in lines] == [
@@ -63,7 +63,7 @@ def test_a_terminal_gets_one_line_rewritten() -> None:
     progress = Progress(stream, clock)
     progress.begin("building")
     clock.now += 75
-    progress.see("[1/2] Building")
+    progress.read_line("[1/2] Building")
     progress.end()
     text = stream.getvalue()
     assert text.count("\n") == 1 and text.endswith("\n")
@@ -79,7 +79,7 @@ def test_a_terminal_line_keeps_its_clock_moving_between_percents() -> None:
     progress.begin("building")
     for _ in range(2):
         clock.now += 10
-        progress.see("[1/300] Building")
+        progress.read_line("[1/300] Building")
     assert [part[-7:-3] for part in stream.getvalue().split("\r")[1:]] == ["0:00", "0:10", "0:20"]
 
 
@@ -89,9 +89,9 @@ def test_the_time_left_follows_the_measured_speed_of_this_step() -> None:
     clock.now += 1000  # what happened before the step, a download for example, does not count
     progress.begin("building")
     clock.now += 60
-    progress.see("[ 10%] Building")
+    progress.read_line("[ 10%] Building")
     clock.now += 240
-    progress.see("[ 20%] Building")
+    progress.read_line("[ 20%] Building")
     assert stream.getvalue().splitlines() == [
         "building: 0 % 0:00",
         "building: 10 % 1:00, about 9 min left",
@@ -104,5 +104,5 @@ def test_a_message_does_not_land_on_the_rewritten_line() -> None:
     progress = Progress(stream, Clock())
     progress.begin("building")
     progress.say("starting over")
-    progress.see("[1/2] after the end, ignored")
+    progress.read_line("[1/2] after the end, ignored")
     assert stream.getvalue().endswith("\033[K\nstarting over\n")

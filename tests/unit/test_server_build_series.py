@@ -67,7 +67,7 @@ def test_changed_context_is_refused_even_where_one_line_of_it_would_do(
     main.write_text(main.read_text().replace("return status;", "return 0 + status;"))
     loose = subprocess.run([GIT, "apply", "-C1", "--check", patches / "0001-name.patch"], cwd=llama)
     assert loose.returncode == 0
-    with pytest.raises(BuildError, match="0001-name.patch neither applies"):
+    with pytest.raises(BuildError, match="0001-name.patch does not apply"):
         make_overlay(read_series(patches), llama, scratch, GIT)
 
 

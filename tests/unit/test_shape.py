@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 from cpu_time import exponent
 
+from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import json_shape
-from evoke_proxy.core.request.json_shape import ShapeLimits, measure
+from evoke_proxy.core.request.json_shape import measure
 from evoke_proxy.errors import RequestError
 
-_UNLIMITED = ShapeLimits(30_000, 10**9, 10**9, 10**9, 10**9)
+_UNLIMITED = LimitsConfig(
+    json_depth=30_000,
+    json_keys=10**9,
+    json_values=10**9,
+    json_elements=10**9,
+    json_number_chars=10**9,
+)
 _TEXTS = ('a"b\\', "\\\\", "{[,:]}", "\n", "é語😀", "x" * 40, "\\" * 7, '\\"', "")
 
 
@@ -57,22 +64,22 @@ def test_it_is_measured_as_a_parser_sees_it(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("limits", "text", "allowed"),
     (
-        (ShapeLimits(depth=5), lambda n: "[" * n + "]" * n, 5),
-        (ShapeLimits(depth=5), lambda n: '{"a":[' + '{"b":' * (n - 2) + "1", 5),
-        (ShapeLimits(keys=6), lambda n: "[{},{" + ",".join(['"k":{"x":1}'] * n) + "}]", 6),
-        (ShapeLimits(values=8), lambda n: "[" + ",".join(["[]"] * (n - 1)) + "]", 8),
-        (ShapeLimits(elements=9), lambda n: "[" + ",".join("1" * (n + 1)) + "]", 9),
-        (ShapeLimits(number_chars=50), lambda n: '{"a": -' + "1" * (n - 1) + " }", 50),
-        (ShapeLimits(number_chars=50), lambda n: "7" * n, 50),
+        (LimitsConfig(json_depth=5), lambda n: "[" * n + "]" * n, 5),
+        (LimitsConfig(json_depth=5), lambda n: '{"a":[' + '{"b":' * (n - 2) + "1", 5),
+        (LimitsConfig(json_keys=6), lambda n: "[{},{" + ",".join(['"k":{"x":1}'] * n) + "}]", 6),
+        (LimitsConfig(json_values=8), lambda n: "[" + ",".join(["[]"] * (n - 1)) + "]", 8),
+        (LimitsConfig(json_elements=9), lambda n: "[" + ",".join("1" * (n + 1)) + "]", 9),
+        (LimitsConfig(json_number_chars=50), lambda n: '{"a": -' + "1" * (n - 1) + " }", 50),
+        (LimitsConfig(json_number_chars=50), lambda n: "7" * n, 50),
         (
-            ShapeLimits(number_chars=50),
+            LimitsConfig(json_number_chars=50),
             lambda n: '["' + "1" * 999 + '", 1' + "0" * (n - 1) + "]",
             50,
         ),
     ),
 )
 def test_each_limit_is_exact(
-    piece: int, limits: ShapeLimits, text: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
+    piece: int, limits: LimitsConfig, text: Any, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
     measure(text(allowed).encode(), limits)
@@ -86,7 +93,7 @@ def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.Monk
     for piece in (1, 3, 4096):
         monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
         text = '{"a":' + " \n" * 400 + '"' + "1" * 900 + '"' + " " * 900 + "}" + "\t" * 900
-        measure(text.encode(), ShapeLimits(number_chars=50))
+        measure(text.encode(), LimitsConfig(json_number_chars=50))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.Monk
 def test_what_is_no_json_is_measured_too(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (1, 2, 4096):
         monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
-        measure(text.encode("latin-1"), ShapeLimits())
+        measure(text.encode("latin-1"), LimitsConfig())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.model.counts import Rate
 from evoke_proxy.core.request.look_ahead import STEP, USER
-from evoke_proxy.core.snapshots.costs import Costs, Proof
+from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker
 from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
@@ -238,14 +238,14 @@ def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None
 
 
 def test_three_broken_promises_are_enough_unless_as_many_were_kept() -> None:
-    proof = Proof()
-    assert [proof.note(100, kept) for kept in (0, 49)] == [False, False]
-    assert proof.trusted
-    proof.note(100, 10)
-    assert not proof.trusted
+    tracker = SuccessTracker()
+    assert [tracker.record(100, kept) for kept in (0, 49)] == [False, False]
+    assert tracker.is_trusted
+    tracker.record(100, 10)
+    assert not tracker.is_trusted
     for _ in range(3):
-        assert proof.note(100, 50)
-    assert proof.trusted
+        assert tracker.record(100, 50)
+    assert tracker.is_trusted
 
 
 PROPS = {

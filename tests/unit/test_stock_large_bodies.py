@@ -13,11 +13,15 @@ import orjson
 import pytest
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.engine.server.conversations import Asked
+from evoke_proxy.core.snapshots.conversation_state import SentRequest, SnapshotState
+from evoke_proxy.engine.gateway import IncomingRequest, ParsedRequest, RequestTrace
+from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
-from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # What the loop may be busy with one body, in processor time of its thread.
 MOST_S = 0.02
@@ -32,25 +36,34 @@ class _Calls(StockApi):
         self.bodies: list[bytes] = []
         self.n_ctx = None
 
-    async def text(self, body: bytes, client: Any) -> str:
+    async def apply_template(self, body: bytes, client: Any) -> str:
         self.bodies.append(body)
         return "text" * len(self.bodies)
 
-    async def tokens(self, text: str, special: bool, client: Any) -> Any:
+    async def tokenize(self, text: str, special: bool, client: Any) -> Any:
         return TOKENS
 
-    async def count(self, path: str, body: bytes, client: Any) -> int:
+    async def count_tokens(self, path: str, body: bytes, client: Any) -> int:
         return len(TOKENS)
 
 
-def _keeper(calls: _Calls, before: Asked | None) -> SnapshotStrategy:
-    keeper = SnapshotStrategy.__new__(SnapshotStrategy)
-    keeper._calls = calls
-    keeper._facts = SimpleNamespace(stability=lambda tools: SimpleNamespace(boundary=True))
-    keeper._conversations = SimpleNamespace(asked_before=lambda known, asked: before)
+def _strategy(api: _Calls, *conversations: Any) -> SnapshotStrategy:
+    strategy = SnapshotStrategy.__new__(SnapshotStrategy)
+    strategy._api = api
+    strategy.probe = SimpleNamespace(stability=lambda tools: SimpleNamespace(boundary=True))
+    strategy._conversations = conversations
     drifts = SimpleNamespace(labels=lambda cause: SimpleNamespace(inc=lambda: None))
-    keeper._metrics = SimpleNamespace(drifts=drifts)
-    return keeper
+    strategy._metrics = SimpleNamespace(drifts=drifts)
+    return strategy
+
+
+def _scope(dialect: str, body: bytes) -> TurnScope:
+    chat = parse_chat(dialect, orjson.loads(body), False)
+    incoming = IncomingRequest(
+        dialect=dialect, target="", body=body, headers={}, forwarded_headers={}
+    )
+    request = ParsedRequest(incoming=incoming, tenant="", body=body, chat=chat)
+    return TurnScope(request, RequestTrace(0.0), SlotQueue(LimitsConfig()), Metrics())
 
 
 def _body(n: int, first: str) -> bytes:
@@ -60,17 +73,18 @@ def _body(n: int, first: str) -> bytes:
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_the_loop_does_not_read_a_large_chat(dialect: str) -> None:
     body = _body(2000, "Hello.")
-    request = parse_chat(dialect, orjson.loads(body), False)
+    scope = _scope(dialect, body)
+    chat = scope.request.chat
+    assert chat is not None
 
     async def run() -> float:
         calls = _Calls()
-        keeper = _keeper(calls, None)
-        way = Forwarding(body, 0.0)
+        strategy = _strategy(calls)
         began = time.thread_time()
-        seat = await keeper._render(way, request, None, "")
+        turn = await strategy._render(scope, chat)
         took = time.thread_time() - began
-        assert seat is not None
-        assert len(orjson.loads(seat.body)["messages"]) == 2001
+        assert turn is not None
+        assert len(orjson.loads(turn.body)["messages"]) == 2001
         assert [orjson.loads(asked).get("add_generation_prompt") for asked in calls.bodies] == [
             None,
             False,
@@ -82,16 +96,28 @@ def test_the_loop_does_not_read_a_large_chat(dialect: str) -> None:
 
 def test_the_loop_does_not_compare_large_chats() -> None:
     body, earlier = _body(2000, "Hello."), _body(2000, "Good morning.")
-    request = parse_chat("chat", orjson.loads(body), False)
+    scope = _scope("chat", body)
+    chat = scope.request.chat
+    assert chat is not None
+    turn = SnapshotTurn(
+        request=scope.request,
+        forwarded=scope.turn.forwarded,
+        chat=chat,
+        body=body,
+        prompt=TOKENS,
+        boundary=TOKENS,
+    )
 
     async def run() -> float:
-        keeper = _keeper(_Calls(), Asked(earlier, TOKENS[1:], b""))
-        known: Any = SimpleNamespace(asked=None, drift=None, id="1")
+        before = SnapshotState(sent=SentRequest(earlier, TOKENS[1:], b""))
+        strategy = _strategy(_Calls())
+        conversation: Any = SimpleNamespace(snapshots=before, id="1")
         began = time.thread_time()
-        await keeper._note_drift(known, SnapshotTurn(request, "", body, TOKENS, TOKENS))
+        await strategy._note_drift(conversation, turn)
         took = time.thread_time() - began
-        assert known.drift["cause"] == "edited_history" and known.drift["message"] == 0
-        assert known.asked.opening == b'{"content": "Hello.", "role": "user"}'
+        drift = conversation.snapshots.drift
+        assert drift["cause"] == "edited_history" and drift["message"] == 0
+        assert conversation.snapshots.sent.opening == b'{"content": "Hello.", "role": "user"}'
         return took
 
     assert min(asyncio.run(run()) for _ in range(3)) < MOST_S

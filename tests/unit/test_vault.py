@@ -31,8 +31,8 @@ from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import STEP, USER
 from evoke_proxy.core.snapshots.snapshots import Snapshot
 from evoke_proxy.engine.storage.file_removal import FileRemover
-from evoke_proxy.engine.storage.snapshot_repository import Label, SnapshotRepository
-from evoke_proxy.engine.strategies.snapshots.transfers import _into
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.transfers import _resolve
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 TOKENS = np.arange(1, 400, dtype=np.int32)
@@ -61,10 +61,10 @@ def written(folder: Path, part: str, tokens: np.ndarray = TOKENS, more: bytes = 
 def kept(
     vault: SnapshotRepository, tokens: np.ndarray = TOKENS, branch: str = "b", kind: str = USER
 ) -> Snapshot:
-    part = vault.part()
+    part = vault.new_part()
     n_bytes = written(vault.files.directory, part, tokens)
-    label = Label("t", "f", branch, kind, 1.0)
-    return asyncio.run(vault.keep(part, n_bytes, tokens, label))
+    label = SnapshotLabel("t", "f", branch, kind, 1.0)
+    return asyncio.run(vault.add(part, n_bytes, tokens, label))
 
 
 def whole_files(folder: Path) -> list[str]:
@@ -124,17 +124,17 @@ def test_a_save_that_is_not_what_it_should_be_leaves_nothing(
     tmp_path: Path, n_bytes: int, tokens: np.ndarray, reason: str
 ) -> None:
     with vault(tmp_path) as it:
-        part = it.part()
+        part = it.new_part()
         size = written(tmp_path, part) + n_bytes
         with pytest.raises(SnapshotUnusable) as caught:
-            asyncio.run(it.keep(part, size, tokens, Label("t", "f", "b", USER, 1.0)))
+            asyncio.run(it.add(part, size, tokens, SnapshotLabel("t", "f", "b", USER, 1.0)))
         assert caught.value.reason == reason
         assert whole_files(tmp_path) == [] and not it.snapshots
 
 
 def test_a_save_that_went_elsewhere_is_missing(tmp_path: Path) -> None:
     with vault(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
-        asyncio.run(it.keep(it.part(), 10, TOKENS, Label("t", "f", "b", USER, 1.0)))
+        asyncio.run(it.add(it.new_part(), 10, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0)))
 
 
 def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
         command.open(claim=False)
         (seen,) = command.snapshots
         command.pin(seen, True)
-        asyncio.run(command.swept())
+        asyncio.run(command.wait_for_deletions())
         assert [item.pinned for item in serving.snapshots] == [True]
         command.delete(seen, "asked")
-        asyncio.run(command.swept())
+        asyncio.run(command.wait_for_deletions())
         assert not serving.snapshots
         command.close()
         assert not (tmp_path / f"{new.id}.evoke-kv").exists()
@@ -250,7 +250,7 @@ def test_only_what_the_other_proxy_changed_is_read(
             first.delete(old[2], "test")
             passing = kept(first, TOKENS + 11, branch="passing")
             first.delete(passing, "test")
-            asyncio.run(first.swept())
+            asyncio.run(first.wait_for_deletions())
             asyncio.run(second.refresh())
             assert read == [new.id]
             found = {item.id: item for item in second.snapshots}
@@ -261,7 +261,7 @@ def test_only_what_the_other_proxy_changed_is_read(
             asyncio.run(first.refresh())
             second.pin(new, True)
             second.delete(old[0], "test")
-            asyncio.run(second.swept())
+            asyncio.run(second.wait_for_deletions())
             assert {item.id: item.pinned for item in first.snapshots} == {
                 **dict.fromkeys((new.id, old[1].id), True),
                 old[3].id: False,
@@ -285,7 +285,7 @@ def test_what_is_known_by_changes_is_what_is_there(steps: list[tuple[int, int, b
                     proxy.delete(there[which % len(there)], "test")
                 else:
                     asyncio.run(proxy.refresh())
-                asyncio.run(proxy.swept())
+                asyncio.run(proxy.wait_for_deletions())
                 wanted = {item.id: item for item in proxy._index.all()}
                 assert {item.id: item for item in proxies[not second].snapshots} == wanted
                 assert {item.id: item for item in proxy.snapshots} == wanted
@@ -304,7 +304,7 @@ def test_proxies_that_share_a_directory_see_each_others_and_leave_them_alone(
 ) -> None:
     with vault(tmp_path, shared=True) as first:
         item = kept(first, branch="first")
-        part = first.part()
+        part = first.new_part()
         written(tmp_path, part)  # llama-server is about to have saved it
         with vault(tmp_path, shared=True) as second:
             assert [found.id for found in second.snapshots] == [item.id]
@@ -407,15 +407,15 @@ def test_a_record_that_cannot_be_removed_stays_and_nobody_is_told_by_an_error(
 
 def test_of_saves_that_timed_out_the_latest_are_deleted_again(tmp_path: Path) -> None:
     with vault(tmp_path) as it:
-        parts = [it.part() for _ in range(20)]
+        parts = [it.new_part() for _ in range(20)]
         for part in parts:
             it.discard(part, overdue=True)
         it.discard(parts[10], overdue=True)
-        asyncio.run(it.swept())
+        asyncio.run(it.wait_for_deletions())
         for part in parts:  # written all the same
             written(tmp_path, part)
         it.trim()
-        asyncio.run(it.swept())
+        asyncio.run(it.wait_for_deletions())
         assert whole_files(tmp_path) == sorted(parts[:4])
 
 
@@ -447,7 +447,7 @@ def test_work_that_is_cancelled_is_not_waited_for() -> None:
     async def cancelled() -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(_into(future, work()), 0.01)
+            await asyncio.wait_for(_resolve(future, work()), 0.01)
         return future.cancelled()
 
     assert asyncio.run(cancelled())
@@ -489,8 +489,8 @@ def on_a_full_disk(where: str) -> None:
     with vault(folder) as opened:
         first, second = kept(opened), kept(opened, branch="c")
         before = whole_files(folder)
-        part = opened.part()
-        label, n_bytes = Label("t", "f", "d", USER, 1.0), written(folder, part)
+        part = opened.new_part()
+        label, n_bytes = SnapshotLabel("t", "f", "d", USER, 1.0), written(folder, part)
         with (folder / "another's").open("wb", buffering=0) as other:
             while shutil.disk_usage(folder).free:
                 other.write(bytes(4096))
@@ -498,7 +498,7 @@ def on_a_full_disk(where: str) -> None:
             for _ in range(99):  # what the log of changes has room for
                 asyncio.run(opened.begin_restore(first))
         with pytest.raises(SnapshotUnusable, match="full"):
-            asyncio.run(opened.keep(part, n_bytes, TOKENS, label))
+            asyncio.run(opened.add(part, n_bytes, TOKENS, label))
         assert whole_files(folder) == before
         asyncio.run(opened.verify(second))
         opened.end_restore(first, useful=True)
@@ -507,7 +507,7 @@ def on_a_full_disk(where: str) -> None:
             (second.id, False),
         }
         opened.delete(first, "room")
-        asyncio.run(opened.swept())
+        asyncio.run(opened.wait_for_deletions())
         assert [item.id for item in opened.snapshots] == [second.id]
         assert len(whole_files(folder)) == 1
         (folder / "another's").unlink()
@@ -526,7 +526,7 @@ def test_only_what_cannot_be_decrypted_is_set_aside_and_not_what_finds_no_room(
 
     async def tried(it: SnapshotRepository, snapshot: Snapshot) -> None:
         await it.begin_restore(snapshot)
-        async with it.lent(snapshot):
+        async with it.decrypted_file(snapshot):
             pass
 
     with vault(tmp_path) as it:

@@ -27,19 +27,26 @@ def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
             conversations.clear()
         return "f"
 
-    async def save(*_: object, **__: object) -> bool:
+    async def save_with_answer(*_: object) -> bool:
         saved.append(1)
         return True
 
-    vault = SimpleNamespace(has_room=lambda *_: has_room)
-    states = SimpleNamespace(vault=vault, save=save, save_in_s=lambda: 0.0)
-    costs = SimpleNamespace(bytes_per_token=2.0)
-    facts = SimpleNamespace(memory=SimpleNamespace(too_short=0), costs=costs)
-    calls = SimpleNamespace(fingerprint=fingerprint)
-    parts: Any = SimpleNamespace(
-        states=states, facts=facts, calls=calls, conversations=conversations
+    repository: Any = SimpleNamespace(has_room=lambda *_: has_room)
+    transfers: Any = SimpleNamespace(
+        save_with_answer=save_with_answer, seconds_until_save=lambda: 0.0
     )
-    asyncio.run(SlotSnapshots(parts).save(0, known, {}))
+    behaviour = SimpleNamespace(window_tokens=0)
+    probe: Any = SimpleNamespace(behaviour=behaviour, costs=SimpleNamespace(bytes_per_token=2.0))
+    api: Any = SimpleNamespace(fingerprint=fingerprint)
+    registered: Any = conversations
+    slots = SlotSnapshots(
+        api=api,
+        probe=probe,
+        transfers=transfers,
+        repository=repository,
+        conversations=registered,
+    )
+    asyncio.run(slots.save(0, known, {}))
     return len(saved)
 
 
@@ -66,11 +73,15 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
         asked.append(1)
         return "f"
 
-    states = SimpleNamespace(vault=SimpleNamespace(snapshots=items), restore=restore)
-    parts: Any = SimpleNamespace(states=states, calls=SimpleNamespace(fingerprint=fingerprint))
+    none: Any = None
+    transfers: Any = SimpleNamespace(restore=restore)
+    api: Any = SimpleNamespace(fingerprint=fingerprint)
+    repository: Any = SimpleNamespace(snapshots=items)
     known: Any = SimpleNamespace(tenant="t", id="b")
-    slots = SlotSnapshots(parts)
-    asyncio.run(slots.bring_back(0, known, PROMPT, n_past, {}))
+    slots = SlotSnapshots(
+        api=api, probe=none, transfers=transfers, repository=repository, conversations=none
+    )
+    asyncio.run(slots.restore(0, known, PROMPT, n_past, {}))
     return filled, len(asked)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evoke_proxy.config import LimitsConfig
 from evoke_proxy.errors import RequestError
 
 _PIECE_BYTES = 128 * 1024
@@ -33,24 +34,15 @@ _Numbers = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeLimits:
-    """What the structure of a body may be at most.
-
-    `depth`: objects and lists inside each other. `keys`: members of one object. `values`: objects,
-    lists and members in all. `elements`: commas in all, most of which divide the elements of lists.
-    `number_chars`: characters of one number.
-    """
-
-    depth: int = 128
-    keys: int = 4096
-    values: int = 100_000
-    elements: int = 500_000
-    number_chars: int = 1000
-
-
-@dataclass(frozen=True, slots=True)
 class Shape:
-    """The structure of a JSON text, see `ShapeLimits`; numbers are not measured."""
+    """The structure of a JSON text.
+
+    Attributes:
+        depth: Deepest nesting of objects and lists.
+        keys: Most keys of one object.
+        values: Objects, lists and keys in total.
+        elements: Commas in total, most of which separate list elements.
+    """
 
     depth: int = 0
     keys: int = 0
@@ -58,7 +50,7 @@ class Shape:
     elements: int = 0
 
 
-def measure(body: bytes, limits: ShapeLimits) -> Shape:
+def measure(body: bytes, limits: LimitsConfig) -> Shape:
     """The structure of a JSON text; RequestError as soon as it exceeds a limit.
 
     A text that is not JSON is measured as far as a parser could read it, and not refused.
@@ -71,7 +63,7 @@ def measure(body: bytes, limits: ShapeLimits) -> Shape:
 class Scan:
     """Measures a JSON text of which the parts come one after the other."""
 
-    def __init__(self, limits: ShapeLimits) -> None:
+    def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
         self.deepest = self.most_keys = self.values = self.elements = 0
         self._depth = 0
@@ -79,7 +71,7 @@ class Scan:
         self._escaped = False  # whether the next byte follows an unpaired backslash
         self._number_chars = 0  # of a number that the piece before has begun
         # Members so far of the object that is open at each depth.
-        self._keys = np.zeros(limits.depth + 1, np.int64)
+        self._keys = np.zeros(limits.json_depth + 1, np.int64)
 
     @property
     def shape(self) -> Shape:
@@ -134,7 +126,7 @@ class Scan:
 
     def _check_numbers(self, piece: _Bytes, at: _Numbers, inside: npt.NDArray[np.bool_]) -> None:
         """Refuse a long run of text outside strings: only a number can be long."""
-        most = self._limits.number_chars
+        most = self._limits.json_number_chars
         first = int(at[0]) if len(at) else len(piece)
         if not self._in_string:
             begun = _unblanked(piece[:first])
@@ -154,17 +146,19 @@ class Scan:
         depths = np.cumsum(_STEPS[kinds]) + self._depth
         self._depth = int(depths[-1])
         self.deepest = max(self.deepest, int(depths.max()))
-        if self.deepest > self._limits.depth:
-            _refuse("is nested deeper", "limits.json_depth", self._limits.depth)
+        if self.deepest > self._limits.json_depth:
+            _refuse("is nested deeper", "limits.json_depth", self._limits.json_depth)
         opening, colon = kinds == _IS_OPENING, kinds == _IS_COLON
         self.values += int(np.count_nonzero(opening)) + int(np.count_nonzero(colon))
-        if self.values > self._limits.values:
+        if self.values > self._limits.json_values:
             _refuse(
-                "has more objects, lists and members", "limits.json_values", self._limits.values
+                "has more objects, lists and members",
+                "limits.json_values",
+                self._limits.json_values,
             )
         self.elements += int(np.count_nonzero(kinds == _IS_COMMA))
-        if self.elements > self._limits.elements:
-            _refuse("has more elements", "limits.json_elements", self._limits.elements)
+        if self.elements > self._limits.json_elements:
+            _refuse("has more elements", "limits.json_elements", self._limits.json_elements)
         self._count_keys(depths, opening, colon)
 
     def _count_keys(
@@ -188,8 +182,8 @@ class Scan:
         continued = ~opening[begins]
         counts[continued] += self._keys[depths[begins[continued]]]
         self.most_keys = max(self.most_keys, int(counts.max()))
-        if self.most_keys > self._limits.keys:
-            _refuse("has an object with more keys", "limits.json_keys", self._limits.keys)
+        if self.most_keys > self._limits.json_keys:
+            _refuse("has an object with more keys", "limits.json_keys", self._limits.json_keys)
         last = np.concatenate((depths[begins][1:] != depths[begins][:-1], [True]))
         self._keys[depths[begins][last]] = counts[last]
 
@@ -197,7 +191,7 @@ class Scan:
         _refuse(
             "has a number with more characters",
             "limits.json_number_chars",
-            self._limits.number_chars,
+            self._limits.json_number_chars,
         )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
 
-from evoke_proxy.core.request.json_shape import Shape, ShapeLimits, measure
+from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.request.json_shape import Shape, measure
 from evoke_proxy.core.request.large_json import HUGE_BYTES, TruncatedString
 from evoke_proxy.errors import RequestError
 
@@ -44,28 +44,7 @@ _NOT_NESTING = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """What a request body may hold at most; `shape` is about its JSON, the others are parameters.
-
-    `messages`: entries of a list of messages, prompts or documents. `grammar_bytes` and
-    `grammar_depth`: a grammar's size and its nested parentheses; 0 bytes refuses every grammar.
-    `schema_keys`: members of one object of a JSON schema. `last_n`: tokens that penalties look back
-    at. `n_probs`: probabilities for each token. `sampling_items`: entries of the lists of samplers,
-    sequence breakers, triggers and adapters.
-    """
-
-    shape: ShapeLimits = field(default_factory=ShapeLimits)
-    messages: int = 4096
-    grammar_bytes: int = 65536
-    grammar_depth: int = 256
-    schema_keys: int = 512
-    last_n: int = 262_144
-    n_probs: int = 128
-    sampling_items: int = 32
-
-
-def check_parameters(body: Mapping[str, Any], shape: Shape, limits: BodyLimits) -> None:
+def check_parameters(body: Mapping[str, Any], shape: Shape, limits: LimitsConfig) -> None:
     """Raise RequestError when a parameter of a parsed body exceeds its limit.
 
     `shape` is the structure of the whole body.
@@ -80,7 +59,7 @@ def check_parameters(body: Mapping[str, Any], shape: Shape, limits: BodyLimits) 
     for name in _COSTLY_LISTS:
         _check_count(body, name, limits.sampling_items, "limits.sampling_items")
     for name in _LISTS:
-        _check_count(body, name, limits.shape.keys, "limits.json_keys")
+        _check_count(body, name, limits.json_keys, "limits.json_keys")
     for name in _BATCHES:
         _check_batch(body, name, limits.messages)
     _check_triggers(body.get("grammar_triggers"))
@@ -90,7 +69,7 @@ def check_parameters(body: Mapping[str, Any], shape: Shape, limits: BodyLimits) 
         _check_schemas(body, limits)
 
 
-def check_grammar(grammar: bytes, limits: BodyLimits) -> None:
+def check_grammar(grammar: bytes, limits: LimitsConfig) -> None:
     """Raise RequestError when a grammar is larger or nested deeper than the limits allow."""
     if len(grammar) > limits.grammar_bytes:
         _refuse(
@@ -157,14 +136,14 @@ def _check_triggers(triggers: object) -> None:
             _refuse(f"a word of grammar_triggers has more than {_TRIGGER_CHARS} characters")
 
 
-def _check_grammar(grammar: object, limits: BodyLimits) -> None:
+def _check_grammar(grammar: object, limits: LimitsConfig) -> None:
     if isinstance(grammar, TruncatedString):
         _refuse(f"the grammar has more than {HUGE_BYTES} bytes; shorten it")
     if isinstance(grammar, str) and grammar:
         check_grammar(grammar.encode("utf-8", "surrogatepass"), limits)
 
 
-def _check_arguments(body: Mapping[str, Any], limits: BodyLimits) -> None:
+def _check_arguments(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Limit the arguments of tool calls, which are JSON inside a text: templates parse them."""
     messages, items = body.get("messages"), body.get("input")
     for message in messages if isinstance(messages, list) else ():
@@ -172,24 +151,27 @@ def _check_arguments(body: Mapping[str, Any], limits: BodyLimits) -> None:
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict):
-                _check_json_text(function.get("arguments"), limits.shape)
+                _check_json_text(function.get("arguments"), limits)
     for item in items if isinstance(items, list) else ():
         if isinstance(item, dict) and "arguments" in item:
-            _check_json_text(item["arguments"], limits.shape)
+            _check_json_text(item["arguments"], limits)
 
 
-def _check_json_text(text: object, limits: ShapeLimits) -> None:
+def _check_json_text(text: object, limits: LimitsConfig) -> None:
     if not isinstance(text, str):
         return
     if isinstance(text, TruncatedString):
         _refuse(f"arguments of a tool call have more than {HUGE_BYTES} bytes; shorten them")
     # Most are short and flat: nothing can exceed a limit without so many characters.
-    if text.count("{") + text.count("[") <= limits.depth and text.count(":") <= limits.keys:
+    if (
+        text.count("{") + text.count("[") <= limits.json_depth
+        and text.count(":") <= limits.json_keys
+    ):
         return
     measure(text.encode("utf-8", "surrogatepass"), limits)
 
 
-def _check_schemas(body: Mapping[str, Any], limits: BodyLimits) -> None:
+def _check_schemas(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Limit the objects of JSON schemas: their grammars grow with the cube of the properties."""
     waiting = [body[name] for name in _SCHEMAS if name in body]
     total = 0

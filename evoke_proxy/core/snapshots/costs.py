@@ -103,22 +103,23 @@ def _stated(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[objec
 
 
 @dataclass(slots=True)
-class Proof:
-    """Whether a means to save decoding has kept its promises; given up when it mostly has not."""
+class SuccessTracker:
+    """Counts how often one way to save decoding did, and gives it up when it mostly did not."""
 
     useful: int = 0
     wasted: int = 0
 
-    def note(self, promised: int, kept: int) -> bool:
-        """One outcome, in tokens that were not to be decoded and were not; whether it was useful.
+    def record(self, promised: int, kept: int) -> bool:
+        """Record how many tokens were promised not to be decoded, and how many were not.
 
-        A promise is kept by half: at the edges of a prompt some tokens are always decoded.
+        Returns whether that was useful. Half of the promise counts as kept: at the edges of a
+        prompt some tokens are always decoded.
         """
         useful = 2 * kept >= promised
         self.useful, self.wasted = self.useful + useful, self.wasted + (not useful)
         return useful
 
     @property
-    def trusted(self) -> bool:
+    def is_trusted(self) -> bool:
         """False once three promises were broken, and more than were kept."""
         return self.wasted < 3 or self.useful >= self.wasted

@@ -41,11 +41,11 @@ def fingerprint(
 ) -> str:
     """A digest that differs whenever a state of one server could be wrong in the other.
 
-    From `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where it is
-    readable. KV types, flash attention and the layout of the cache count where they are told: by
-    the options that a router lists for its models, by a patched server's `evoke`, by properties a
-    later server may have. A llama-server of one model tells none of them: `laid_out` adds what one
-    of its files shows.
+    Made from `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where
+    it is readable. KV types, flash attention and the layout of the cache are included where they
+    are stated: in the options that a router lists for its models, in a patched server's `evoke`,
+    in properties of later servers. A llama-server of one model states none of them: `with_layout`
+    adds what one of its files shows.
     """
     first = _first(models)
     settings = props.get("default_generation_settings")
@@ -65,7 +65,7 @@ def fingerprint(
     return _digest(identity)
 
 
-def laid_out(told: str, cache: Cache | None) -> str:
+def with_layout(told: str, cache: Cache | None) -> str:
     """A fingerprint with the types of keys and values and whether they are laid out for flash
     attention; as it was where no file with rows of attention has shown them."""
     if cache is None or cache.types is None:

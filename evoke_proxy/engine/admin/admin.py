@@ -1,73 +1,205 @@
-"""All sessions of the proxy in one place: behind a router each model has its own."""
+"""Everything an operator can see and change, over all llama-servers and models of a proxy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
+from evoke_proxy.config import Config
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.engine.admin.sessions import Operator, on_disk
+from evoke_proxy.core.policy.bounds import check_room
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.sessions import SessionAdmin, stored_row
+from evoke_proxy.engine.feed import EventFeed
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.errors import RequestError
 
 
-class Operators:
-    """As an Operator, of whoever has the session; the first of `all` has those on disk."""
+class AdministeredPool(Protocol):
+    """Several llama-servers, named in `pool.upstreams`."""
 
-    def __init__(self, all: Callable[[], Sequence[Operator]]) -> None:
-        self._all = all
+    @property
+    def has_available(self) -> bool:
+        """Whether any of them takes requests."""
+        ...
 
-    def each(self) -> Sequence[Operator]:
-        """Those that there are now."""
-        return self._all()
+    def described(self) -> str:
+        """Their states in one line."""
+        ...
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each."""
+        ...
+
+    def drain(self, name: str, draining: bool) -> dict[str, Any]:
+        """Have conversations leave a server, or come back; its row after that."""
+        ...
+
+
+class Administered(Protocol):
+    """What an admin needs of the proxy."""
+
+    config: Config
+    shared: Shared
+
+    @property
+    def admin_contexts(self) -> Sequence[AdminContext]:
+        """Every llama-server and model there is now; never empty."""
+        ...
+
+    @property
+    def pool(self) -> AdministeredPool | None:
+        """The servers of a pool; None where there is only one server."""
+        ...
+
+    @property
+    def mode(self) -> str:
+        """What chats get: "budgeted", "snapshots", "pass-through" or "mixed"."""
+        ...
+
+    def adjust(self, config: Config) -> None:
+        """Go on with another configuration."""
+        ...
+
+
+class Admin:
+    """Finds the server that has a session, and asks or changes it there.
+
+    Every method that takes an `id` raises RequestError (404) when no session has it, and (409)
+    when a request of that session runs and the change needs its slot.
+    """
+
+    def __init__(self, proxy: Administered) -> None:
+        self._proxy = proxy
+        self._sessions: dict[AdminContext, SessionAdmin] = {}
+
+    @property
+    def feed(self) -> EventFeed:
+        """The events of the proxy."""
+        return self._proxy.shared.feed
 
     def status(self) -> dict[str, Any]:
-        """What is known of the whole without asking anybody."""
-        return self._all()[0].status()
-
-    def sessions(self) -> list[dict[str, Any]]:
-        """Every one, the latest used first, behind them those that are on disk only."""
-        return list(self.rows())
+        """The state of the proxy, as it is known without asking llama-server."""
+        each = [admin.status() for admin in self._admins()]
+        state = {"mode": self._proxy.mode, "draining": self._proxy.shared.draining}
+        pool = self._proxy.pool
+        if pool is None:
+            return each[0] | state
+        return (
+            each[0]
+            | {
+                "server": pool.described(),
+                "reachable": pool.has_available,
+                "slots": [holder for one in each for holder in one["slots"]],
+                "queued": sum(one["queued"] for one in each),
+                "servers": pool.rows(),
+            }
+            | state
+        )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The same, one by one: of many the caller lets others run in between."""
-        branches = self._all()[0].branches
-        for operator in self._all():
-            yield from operator.rows(branches)
+        """One row for each session: live ones, latest used first, then those on disk only.
+
+        The rows are made one by one, so that a caller can let other tasks run in between.
+        """
+        admins = self._admins()
+        branches = admins[0].branches
+        for admin in admins:
+            for row in admin.rows(branches):
+                yield row | self._server_of(admin)
         for id, items in branches.items():
-            yield on_disk(id, items)
+            yield stored_row(id, items)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """All rows at once."""
+        return list(self.rows())
 
     async def show(self, id: str) -> dict[str, Any]:
-        """See Operator, as all that follows."""
-        return await self._of(id).show(id)
+        """One session: where each of its blocks is, its latest turns, its snapshots."""
+        admin = self._admin_of(id)
+        shown = await admin.show(id)
+        return shown | (self._server_of(admin) if admin.has(id) else {})
 
     def pin(self, id: str, pinned: bool) -> None:
-        self._of(id).pin(id, pinned)
+        """Keep a session and its snapshots whatever room they take, or stop doing so."""
+        self._admin_of(id).pin(id, pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
-        self._of(id).set_budget(id, budget, own)
+        """Give a session a budget of its own in tokens; None: no bound.
+
+        With `own` false it gets the default budget. Holds from its next turn on. Raises
+        BudgetTooSmall when the budget cannot hold what must stay.
+        """
+        self._admin_of(id).set_budget(id, budget, own)
+
+    def set_default_budget(self, budget: int | None) -> None:
+        """Set the budget of all sessions without one of their own, in tokens; None: no bound.
+
+        Raises BudgetTooSmall when the budget cannot hold what must stay.
+        """
+        policy = replace(self._proxy.config.policy, budget=budget)
+        check_room(policy)
+        self._proxy.adjust(replace(self._proxy.config, policy=policy))
+        self._proxy.shared.feed.publish("budget", budget=budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
-        self._of(id).pin_block(id, span, pinned)
+        """Keep these positions in the cache from the next turn on, or stop doing so.
+
+        Raises PinBudgetExceeded when too many tokens would be pinned.
+        """
+        self._admin_of(id).pin_block(id, span, pinned)
 
     async def drop_block(self, id: str, span: Span) -> None:
-        await self._of(id).drop_block(id, span)
+        """Drop the rows and copies of these positions, until the text is decoded again."""
+        await self._admin_of(id).drop_block(id, span)
 
     async def delete(self, id: str) -> dict[str, Any]:
-        return await self._of(id).delete(id)
-
-    async def export(self, id: str) -> Iterator[bytes]:
-        return await self._of(id).export(id)
+        """Delete a session: rows, copies, snapshots. The result says what could not be reached."""
+        return await self._admin_of(id).delete(id)
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
-        """Of every model; what is left is told once."""
-        done: dict[str, Any] = {"sessions": 0, "snapshots": 0, "left": []}
-        for operator in self._all():
-            part = await operator.wipe(tenant)
-            done["sessions"] += part["sessions"]
-            done["snapshots"] += part["snapshots"]
-            done["left"] += [line for line in part["left"] if line not in done["left"]]
-        return done
+        """Delete everything of a tenant, at every server; see `delete`."""
+        total: dict[str, Any] = {"sessions": 0, "snapshots": 0, "left": []}
+        for admin in self._admins():
+            part = await admin.wipe(tenant)
+            total["sessions"] += part["sessions"]
+            total["snapshots"] += part["snapshots"]
+            total["left"] += [line for line in part["left"] if line not in total["left"]]
+        return total
 
-    def _of(self, id: str) -> Operator:
-        everybody = self._all()
-        live = (operator for operator in everybody if operator.has(id))
-        return next(live, everybody[0])
+    async def export(self, id: str) -> Iterator[bytes]:
+        """A tar archive of a session, in pieces; see `storage.export.archive`."""
+        return await self._admin_of(id).export(id)
+
+    def server_rows(self) -> list[dict[str, Any]]:
+        """One row for each server of a pool; empty where there is only one server."""
+        pool = self._proxy.pool
+        return pool.rows() if pool is not None else []
+
+    def drain(self, name: str, draining: bool) -> dict[str, Any]:
+        """Have conversations leave a server of a pool, or come back; its row after that.
+
+        Raises RequestError (404) when no server has this name.
+        """
+        pool = self._proxy.pool
+        if pool is None:
+            raise RequestError("there is only one server", "unknown_server", 404)
+        return pool.drain(name, draining)
+
+    def _server_of(self, admin: SessionAdmin) -> dict[str, Any]:
+        name = admin.context.server_name
+        return {"server": name} if name else {}
+
+    def _admins(self) -> list[SessionAdmin]:
+        admins = [
+            self._sessions.get(context) or SessionAdmin(context)
+            for context in self._proxy.admin_contexts
+        ]
+        self._sessions = {admin.context: admin for admin in admins}
+        return admins
+
+    def _admin_of(self, id: str) -> SessionAdmin:
+        """Where a session is live; the first, which finds those on disk, when it is nowhere."""
+        admins = self._admins()
+        return next((admin for admin in admins if admin.has(id)), admins[0])

@@ -1,4 +1,4 @@
-"""What an operator's orders reach."""
+"""What an admin works with at one llama-server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,25 @@ from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersis
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Of one model: its server and what is known of it, its slots, who is known, what is kept of
-    them, in snapshots, records and vectors; and who is told. `routed`: the model itself, behind a
-    router."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AdminContext:
+    """One llama-server, or one model behind a router, with what the proxy keeps of it."""
 
-    upstream: LlamaClient
-    watch: ServerMonitor
+    # Makes the calls; bound to the model behind a router.
+    client: LlamaClient
+    # Knows what the server is now.
+    monitor: ServerMonitor
+    # Leases its slots.
     slots: SlotQueue
+    # The conversations that are at it.
     conversations: Conversations
-    keeper: SnapshotStrategy
+    # Owns the snapshots and their files.
+    snapshots: SnapshotStrategy
+    # Owns the records of sessions on disk.
     records: SessionPersistence
+    # Owns the vectors of blocks.
     embedding: EmbeddingService
+    # Publishes events to operators.
     feed: EventFeed
-    routed: LlamaClient | None
+    # Name of the server in `pool.upstreams`; empty where there is only one.
+    server_name: str = ""

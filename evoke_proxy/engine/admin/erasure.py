@@ -1,4 +1,4 @@
-"""Forgetting conversations for good: their rows, copies, files, vectors."""
+"""Deletes sessions for good: rows, copies, files, vectors."""
 
 from __future__ import annotations
 
@@ -11,151 +11,163 @@ from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, cop
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.snapshots.snapshots import Snapshot
-from evoke_proxy.engine.admin.context import Reach
+from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
-# Whether a snapshot or a record is meant, by whose and of which session it is.
-Mine = Callable[[str, str], bool]
+# Whether a snapshot or record is to be deleted, by its tenant and its session.
+Selector = Callable[[str, str], bool]
 
 
-class Eraser:
-    """What it returns says what was forgotten, and in `left` what it could not reach."""
+class SessionEraser:
+    """Deletes sessions at one llama-server.
 
-    def __init__(self, reach: Reach) -> None:
-        self._its = reach
-        self._blocks = BlockApi(reach.upstream)
+    Results have the numbers of deleted `sessions` and `snapshots`, and in `left` one line for
+    each thing that could not be reached.
+    """
 
-    async def delete(self, known: list[Conversation], mine: Mine) -> dict[str, Any]:
-        """Forget these, and what is `mine` on disk; RequestError (409),
-        and nothing is changed, while one of them is used.
+    def __init__(self, context: AdminContext) -> None:
+        self._context = context
+        self._blocks = BlockApi(context.client)
 
-        They are taken out of the list one by one: to free hundreds of sessions at once would hold
-        up the event loop.
+    async def delete(self, conversations: list[Conversation], selects: Selector) -> dict[str, Any]:
+        """Delete these conversations, and the files on disk that `selects` chooses.
+
+        Raises RequestError (409), and deletes nothing, while a request of one of them runs. The
+        list is emptied one by one: freeing hundreds of sessions at once would block the event loop.
         """
-        busy = [item.id for item in known if item.in_use]
+        context = self._context
+        busy = [item.id for item in conversations if item.in_use]
         if busy:
             raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
-        for item in known:  # at once: nothing is to go on from them any more
-            self._its.conversations.forget(item)
+        for item in conversations:  # at once: no request may continue them
+            context.conversations.forget(item)
             del item
-        ids = {one.id for one in known}
-        await self._its.keeper.quiet(ids)  # from now on nothing of it is on its way to the disk
+        ids = {item.id for item in conversations}
+        await context.snapshots.wait_until_idle(
+            ids
+        )  # nothing of them is being written to disk after this
         left: list[str] = []
-        known.reverse()
-        while known:
-            left += await self._forget(known.pop())
+        conversations.reverse()
+        while conversations:
+            left += await self._delete_live(conversations.pop())
             await asyncio.sleep(0)
-        gone = await self._off_disk(mine, left) if self._its.keeper.on else ()
-        for id in ids | {item.branch for item in gone}:
-            self._its.feed.publish("deleted", session=id)
-        return {"sessions": len(ids), "snapshots": len(gone), "left": left}
+        snapshots = await self._delete_stored(selects, left) if context.snapshots.is_enabled else ()
+        for id in ids | {item.branch for item in snapshots}:
+            context.feed.publish("deleted", session=id)
+        return {"sessions": len(ids), "snapshots": len(snapshots), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
-        """All of one tenant, and what cannot be told by tenant: vectors, snapshots set aside."""
-        await self._its.keeper.quiet()  # of what was forgotten already, nobody can tell whose it is
-        known = [item for item in self._its.conversations if item.tenant == tenant]
-        vault = self._its.keeper.vault if self._its.keeper.on else None
-        done = await self.delete(known, lambda owner, _: owner == tenant)
-        if self._its.watch.server.patched:
+        """Delete everything of a tenant, and what names no tenant: vectors, unusable snapshots."""
+        context = self._context
+        await (
+            context.snapshots.wait_until_idle()
+        )  # what is written for sessions already forgotten, too
+        conversations = [item for item in context.conversations if item.tenant == tenant]
+        vault = context.snapshots.repository if context.snapshots.is_enabled else None
+        result = await self.delete(conversations, lambda owner, _session: owner == tenant)
+        if context.monitor.server.patched:
             try:
-                everything = {"all": True, "tenant": tenant}
-                await self._blocks.run(0, "block-drop", everything, {})
+                await self._blocks.run(0, "block-drop", {"all": True, "tenant": tenant}, {})
             except EvokeError as error:
-                done["left"].append(f"copies in llama-server: {error}")
-        elif self._its.watch.server.lacking != "unreachable":
-            done["left"].append("what llama-server has in its own RAM cache, until it ends")
+                result["left"].append(f"copies in llama-server: {error}")
+        elif context.monitor.server.lacking != "unreachable":
+            result["left"].append("what llama-server has in its own RAM cache, until it ends")
         if vault is not None:
             vault.forget_aside()
-            await vault.swept()
-        self._its.embedding.forget()
-        return done
+            await vault.wait_for_deletions()
+        context.embedding.forget()
+        return result
 
-    async def _off_disk(self, mine: Mine, left: list[str]) -> Sequence[Snapshot]:
-        """The snapshots that are gone, and the records with them."""
-        vault = self._its.keeper.vault
-        gone = [item for item in vault.snapshots if mine(item.tenant, item.branch)]
-        for snapshot in gone:
+    async def _delete_stored(self, selects: Selector, left: list[str]) -> Sequence[Snapshot]:
+        """Delete snapshots and records on disk; the snapshots that were deleted."""
+        vault = self._context.snapshots.repository
+        selected = [item for item in vault.snapshots if selects(item.tenant, item.branch)]
+        for snapshot in selected:
             vault.delete(snapshot, "asked")
-        if gone:
-            await vault.swept()
-        sessions = {
-            own.session for own in await vault.record_owners() if mine(own.tenant, own.session)
-        }
+        if selected:
+            await vault.wait_for_deletions()
+        owners = await vault.record_owners()
+        sessions = {own.session for own in owners if selects(own.tenant, own.session)}
         for session in sessions:
             vault.remove_record(session)
         if sessions and any(own.session in sessions for own in await vault.record_owners()):
             left.append("records on disk")
-        return gone
+        return selected
 
-    async def _forget(self, known: Conversation) -> list[str]:
-        """Everything of one that its snapshots do not hold; what is left of it."""
+    async def _delete_live(self, conversation: Conversation) -> list[str]:
+        """Delete the rows and copies of a conversation; what could not be reached."""
+        context = self._context
         left: list[str] = []
         try:
-            slot = await self._place(known)
+            slot = await self._slot_with_rows(conversation)
             if slot is not None:
-                await self._empty(slot, known)
+                await self._empty(slot, conversation)
         except EvokeError as error:
-            _log.warning("session %s is left in its slot: %s", known.id, error)
+            _log.warning("rows of session %s are left in a slot: %s", conversation.id, error)
             left.append(f"rows in its slot: {error}")
-        self._its.slots.pool.forget(known.id)
-        self._its.records.forget(known.id)
-        known.held = None
+        context.slots.pool.forget(conversation.id)
+        context.records.forget(conversation.id)
+        context.snapshots.forget_contents(conversation)
         try:
-            if self._its.watch.server.patched:
-                async with self._its.slots.locked(known.id):  # its rows may be being saved now
-                    await self._drop(known)
+            if context.monitor.server.patched:
+                # The lock waits for a call that saves rows of the session now.
+                async with context.slots.locked(conversation.id):
+                    await self._drop_copies(conversation)
         except EvokeError as error:
             left.append(f"copies in llama-server: {error}")
         return left
 
-    async def _drop(self, known: Conversation) -> None:
-        """Its copies, those too that it has forgotten itself."""
-        answer = await self._blocks.slot(0, known.tenant, {})
-        labels = known.labels.union(copies_of(answer, known.id))
+    async def _drop_copies(self, conversation: Conversation) -> None:
+        """Delete its copies, also those that the session does not list any more."""
+        answer = await self._blocks.slot(0, conversation.tenant, {})
+        labels = conversation.labels.union(copies_of(answer, conversation.id))
         if labels:
-            await self._blocks.drop_copies(labels, known.tenant, {})
+            await self._blocks.drop_copies(labels, conversation.tenant, {})
 
-    async def _place(self, known: Conversation) -> int | None:
-        """The slot that still has its rows, as far as is known."""
-        slot = self._its.slots.pool.slot_of(known.id)
-        if self._its.watch.server.patched:
-            return slot if known.epoch is not None else None
-        held, n_slots = known.held, len(self._its.slots.pool)
-        # It may be in a slot that is none of ours: where requests go one at a time, one is.
-        if held is None or not 0 <= held.slot < n_slots:
+    async def _slot_with_rows(self, conversation: Conversation) -> int | None:
+        """The slot that still has its rows, as far as the proxy can tell."""
+        context = self._context
+        slot = context.slots.pool.slot_of(conversation.id)
+        if context.monitor.server.patched:
+            return slot if conversation.epoch is not None else None
+        contents, n_slots = conversation.snapshots.contents, len(context.slots.pool)
+        # Where requests run one at a time, llama-server may have more slots than the pool.
+        if contents is None or not 0 <= contents.slot < n_slots:
             return None
-        if self._its.routed is not None and not await self._its.routed.is_loaded():
+        if context.client.model and not await context.client.is_loaded():
             return None
-        looks = await self._its.keeper.looks()
-        left = [it.held for it in self._its.conversations if it.held is not None]
-        others = [other for other in left if other.slot == held.slot]
-        taken = not held.still(looks) and any(other.still(looks) for other in others)
-        return None if taken else held.slot
+        slots = await context.snapshots.list_slots()
+        all_contents = [it.snapshots.contents for it in context.conversations]
+        others = [other for other in all_contents if other and other.slot == contents.slot]
+        is_reused = not contents.is_unchanged(slots) and any(
+            other.is_unchanged(slots) for other in others
+        )
+        return None if is_reused else contents.slot
 
-    async def _empty(self, slot: int, known: Conversation) -> None:
-        """Nobody else's request is in the slot meanwhile; raises what llama-server refuses."""
-        name = f"erasing-{known.id}"
-        with await self._its.slots.acquire(name, known.tenant, True, slot=slot) as lease:
+    async def _empty(self, slot: int, conversation: Conversation) -> None:
+        """Erase a slot while no request has it; raises UpstreamError."""
+        session, context = f"erasing-{conversation.id}", self._context
+        with await context.slots.acquire(session, conversation.tenant, True, slot=slot) as lease:
             lease.vacated()
             view = None
-            if self._its.watch.server.patched:
-                answer = await self._blocks.slot(slot, known.tenant, {}, LATEST)
+            if context.monitor.server.patched:
+                answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
-                if view.epoch != known.epoch:
-                    return  # somebody else's rows by now
+                if view.epoch != conversation.epoch:
+                    return  # the rows are those of another session by now
             try:
-                await self._its.upstream.call("POST", f"/slots/{slot}?action=erase", {})
+                await context.client.call("POST", f"/slots/{slot}?action=erase", {})
             except UpstreamRejected:
                 if view is None:
                     raise
-                await self._evict_all(view, known)
+                await self._evict_all(view, conversation)
 
-    async def _evict_all(self, view: SlotView, known: Conversation) -> None:
-        """A server that erases no slots (it runs without --slot-save-path) keeps its last row."""
+    async def _evict_all(self, view: SlotView, conversation: Conversation) -> None:
+        """Evict all rows but the last, on a server that runs without --slot-save-path."""
         rows = list(view.resident)
         if rows:
             rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
         plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reason="deleted")
-        await self._blocks.run_plan(PlanCall(plan, view, known.owner), {})
+        await self._blocks.run_plan(PlanCall(plan, view, conversation.owner), {})

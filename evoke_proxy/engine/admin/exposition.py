@@ -1,16 +1,24 @@
-"""The metrics that llama-servers export themselves."""
+"""Metrics that llama-servers export themselves, and gauges over all of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.servers.labelled import labelled
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 
+_log = logging.getLogger(__name__)
 # Half of the default scrape timeout of Prometheus.
 _SCRAPE_S = 5.0
 
@@ -28,12 +36,20 @@ class Exposition:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class UpstreamMetrics:
-    """Scrapes the metrics of llama-servers, which `clients` names."""
+class Scraped(Protocol):
+    """The llama-servers to scrape, by name, and the metrics that say whether any is up."""
 
-    def __init__(self, clients: Mapping[str, LlamaClient], metrics: Metrics) -> None:
-        self._clients = clients
-        self._metrics = metrics
+    @property
+    def uplinks(self) -> Mapping[str, LlamaClient]: ...
+
+    metrics: Metrics
+
+
+class UpstreamMetrics:
+    """Scrapes the metrics of all llama-servers of a proxy."""
+
+    def __init__(self, proxy: Scraped) -> None:
+        self._proxy = proxy
         # Names of servers that a scrape has woken up: older versions of llama-server.
         self.woken_by_scrapes: set[str] = set()
 
@@ -44,14 +60,15 @@ class UpstreamMetrics:
         would wake up. Sets `evoke_upstream_up` once, when all have answered: a scrape that overlaps
         with another one never exports a value of "not asked yet".
         """
-        scrapes = [self._scrape_one(name, client) for name, client in self._clients.items()]
+        clients = self._proxy.uplinks
+        scrapes = [self._scrape_one(name, client) for name, client in clients.items()]
         results = await asyncio.gather(*scrapes)
-        self._metrics.upstream_up.set(any(answered for _, answered in results))
+        self._proxy.metrics.upstream_up.set(any(answered for _, answered in results))
         expositions = [exposition for exposition, _ in results]
         if len(expositions) == 1:
             return expositions[0]
-        texts = dict(zip(self._clients, [item.text for item in expositions], strict=True))
-        return Exposition(labelled(texts))
+        texts = dict(zip(clients, [item.text for item in expositions], strict=True))
+        return Exposition(merge_by_server(texts))
 
     async def _scrape_one(self, name: str, client: LlamaClient) -> tuple[Exposition, bool]:
         """The metrics of one server, and whether it answered at all.
@@ -85,3 +102,72 @@ class UpstreamMetrics:
         if reply.status != 200:
             return Exposition(b"")
         return Exposition(body if not body or body.endswith(b"\n") else body + b"\n", reply.headers)
+
+
+def merge_by_server(texts: Mapping[str, bytes]) -> bytes:
+    """One exposition of several servers' metrics, with the label `server` on every sample.
+
+    HELP and TYPE are those of the first server that has the metric, and precede all of its samples.
+    Comments are dropped, and so is the text of a server that is not in Prometheus format.
+    """
+    families: dict[str, Metric] = {}
+    lines: dict[str, list[str]] = {}
+    for server, text in texts.items():
+        try:
+            parsed = list(text_string_to_metric_families(text.decode()))
+        except ValueError as error:
+            _log.warning("the metrics of server %s cannot be parsed: %s", server, error)
+            continue
+        for family in parsed:
+            families.setdefault(family.name, family)
+            lines.setdefault(family.name, []).extend(_sample_lines(family.samples, server))
+    merged: list[str] = []
+    for name, family in families.items():
+        if lines[name]:
+            merged += [*_header_lines(family), *lines[name]]
+    return "".join(f"{line}\n" for line in merged).encode()
+
+
+def _header_lines(family: Metric) -> list[str]:
+    # The parser strips `_total` from the names of counters; the text format has it in the header.
+    is_total = family.type == "counter" and any(s.name != family.name for s in family.samples)
+    name = f"{family.name}_total" if is_total else family.name
+    lines = []
+    if family.documentation:
+        text = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
+        lines.append(f"# HELP {name} {text}")
+    if family.type != "unknown":
+        lines.append(f"# TYPE {name} {family.type}")
+    return lines
+
+
+def _sample_lines(samples: Iterable[Sample], server: str) -> list[str]:
+    lines = []
+    for sample in samples:
+        pairs = [f'{key}="{_escaped(value)}"' for key, value in sample.labels.items()]
+        labels = ",".join([f'server="{server}"', *pairs])
+        value = repr(sample.value) if sample.value != float("inf") else "+Inf"
+        value = {"-inf": "-Inf", "nan": "NaN"}.get(value, value)
+        time = f" {round(float(sample.timestamp) * 1000)}" if sample.timestamp is not None else ""
+        lines.append(f"{sample.name}{{{labels}}} {value}{time}")
+    return lines
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def register_gauges(
+    metrics: Metrics, served: Callable[[], Sequence[tuple[SlotQueue, Conversations]]]
+) -> None:
+    """Have the gauges of queued requests, sessions and resident tokens computed at each scrape.
+
+    `served` lists the slots and conversations of every server and model there is now.
+    """
+
+    def resident() -> int:
+        return sum(item.n_resident for _, there in served() for item in list(there))
+
+    metrics.queued.set_function(lambda: sum(slots.pool.queued for slots, _ in served()))
+    metrics.sessions.set_function(lambda: sum(len(there) for _, there in served()))
+    metrics.resident.set_function(resident)

@@ -1,16 +1,18 @@
-"""What an operator may see and change of conversations, of live ones and of those on disk."""
+"""What an operator can see and change of the sessions at one llama-server."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evoke_proxy import __version__
-from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, copies_in
 from evoke_proxy.core.model.blocks import Span, clipped, count
 from evoke_proxy.core.model.plan import Drop, Evict, Plan
 from evoke_proxy.core.policy import pins
@@ -19,112 +21,175 @@ from evoke_proxy.core.policy.registry import worth
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
 from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
-from evoke_proxy.engine.admin.context import Reach
-from evoke_proxy.engine.admin.copies import Copies
-from evoke_proxy.engine.admin.erasure import Eraser
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 
 _log = logging.getLogger(__name__)
-# llama-server answers between two decodes; who only looks does not wait for long ones.
-_LOOK_S = 2.0
-# The map of more blocks is made in a thread.
-_MOST_BLOCKS = 64
+# llama-server answers between two decodes; an operator's view does not wait for long ones.
+_VIEW_TIMEOUT_S = 2.0
+# A map of more blocks is made in a thread.
+_MAX_INLINE_BLOCKS = 64
+# llama-server lists copies that have changed, and does not list those that were deleted: the whole
+# list is read after this time.
+_FULL_LIST_S = 30.0
+_MAX_TENANTS = 8
 
 
-class Operator:
-    """Ids are those of `sessions`; RequestError (404) for one that is none, (409) for one that a
-    request is using when it is to be changed in its slot."""
+@dataclass(slots=True)
+class _CopyList:
+    """The copies of one tenant: `read_at` is when the whole list was read, in monotonic seconds."""
 
-    def __init__(self, reach: Reach) -> None:
-        self._its = reach
-        self._blocks = BlockApi(reach.upstream)
-        self._eraser = Eraser(reach)
-        self._copies = Copies(reach.upstream)
-        self._seen: dict[str, Whereabouts] = {}
+    version: int
+    blocks: dict[str, Mapping[str, Any]]
+    read_at: float
+
+
+class CopyLists:
+    """Reads the list of a tenant's copies once, and then only what has changed."""
+
+    def __init__(self, blocks: BlockApi) -> None:
+        self._blocks = blocks
+        self._lists: OrderedDict[str, _CopyList] = OrderedDict()
+
+    async def slot(self, slot: int, tenant: str) -> dict[str, Any]:
+        """The state of a slot, with all copies of a tenant; raises UpstreamError.
+
+        A copy that was deleted in the last half minute may be among them.
+        """
+        cached = self._lists.get(tenant)
+        if cached is not None and time.monotonic() - cached.read_at > _FULL_LIST_S:
+            cached = None
+        since = str(cached.version) if cached is not None else ""
+        answer = await self._blocks.slot(slot, tenant, {}, since)
+        version, blocks = int(answer.get("version") or 0), dict(copies_in(answer))
+        if cached is not None and version >= cached.version:
+            cached.version, cached.blocks = version, cached.blocks | blocks
+        else:
+            cached = _CopyList(version, blocks, time.monotonic())
+        if version:
+            self._lists[tenant] = cached
+            self._lists.move_to_end(tenant)
+        while len(self._lists) > _MAX_TENANTS:
+            self._lists.popitem(last=False)
+        return answer | {"blocks": list(cached.blocks.values())}
+
+
+class SessionAdmin:
+    """Shows and changes the sessions at one llama-server, or of one model behind a router.
+
+    Methods that take an `id` raise RequestError (404) when no session has it, and (409) when a
+    request of that session runs and the change needs its slot.
+    """
+
+    def __init__(self, context: AdminContext) -> None:
+        self.context = context
+        self.eraser = SessionEraser(context)
+        self._blocks = BlockApi(context.client)
+        self._copies = CopyLists(self._blocks)
+        # Where the blocks of a session were when llama-server last said so.
+        self._last_seen: dict[str, Whereabouts] = {}
 
     @property
     def branches(self) -> dict[str, list[Snapshot]]:
-        """Snapshots by the session they are of."""
-        return by_branch(self._its.keeper.vault.snapshots) if self._its.keeper.on else {}
+        """Snapshots by the session that they belong to."""
+        snapshots = self.context.snapshots
+        return by_branch(snapshots.repository.snapshots) if snapshots.is_enabled else {}
 
     def rows(self, branches: dict[str, list[Snapshot]]) -> Iterator[dict[str, Any]]:
-        """Every one, the latest used first; what they have on disk is taken out of `branches`."""
-        for known in reversed(list(self._its.conversations)):
-            if not known.passing:
-                yield self._summary(known, branches)
+        """One row for each live session, latest used first.
+
+        The snapshots of live sessions are removed from `branches`.
+        """
+        for conversation in reversed(list(self.context.conversations)):
+            if not conversation.passing:
+                yield self._row(conversation, branches)
 
     def has(self, id: str) -> bool:
-        """Whether it is live, and one of these."""
-        return self._its.conversations.get(id) is not None
+        """Whether the session is live here."""
+        return self.context.conversations.get(id) is not None
 
     def status(self) -> dict[str, Any]:
-        """What is known of the whole without asking anybody."""
-        pool, watch = self._its.slots.pool, self._its.watch
-        server, policy = watch.server, watch.config.policy
+        """The state of the server, as it is known without asking it."""
+        pool, monitor = self.context.slots.pool, self.context.monitor
+        server, policy = monitor.server, monitor.config.policy
         return {
             "version": __version__,
-            "server": watch.described(),
+            "server": monitor.described(),
             "reachable": server.lacking != "unreachable",
             "build": server.build,
             "slots": [pool.holder(slot) for slot in range(len(pool))],
             "queued": pool.queued,
             "policy": policy.name,
             "budget": policy.budget,
-            "event": self._its.feed.latest,
+            "event": self.context.feed.latest,
         }
 
     async def show(self, id: str) -> dict[str, Any]:
-        """One of them: where each of its blocks is, its latest turns, its snapshots."""
-        known, items = self._find(id)
-        said: dict[str, Any] = {"snapshots": [described(item) for item in items]}
-        if known is None:
-            return on_disk(id, items) | {"blocks": [], "totals": totals(()), "history": []} | said
-        where, fresh = await self._where(known)
-        blocks = await self._map(known, where, self._its.watch.config.page.names)
-        row = self._summary(known, {_branch(known): items})
-        said |= {"fresh": fresh, "blocks": blocks, "totals": totals(blocks)}
-        return row | said | {"history": [turn.shown() for turn in known.history]}
+        """One session: where each of its blocks is, its latest turns, its snapshots."""
+        conversation, items = self._find(id)
+        snapshots: dict[str, Any] = {"snapshots": [described(item) for item in items]}
+        if conversation is None:
+            nothing = {"blocks": [], "totals": totals(()), "history": []}
+            return stored_row(id, items) | nothing | snapshots
+        where, is_fresh = await self._locate(conversation)
+        blocks = await self._block_map(conversation, where, self.context.monitor.config.page.names)
+        return (
+            self._row(conversation, {_branch(conversation): items})
+            | snapshots
+            | {
+                "fresh": is_fresh,
+                "blocks": blocks,
+                "totals": totals(blocks),
+                "history": [turn.shown() for turn in conversation.history],
+            }
+        )
 
     def pin(self, id: str, pinned: bool) -> None:
-        """A pinned one is not forgotten, and its snapshots stay whatever room they take."""
-        known, items = self._find(id)
-        if known is not None:
-            known.pinned = pinned
-            self._its.records.reordered(known)
+        """Keep a session and its snapshots whatever room they take, or stop doing so."""
+        conversation, items = self._find(id)
+        if conversation is not None:
+            conversation.pinned = pinned
+            self.context.records.reordered(conversation)
         for item in items:
-            self._its.keeper.vault.pin(item, pinned)
-        self._its.feed.publish("session", session=id, pinned=pinned)
+            self.context.snapshots.repository.pin(item, pinned)
+        self.context.feed.publish("session", session=id, pinned=pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
-        """From its next turn on it may keep so many tokens, None: all; not `own`: what the others
-        may. BudgetTooSmall when that cannot hold what must stay."""
-        known = self._live(id)
-        policy = self._its.watch.config.policy
-        config = replace(known.session.config, budget=budget if own else policy.budget)
+        """Give a session a budget in tokens from its next turn on; None: no bound.
+
+        With `own` false it gets the default budget. Raises BudgetTooSmall when the budget cannot
+        hold what must stay.
+        """
+        conversation = self._live(id)
+        policy = self.context.monitor.config.policy
+        config = replace(conversation.session.config, budget=budget if own else policy.budget)
         check_room(config)
-        known.own_budget, known.session.config = own, config
-        self._its.records.reordered(known)
-        self._its.feed.publish("session", session=id, budget=config.budget)
+        conversation.own_budget, conversation.session.config = own, config
+        self.context.records.reordered(conversation)
+        self.context.feed.publish("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
-        """These positions stay in the cache from the next turn on; PinBudgetExceeded when that
-        were too many."""
-        known = self._live(id)
-        session, blocks = known.session, known.session.layout.blocks
-        own = [block.span for block in blocks.pick(blocks.within([span]))]
-        if not own:
+        """Keep these positions in the cache from the next turn on, or stop doing so.
+
+        Raises PinBudgetExceeded when too many tokens would be pinned.
+        """
+        conversation = self._live(id)
+        session, blocks = conversation.session, conversation.session.layout.blocks
+        inside = [block.span for block in blocks.pick(blocks.within([span]))]
+        if not inside:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
         session.pins = pins.changed(session.pins, session.layout, span, pinned, session.config)
-        self._its.records.reordered(known)
-        self._its.feed.publish("block", session=id, pinned=pinned, spans=spans(own))
+        self.context.records.reordered(conversation)
+        self.context.feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
 
     async def drop_block(self, id: str, span: Span) -> None:
-        """Their rows and copies are gone, until the client's text is decoded again."""
-        known = self._live(id)
-        async with self._in_slot(known) as view:
-            layout = known.session.layout
+        """Drop the rows and copies of these positions, until the text is decoded again."""
+        conversation = self._live(id)
+        async with self._in_slot(conversation) as view:
+            layout = conversation.session.layout
             inside = layout.blocks.pick(layout.blocks.within([span]))
             labels = {block.label for block in inside}
             labels |= {item.label for item in layout.ranges if span.encloses(item.span)}
@@ -133,123 +198,141 @@ class Operator:
             plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
             try:
                 if view is not None:
-                    await self._blocks.run_plan(PlanCall(plan, view, known.owner), {})
+                    await self._blocks.run_plan(PlanCall(plan, view, conversation.owner), {})
                 elif labels:
-                    await self._blocks.drop_copies(labels, known.tenant, {})
+                    await self._blocks.drop_copies(labels, conversation.tenant, {})
             except PlanRefused as refused:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
-            known.session.failed(labels)
-            known.n_resident -= count(rows)
-        self._its.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
+            conversation.session.failed(labels)
+            conversation.n_resident -= count(rows)
+        self.context.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
-        """Forget it: rows, copies, snapshots; how far that went."""
-        known, _ = self._find(id)
-        ids = {id} if known is None else {known.id, _branch(known)}
-        there = [known] if known is not None else []
-        return await self._eraser.delete(there, lambda _, of: of in ids)
+        """Delete a session: rows, copies, snapshots; see SessionEraser.delete."""
+        conversation, _ = self._find(id)
+        ids = {id} if conversation is None else {conversation.id, _branch(conversation)}
+        live = [conversation] if conversation is not None else []
+        return await self.eraser.delete(live, lambda _tenant, session: session in ids)
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
-        """Forget all of a tenant; how far that went."""
-        return await self._eraser.wipe(tenant)
+        """Delete everything of a tenant; see SessionEraser.wipe."""
+        return await self.eraser.wipe(tenant)
 
     async def export(self, id: str) -> Iterator[bytes]:
-        """A tar of it, see `archive`."""
-        known, items = self._find(id)
-        directory, about = self._its.keeper.vault.files.directory, {}
-        if known is not None:
-            where, fresh = await self._where(known)
-            about = self._summary(known, {}) | {
-                "fresh": fresh,
-                "prompt": known.tokens.tolist(),
-                "blocks": await self._map(known, where, names=True),
-                "history": [turn.shown() for turn in known.history],
+        """A tar archive of a session, in pieces; see `archive`."""
+        conversation, items = self._find(id)
+        directory, about = self.context.snapshots.repository.files.directory, {}
+        if conversation is not None:
+            where, is_fresh = await self._locate(conversation)
+            about = self._row(conversation, {}) | {
+                "fresh": is_fresh,
+                "prompt": conversation.tokens.tolist(),
+                "blocks": await self._block_map(conversation, where, names=True),
+                "history": [turn.shown() for turn in conversation.history],
             }
         return archive(directory, items, {"session": about})
 
-    def _summary(self, known: Conversation, branches: dict[str, list[Snapshot]]) -> dict[str, Any]:
-        items = branches.pop(_branch(known), [])
-        kept = {"snapshots": len(items), "bytes": sum(item.n_bytes for item in items)}
-        own = {"live": True, "own_budget": known.own_budget}
-        limit = known.session.config.budget
-        return known.summary(self._its.slots.pool) | kept | own | {"limit": limit}
+    def _row(
+        self, conversation: Conversation, branches: dict[str, list[Snapshot]]
+    ) -> dict[str, Any]:
+        items = branches.pop(_branch(conversation), [])
+        return conversation.summary(self.context.slots.pool) | {
+            "snapshots": len(items),
+            "bytes": sum(item.n_bytes for item in items),
+            "live": True,
+            "own_budget": conversation.own_budget,
+            "limit": conversation.session.config.budget,
+        }
 
-    async def _map(
-        self, known: Conversation, where: Whereabouts, names: bool
+    async def _block_map(
+        self, conversation: Conversation, where: Whereabouts, names: bool
     ) -> list[dict[str, Any]]:
-        """Its blocks. Of thousands that takes long, so a thread does it, while no turn of the
-        session is planned: both use its index."""
-        session = known.session
+        """The blocks of a session.
 
-        def mapped() -> list[dict[str, Any]]:
+        A long map is made in a thread while no turn of the session is planned: both read its index.
+        """
+        session = conversation.session
+
+        def make() -> list[dict[str, Any]]:
             layout, turn = session.layout, session.decided
             scores = None
             if turn is not None and len(turn.view.blocks) == len(layout.blocks):
                 scores = worth(turn.view, turn.question, turn.config)
             return block_map(layout, where, scores, session.pins, names)
 
-        return await known.computed(mapped, len(session.layout.blocks) > _MOST_BLOCKS)
+        is_long = len(session.layout.blocks) > _MAX_INLINE_BLOCKS
+        return await conversation.computed(make, is_long)
 
-    async def _where(self, known: Conversation) -> tuple[Whereabouts, bool]:
-        """Where its rows and copies are; False with what was seen last when nobody says now."""
-        server, slot = self._its.watch.server, self._its.slots.pool.slot_of(known.id)
+    async def _locate(self, conversation: Conversation) -> tuple[Whereabouts, bool]:
+        """Where the rows and copies of a session are, and whether that holds now.
+
+        When llama-server does not answer in time it is what it last said.
+        """
+        context = self.context
+        server, slot = context.monitor.server, context.slots.pool.slot_of(conversation.id)
         if not server.patched or server.sleeping:
             return Whereabouts(), not server.sleeping
         try:
-            async with asyncio.timeout(_LOOK_S):
-                answer = await self._copies.ask(slot or 0, known.tenant)
+            async with asyncio.timeout(_VIEW_TIMEOUT_S):
+                answer = await self._copies.slot(slot or 0, conversation.tenant)
             view = SlotView.parse(answer)
         except (EvokeError, TimeoutError) as error:
-            _log.info("session %s cannot be looked at now: %s", known.id, error or "busy")
-            return self._seen.get(known.id, Whereabouts()), False
-        there = slot is not None and (known.in_use or known.epoch == view.epoch)
-        rows, length = (view.resident, view.n_tokens) if there else ((), 0)
-        where = Whereabouts.parse(answer, known.labels, rows, length)
-        self._seen = {k.id: self._seen[k.id] for k in self._its.conversations if k.id in self._seen}
-        self._seen[known.id] = where
+            _log.info(
+                "session %s cannot be shown as it is now: %s", conversation.id, error or "busy"
+            )
+            return self._last_seen.get(conversation.id, Whereabouts()), False
+        is_admin_address = slot is not None and (
+            conversation.in_use or conversation.epoch == view.epoch
+        )
+        rows, n_tokens = (view.resident, view.n_tokens) if is_admin_address else ((), 0)
+        where = Whereabouts.parse(answer, conversation.labels, rows, n_tokens)
+        live = {item.id for item in context.conversations}
+        self._last_seen = {id: seen for id, seen in self._last_seen.items() if id in live}
+        self._last_seen[conversation.id] = where
         return where, True
 
     @asynccontextmanager
-    async def _in_slot(self, known: Conversation) -> AsyncIterator[SlotView | None]:
-        """Its slot, nobody else's meanwhile; None when its rows are in none.
+    async def _in_slot(self, conversation: Conversation) -> AsyncIterator[SlotView | None]:
+        """Lease the slot of a session, or lock it where it has none; None: no rows.
 
-        No turn of it runs meanwhile, whether it has a slot or not.
+        No turn of the session runs meanwhile. Raises RequestError (409) when one runs already.
         """
-        busy = RequestError("a request of this session is under way", "session_busy", 409)
-        if known.in_use:
-            raise busy
-        with known.using():
-            slot = self._its.slots.pool.slot_of(known.id)
-            if slot is None or known.epoch is None:
-                async with self._its.slots.locked(known.id):
+        if conversation.in_use:
+            raise RequestError("a request of this session is under way", "session_busy", 409)
+        slots, id = self.context.slots, conversation.id
+        with conversation.using():
+            slot = slots.pool.slot_of(id)
+            if slot is None or conversation.epoch is None:
+                async with slots.locked(id):
                     yield None
                 return
-            with await self._its.slots.acquire(known.id, known.tenant, slot=slot) as lease:
+            with await slots.acquire(id, conversation.tenant, slot=slot) as lease:
                 lease.vacated()
-                answer = await self._blocks.slot(slot, known.tenant, {}, LATEST)
+                answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
-                yield view if view.epoch == known.epoch else None
+                yield view if view.epoch == conversation.epoch else None
 
     def _find(self, id: str) -> tuple[Conversation | None, list[Snapshot]]:
-        known = self._its.conversations.get(id)
-        if known is not None and known.passing:
-            known = None
-        items = self.branches.get(_branch(known) if known is not None else id, [])
-        if known is None and not items:
+        conversation = self.context.conversations.get(id)
+        if conversation is not None and conversation.passing:
+            conversation = None
+        branch = _branch(conversation) if conversation is not None else id
+        items = self.branches.get(branch, [])
+        if conversation is None and not items:
             raise RequestError(f"no session is called {id!r}", "unknown_session", 404)
-        return known, items
+        return conversation, items
 
     def _live(self, id: str) -> Conversation:
-        known, _ = self._find(id)
-        if known is None:
+        conversation, _ = self._find(id)
+        if conversation is None:
             raise RequestError("this session is on disk only", "session_not_live", 409)
-        return known
+        return conversation
 
 
-def on_disk(id: str, items: Sequence[Snapshot]) -> dict[str, Any]:
-    """What is shown of a session that only its snapshots are left of."""
+def stored_row(id: str, items: Sequence[Snapshot]) -> dict[str, Any]:
+    """The row of a session that exists only as snapshots on disk."""
     return branch_summary(id, items) | {"live": False, "name": None, "turns": 0}
 
 
-def _branch(known: Conversation) -> str:
-    return known.branch or known.id
+def _branch(conversation: Conversation) -> str:
+    return conversation.snapshots.branch or conversation.id

@@ -14,9 +14,8 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.engine.admin.admin import Operators
-from evoke_proxy.engine.admin.gauges import show
-from evoke_proxy.engine.fleet.fleet_operators import FleetOperators
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.exposition import register_gauges
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.servers import Servers
 from evoke_proxy.engine.fleet.way import SERVER_HEADER, AnyServer
@@ -52,14 +51,16 @@ class Fleet:
         urls = config.pool.servers
         self.shared = Shared(config, tuple(urls.values()))
         self.metrics, self.feed = self.shared.metrics, self.shared.feed
-        engines = {name: Server(_at(config, url), self.shared) for name, url in urls.items()}
+        engines = {
+            name: Server(_at(config, url), self.shared, name=name) for name, url in urls.items()
+        }
         self.servers = Servers(engines, config.pool, self.metrics, self.feed)
         self._affinity = Affinity(len(engines), _PLACES * config.limits.sessions)
         self._entered = AsyncExitStack()
         self.uplinks = {name: engine.upstream for name, engine in engines.items()}
         self.upstream = AnyServer(self.servers, lambda: self._choose(None, {}), self._next)
-        self.operator: Operators = FleetOperators(self.servers)
-        show(self.metrics, lambda: [pair for e in engines.values() for pair in e.served])
+        self.pool = self.servers
+        register_gauges(self.metrics, lambda: [pair for e in engines.values() for pair in e.served])
 
     async def __aenter__(self) -> Fleet:
         await self._entered.enter_async_context(self.shared)
@@ -70,6 +71,11 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self._entered.aclose()
+
+    @property
+    def admin_contexts(self) -> list[AdminContext]:
+        """What an admin works with, for each server and model there is now."""
+        return [item for server in self.servers.engines.values() for item in server.admin_contexts]
 
     @property
     def mode(self) -> str:

@@ -98,6 +98,11 @@ class Servers:
         return names.index(name)
 
     @property
+    def has_available(self) -> bool:
+        """Whether any of them takes requests."""
+        return bool(self.able)
+
+    @property
     def able(self) -> list[int]:
         """Those that take requests."""
         return [at for at in range(len(self)) if self.pool.takes(at)]
@@ -186,7 +191,7 @@ class Servers:
             "queued": sum(queue.pool.queued for queue in queues),
             "sessions": sum(not k.passing for _, known in engine.served for k in known),
             "fingerprint": self._fingerprints[at],
-            "snapshots": engine.keeper.described,
+            "snapshots": engine.keeper.description,
         }
 
     def described(self) -> str:

@@ -1,8 +1,8 @@
-"""Memory for the request bodies of all requests under way, bounded in bytes and shared by tenants.
+"""Limits the memory of the request bodies of all running requests, shared by tenants.
 
-Bytes count when they arrive, not when they are announced. One tenant may hold three times what is
-left free, so that there is room for another at any time. Where a body does not fit, the newest body
-of the tenant that holds most is refused.
+Bytes count when they arrive, not when they are announced. One tenant may use three times the memory
+that is free, so another tenant always finds room. When a body does not fit, the newest body of the
+tenant with the most bytes is refused.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextlib import contextmanager
 
 from evoke_proxy.errors import BodyMemoryFull
 
-# A body that does not fit waits this long for others to end.
+# Seconds that a body which does not fit waits for other requests to end.
 _WAIT_S = 2.0
-# So much of each body is not counted: small requests never wait for memory.
+# Bytes of each body that are not counted, so that small requests never wait for memory.
 FREE_BYTES = 64 * 1024
-# What one tenant may hold, as a multiple of what is free then.
+# The most memory of one tenant, as a multiple of the free memory.
 _OF_FREE = 3
-# A parsed body counts three times: its bytes, what was parsed of it, and what is forwarded.
+# A parsed body counts three times: its bytes, its parsed form, and the bytes that are forwarded.
 COPIES = 3
 
 
 class BodyShare:
-    """The memory that the body of one request takes."""
+    """The memory of the body of one request."""
 
     def __init__(self, budget: BodyBudget, tenant: str, copies: int) -> None:
         self.tenant = tenant
@@ -38,10 +38,10 @@ class BodyShare:
         self._stop: asyncio.Timeout | None = None
 
     async def announce(self, n_bytes: int) -> None:
-        """Wait until a body of this length fits; BodyMemoryFull when it does not in time.
+        """Wait until a body of this length fits; raises BodyMemoryFull after `_WAIT_S`.
 
-        Nothing is reserved: a body that never arrives takes no room from others. A tenant that does
-        not hold most is not kept waiting: others make room for it as its body arrives.
+        Nothing is reserved: a body that never arrives takes no memory from others. Only the tenant
+        with the most bytes waits here; for others room is made while their body arrives.
         """
         wanted = self._copies * max(0, n_bytes - FREE_BYTES)
         fits = self._budget.fits
@@ -50,7 +50,7 @@ class BodyShare:
         )
 
     async def take(self, n_bytes: int) -> None:
-        """Count bytes that have arrived; BodyMemoryFull when there is no room for them in time."""
+        """Count bytes that have arrived; raises BodyMemoryFull when there is no room in time."""
         free = min(self._free, n_bytes)
         self._free -= free
         wanted = self._copies * (n_bytes - free)
@@ -61,9 +61,9 @@ class BodyShare:
 
     @contextmanager
     def reading(self, stop: asyncio.Timeout) -> Iterator[None]:
-        """While the body is read it may be refused in favour of another tenant.
+        """A block in which the body is read and may be refused in favour of another tenant.
 
-        Expiry of `stop` then ends the reading, and BodyMemoryFull is raised instead.
+        A refusal expires `stop`; the caller then raises BodyMemoryFull.
         """
         self._stop = stop
         try:
@@ -80,23 +80,23 @@ class BodyShare:
 
 
 class BodyBudget:
-    """Counts the bytes of all request bodies under way; `limit_mib` says how many there may be."""
+    """Counts the bytes of all running requests' bodies; `limit_mib` returns the limit in MiB."""
 
     def __init__(self, limit_mib: Callable[[], int]) -> None:
         self._limit_mib = limit_mib
-        self._shares: dict[BodyShare, None] = {}  # in the order of their arrival
+        self._shares: dict[BodyShare, None] = {}  # oldest first
         self._by_tenant: dict[str, int] = {}
         self._total = 0
         self._notices: set[asyncio.Future[None]] = set()
 
     @property
     def n_bytes(self) -> int:
-        """What all bodies take now."""
+        """The bytes of all bodies."""
         return self._total
 
     @contextmanager
     def share(self, tenant: str, copies: int = 1) -> Iterator[BodyShare]:
-        """The share of one request, which is given back when the request ends."""
+        """The share of one request, returned when the block ends."""
         share = BodyShare(self, tenant, copies)
         self._shares[share] = None
         try:
@@ -107,7 +107,7 @@ class BodyBudget:
             self._notify()
 
     def add(self, tenant: str, n_bytes: int) -> None:
-        """Count bytes of a tenant, or count them no longer."""
+        """Add bytes to the count of a tenant; a negative number removes them."""
         self._total += n_bytes
         left = self._by_tenant.get(tenant, 0) + n_bytes
         if left:
@@ -116,7 +116,7 @@ class BodyBudget:
             self._by_tenant.pop(tenant, None)
 
     def fits(self, share: BodyShare, n_bytes: int) -> bool:
-        """Whether a body may take so many bytes more, and no older one of its tenant waits."""
+        """Whether a body may take `n_bytes` more, and no older body of its tenant waits."""
         free = (self._limit_mib() << 20) - self._total - n_bytes
         if self._by_tenant.get(share.tenant, 0) + n_bytes > _OF_FREE * free:
             return False
@@ -128,12 +128,12 @@ class BodyBudget:
         return True
 
     def largest(self) -> str | None:
-        """The tenant that holds most; None when nothing is held."""
-        held = self._by_tenant
-        return max(held, key=lambda tenant: held[tenant]) if held else None
+        """The tenant with the most bytes; None when there are none."""
+        sizes = self._by_tenant
+        return max(sizes, key=lambda tenant: sizes[tenant]) if sizes else None
 
     async def make_room(self, share: BodyShare, n_bytes: int) -> None:
-        """Wait until so many bytes fit; refuse a body of the tenant that has most, if need be."""
+        """Wait until `n_bytes` fit; refuses a body of the tenant with the most bytes if needed."""
         share.waiting = True
         try:
             await self.wait_for(lambda: self._fits_or_refuses(share, n_bytes), share)
@@ -150,7 +150,7 @@ class BodyBudget:
         return False
 
     def _refuse_newest(self, tenant: str) -> None:
-        """Refuse the newest body of a tenant that is still arriving, one at a time."""
+        """Refuse the newest arriving body of a tenant, unless it is refused already."""
         for share in reversed(self._shares):
             if share.tenant == tenant and share.arriving and share.n_bytes:
                 if not share.refused:
@@ -162,9 +162,9 @@ class BodyBudget:
         return next(waiting, None)
 
     async def wait_for(self, holds: Callable[[], bool], share: BodyShare | None = None) -> None:
-        """Wait until something holds; BodyMemoryFull after `_WAIT_S`.
+        """Wait until a condition holds; raises BodyMemoryFull after `_WAIT_S`.
 
-        Of the waiting bodies of a tenant the newest gives up first, so that the older ones end.
+        Of the waiting bodies of a tenant the newest fails first, so that older ones can complete.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + _WAIT_S

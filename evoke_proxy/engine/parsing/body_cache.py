@@ -1,7 +1,7 @@
-"""Requests of long conversations, of which each repeats the one before: only what follows is read.
+"""Parses a long body incrementally, when it repeats an earlier body of its conversation.
 
-What two bodies begin with, byte for byte, was read already: of the new one what is behind the last
-message they share is parsed, as it stands behind the same beginning of a body.
+Two bodies that begin with the same bytes have the same messages there. Of the new body only the
+part behind the last shared message is parsed, and joined to the messages of the earlier one.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ import orjson
 
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 
-# Shorter ones are parsed in no time.
+# Shorter bodies are parsed whole, which takes microseconds.
 _LEAST_BYTES = 16 * 1024
-# Larger ones are parsed in steps, each as a whole: to compare them takes the event loop too long.
+# Larger bodies are parsed whole, in pieces: comparing them would take the event loop too long.
 _MOST_BYTES = 8 * 1024 * 1024
-# Bodies with the same first bytes: so many of the latest are compared with a new one.
+# A new body is compared with the latest bodies that have the same first bytes.
 _ALIKE_BYTES, _ALIKE = 256, 16
 _TRIES = 4
-# What an object and a string of JSON take besides their text.
+# Memory of a parsed object and of a parsed string, besides their text.
 _OBJECT_BYTES, _STRING_BYTES = 200, 60
 _LISTS = re.compile(rb'"(messages|input)"\s*:\s*\[')
-# Stands for the messages that were read already; nobody else can have written it.
+# Stands in for the messages that were parsed already; no client can guess it.
 _MARK = uuid.uuid4().hex
-_MARKED = b'"' + _MARK.encode() + b'"'
+_QUOTED_MARK = b'"' + _MARK.encode() + b'"'
 
 
 @dataclass(eq=False)
 class CachedBody:
-    """A body that was read; `rendered` is what llama-server has made of it.
-
-    Up to byte `edge` it has `n` whole elements of its list `key`, whose bracket ends `opening`.
-    """
+    """A parsed body that later bodies are compared with."""
 
     body: bytes
     parsed: dict[str, Any]
+    # The prompt that llama-server rendered from it.
     rendered: Rendered | None = None
+    # The name of its list of messages.
     key: str = ""
+    # The body up to and with the bracket that opens the list.
     opening: bytes = b""
+    # The members of the body before the list.
     head: Mapping[str, Any] = field(default_factory=dict)
+    # The byte behind the last message that was located, and the number of messages up to there.
     edge: int = 0
     n: int = 0
-    # Large bodies are read in threads: one at a time looks for the edge, others parse all.
+    # Large bodies are parsed in threads. One thread at a time moves the edge; others parse all.
     lock: Lock = field(default_factory=Lock, repr=False)
 
     # Memory of the body and of its parsed form in bytes, estimated.
@@ -63,8 +65,10 @@ class CachedBody:
         self.n_bytes = 2 * len(self.body) + parsed_bytes
 
     def up_to(self, shared: int) -> bool:
-        """Find the last message that ends within so many bytes, from where that is known already;
-        False when there is none."""
+        """Move the edge to the last message that ends within `shared` bytes.
+
+        Returns False when there is none.
+        """
         if not self.opening and not self._open():
             return False
         at = shared
@@ -72,44 +76,44 @@ class CachedBody:
             at = self.body.rfind(b"}", self.edge, at) + 1
             if not at:
                 break
-            if self._whole(at):
+            if self._move_edge(at):
                 return True
             at -= 1
         return 0 < self.n and self.edge <= shared
 
     def _open(self) -> bool:
-        """Where the list of messages begins."""
-        # Each costs what is before it: a body may have any number of such lists inside others.
+        """Locate the list of messages; False when there is none."""
+        # Each try parses all bytes before it, and a body may have any number of nested lists.
         for found in islice(_LISTS.finditer(self.body), _TRIES):
             opening, key = self.body[: found.end()], found[1].decode()
-            head = _parsed(opening + _MARKED + b"]}")
+            head = _parsed(opening + _QUOTED_MARK + b"]}")
             if head is not None and head.pop(key, None) == [_MARK]:
                 self.opening, self.key, self.head, self.edge = opening, key, head, len(opening)
                 return True
         return False
 
-    def _whole(self, end: int) -> bool:
-        """Whether a message ends there; then it is the edge."""
+    def _move_edge(self, end: int) -> bool:
+        """Move the edge there if a message ends there; returns whether one does."""
         more = self.body[self.edge : end]
-        said = _parsed(b"".join((self.opening, self._before, more, b",", _MARKED, b"]}")))
-        items = _items(said, self.key)
-        if said is None or not items or items[-1] != _MARK:
+        parsed = _parsed(b"".join((self.opening, self._before, more, b",", _QUOTED_MARK, b"]}")))
+        items = _items(parsed, self.key)
+        if parsed is None or not items or items[-1] != _MARK:
             return False
-        del said[self.key]
+        del parsed[self.key]
         read = items[self.n > 0 : -1]
-        known = _items(self.parsed, self.key)[self.n : self.n + len(read)]
-        # Both are otherwise where there are two lists of that name.
-        if not _same((said, read), (self.head, known)):
+        expected = _items(self.parsed, self.key)[self.n : self.n + len(read)]
+        # They differ when the body has two lists of that name.
+        if not _same((parsed, read), (self.head, expected)):
             return False
         self.n, self.edge = self.n + len(read), end
         return True
 
     @property
     def _before(self) -> bytes:
-        return _MARKED if self.n else b""
+        return _QUOTED_MARK if self.n else b""
 
-    def followed(self, body: bytes) -> dict[str, Any] | None:
-        """A body that has the same bytes up to the edge, parsed; None when that is not certain."""
+    def parse_continued(self, body: bytes) -> dict[str, Any] | None:
+        """Parse a body that has the same bytes up to the edge; None when it is ambiguous."""
         found = _parsed(b"".join((self.opening, self._before, memoryview(body)[self.edge :])))
         items = _items(found, self.key)
         if found is None or not items or items[0] != _MARK:
@@ -120,32 +124,33 @@ class CachedBody:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadBody:
-    """A body as what it says. Of the lists that `known` names the first so many elements are those
-    of `before`, where there is one, and end at byte `edge` of both."""
+    """A parsed body, and what it shares with an earlier one."""
 
     body: bytes
     parsed: dict[str, Any]
-    known: Mapping[str, int] = field(default_factory=dict)
+    # Number of leading elements, by the name of their list, that are those of `before`.
+    n_shared: Mapping[str, int] = field(default_factory=dict)
     before: CachedBody | None = None
+    # The byte, in both bodies, behind the last shared element.
     edge: int = 0
 
 
 class BodyCache:
-    """The latest bodies of at least so many bytes, as long as somebody else keeps them."""
+    """The latest bodies, by weak references: conversations own them."""
 
     def __init__(self, least: int = _LEAST_BYTES) -> None:
         self._least = least
         self._latest: dict[tuple[str, bytes], deque[weakref.ref[CachedBody]]] = {}
 
     def read(self, body: bytes, tenant: str) -> ReadBody | None:
-        """A long body that goes on from one that is kept; None when it is to be parsed as any."""
+        """Parse a body that continues a cached one; None when it must be parsed whole."""
         if not self._least <= len(body) <= _MOST_BYTES:
             return None
         kept, shared = self._nearest(body, tenant)
         if kept is None or 2 * shared < len(body) or not kept.lock.acquire(blocking=False):
             return None
         try:
-            parsed = kept.followed(body) if kept.up_to(shared) else None
+            parsed = kept.parse_continued(body) if kept.up_to(shared) else None
             if parsed is None:
                 return None
             return ReadBody(body, parsed, {kept.key: kept.n}, kept, kept.edge)
@@ -153,27 +158,27 @@ class BodyCache:
             kept.lock.release()
 
     def keep(self, read: ReadBody, tenant: str) -> CachedBody | None:
-        """Have later bodies compared with this one; None when it is too short for that."""
+        """Cache a body for later ones; None when it is too short or too long."""
         if not self._least <= len(read.body) <= _MOST_BYTES:
             return None
         kept, before = CachedBody(read.body, read.parsed), read.before
         if before is not None:
             kept.key, kept.opening, kept.head = before.key, before.opening, before.head
-            kept.edge, kept.n = read.edge, read.known[before.key]
+            kept.edge, kept.n = read.edge, read.n_shared[before.key]
         key = (tenant, read.body[:_ALIKE_BYTES])
         latest = self._latest.setdefault(key, deque(maxlen=_ALIKE))
-        latest.append(weakref.ref(kept, lambda gone: self._forget(key, gone)))
+        latest.append(weakref.ref(kept, lambda reference: self._forget(key, reference)))
         return kept
 
-    def _forget(self, key: tuple[str, bytes], gone: weakref.ref[CachedBody]) -> None:
+    def _forget(self, key: tuple[str, bytes], reference: weakref.ref[CachedBody]) -> None:
         latest = self._latest.get(key)
-        if latest is not None and gone in latest:
-            latest.remove(gone)
+        if latest is not None and reference in latest:
+            latest.remove(reference)
         if not latest:
             self._latest.pop(key, None)
 
     def _nearest(self, body: bytes, tenant: str) -> tuple[CachedBody | None, int]:
-        """The one that a body shares most with, and how many bytes."""
+        """The cached body that shares most leading bytes with a body, and their number."""
         ours = np.frombuffer(body, np.uint8)
         best: tuple[CachedBody | None, int] = (None, 0)
         for kept in self._alike((tenant, body[:_ALIKE_BYTES])):
@@ -199,7 +204,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 def _same(one: object, other: object) -> bool:
     try:
         return one == other
-    except RecursionError:  # what can be parsed may be too deep to be compared
+    except RecursionError:  # deep nesting can be parsed and yet be too deep to compare
         return False
 
 

@@ -1,4 +1,4 @@
-"""Checks request bodies before anything of them is rendered, forwarded or remembered."""
+"""Checks request bodies before they are rendered, forwarded or cached."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import re
 from collections.abc import Iterator
 
 from evoke_proxy.config import LimitsConfig
-from evoke_proxy.core.request.json_shape import Shape, ShapeLimits, measure
-from evoke_proxy.core.request.parameters import BodyLimits, check_parameters, nesting
+from evoke_proxy.core.request.json_shape import Shape, measure
+from evoke_proxy.core.request.parameters import check_parameters, nesting
 from evoke_proxy.engine.parsing.json_object import parse_object
 from evoke_proxy.engine.parsing.large_bodies import is_large
 from evoke_proxy.errors import RequestError
 
-# So many large bodies are checked at once; each holds a copy of what it says.
+# Large bodies that are checked at the same time; each check needs a parsed copy of its body.
 _AT_ONCE = 2
-# Text fields of a form are short: the words that a transcription begins with, a format, a flag.
+# Text fields of a form are short: a prompt for the transcription, a format, a flag.
 _FORM_FIELD_BYTES = 8192
 _FORM_PARTS = 32
-# One spelling of a form's type, so that there is one boundary it can mean.
+# The one accepted spelling of a form's type, so that its boundary is unambiguous.
 _FORM_TYPE = re.compile(
     r'multipart/form-data;[ \t]*boundary=("?)([0-9A-Za-z\'()+_,./:=?-]{1,70})\1'
     r"(?:;[ \t]*charset=[0-9A-Za-z-]{1,20})?"
 )
-# The head of a part that is a file: one without a name is a field to llama-server.
+# The head of a file part; llama-server takes a part without a file name for a field.
 _DISPOSITION = (
     rb'Content-Disposition:[ \t]*form-data;[ \t]*name="[^"\\\r\n]*";'
     rb'[ \t]*filename="[^"\\\r\n \t][^"\\\r\n]*"(?:;[ \t]*filename\*=[^;"\r\n]+)?'
@@ -32,23 +32,23 @@ _FILE_HEAD = re.compile(
     rb"(?:\r\n(?:" + _DISPOSITION + rb"|Content-(?:Type|Length|Transfer-Encoding):[^\r\n]*))+",
     re.IGNORECASE,
 )
-# The content codings that cpp-httplib decodes, or refuses where it was built without them; it reads
-# a body of any other coding as it stands.
+# The content codings that cpp-httplib decodes, or refuses when it is built without them. It reads
+# a body with any other coding as it is.
 _DECODED = frozenset(("gzip", "deflate", "br", "zstd"))
 
 
 class BodyChecker:
-    """Refuses bodies that llama-server or the proxy could not bear; changes nothing."""
+    """Refuses bodies that would overload llama-server or the proxy."""
 
     def __init__(self) -> None:
         self._large = asyncio.Semaphore(_AT_ONCE)
 
     async def check(
-        self, body: bytes, content_type: str, limits: BodyLimits, shape: Shape | None = None
+        self, body: bytes, content_type: str, limits: LimitsConfig, shape: Shape | None = None
     ) -> None:
-        """Raise RequestError when a body exceeds a limit; a large one is checked in a thread.
+        """Raise RequestError when a body exceeds a limit; large bodies are checked in a thread.
 
-        `shape` is its structure when that was measured already.
+        `shape` is the structure of the body, if it was measured while the body arrived.
         """
         if is_large(body):
             async with self._large:
@@ -58,32 +58,32 @@ class BodyChecker:
 
 
 def is_form(content_type: str) -> bool:
-    """Whether llama-server reads a body of this type as a form; it reads any other as JSON.
+    """Whether llama-server reads a body of this type as a form; it reads all others as JSON.
 
-    The comparison is that of cpp-httplib: exact, without the parameters of the type.
+    The type is compared as in cpp-httplib: exactly, and without its parameters.
     """
     return content_type.partition(";")[0].strip(" \t") == "multipart/form-data"
 
 
 def server_decodes(content_coding: str) -> bool:
-    """Whether llama-server decodes a body of this coding, or refuses it; it reads others as is."""
+    """Whether llama-server decodes, or refuses, a body with this content coding."""
     return content_coding.lower() in _DECODED
 
 
 def check_body(
-    body: bytes, content_type: str, limits: BodyLimits, shape: Shape | None = None
+    body: bytes, content_type: str, limits: LimitsConfig, shape: Shape | None = None
 ) -> None:
     """Raise RequestError when a JSON body or a form exceeds a limit.
 
-    A body that is neither is left to whoever reads it: llama-server parses no further than we do.
-    But it takes a NUL for the end of the text, so a body with one is refused.
+    A body that is neither passes: llama-server parses no more of it than the proxy does. But
+    llama-server takes a NUL byte for the end of the text, so a body that contains one is refused.
     """
     if is_form(content_type):
         _check_form(body, content_type, limits)
         return
     if b"\0" in body:
         raise RequestError("the request body has a NUL byte; JSON has none", "invalid_json")
-    shape = shape or measure(body, limits.shape)
+    shape = shape or measure(body, limits)
     try:
         parsed = parse_object(body)
     except RequestError:
@@ -91,29 +91,8 @@ def check_body(
     check_parameters(parsed, shape, limits)
 
 
-def body_limits(limits: LimitsConfig) -> BodyLimits:
-    """The limits of bodies as configured."""
-    shape = ShapeLimits(
-        depth=limits.json_depth,
-        keys=limits.json_keys,
-        values=limits.json_values,
-        elements=limits.json_elements,
-        number_chars=limits.json_number_chars,
-    )
-    return BodyLimits(
-        shape=shape,
-        messages=limits.messages,
-        grammar_bytes=limits.grammar_bytes,
-        grammar_depth=limits.grammar_depth,
-        schema_keys=limits.schema_keys,
-        last_n=limits.last_n,
-        n_probs=limits.n_probs,
-        sampling_items=limits.sampling_items,
-    )
-
-
-def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
-    """Limit the fields of a form: llama-server makes parameters of them, too."""
+def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:
+    """Limit the fields of a form, which llama-server also turns into parameters."""
     named = _FORM_TYPE.fullmatch(content_type)
     if named is None:
         message = "Content-Type must be multipart/form-data; boundary=TEXT, of 1 to 70 characters"
@@ -133,9 +112,9 @@ def _check_form(body: bytes, content_type: str, limits: BodyLimits) -> None:
 
 
 def _is_file(head: bytes) -> bool:
-    """Whether a part has the head of a file, as clients write it; any other is a field."""
-    plain = len(head) <= _FORM_FIELD_BYTES and _FILE_HEAD.fullmatch(head) is not None
-    return plain and head.lower().count(b"content-disposition:") == 1
+    """Whether a part has the head of a file; every other part is a field."""
+    is_file_head = len(head) <= _FORM_FIELD_BYTES and _FILE_HEAD.fullmatch(head) is not None
+    return is_file_head and head.lower().count(b"content-disposition:") == 1
 
 
 def _parts(body: bytes, delimiter: bytes) -> Iterator[bytes]:

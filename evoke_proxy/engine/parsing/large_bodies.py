@@ -1,4 +1,4 @@
-"""Reads large bodies in a thread, so that no client's body holds up the others."""
+"""Processes large bodies in a thread, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A body of more bytes, brackets or commas takes longer than a few milliseconds to read.
+# A body with more bytes, brackets or commas takes more than a few milliseconds to parse.
 LARGE_BYTES = 256 * 1024
 LARGE_BRACKETS = 2048
 LARGE_COMMAS = 16384
 
 
 def is_large(body: bytes) -> bool:
-    """Whether reading a body may take longer than the event loop can wait."""
+    """Whether parsing a body may take too long for the event loop."""
     return (
         len(body) > LARGE_BYTES
         or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
@@ -25,10 +25,10 @@ def is_large(body: bytes) -> bool:
 
 
 async def run_off_loop(body: bytes, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `read` returns or raises: called in a thread when the body it reads is large.
+    """The result of `read(*args, **kwargs)`, called in a thread when `body` is large.
 
-    A thread gives way to the event loop between any two steps of the interpreter, and while numpy
-    works; the checks of a body bound what one step can take.
+    The thread yields to the event loop between steps of the interpreter and while numpy runs; the
+    checks of bodies limit what one step can take.
     """
     if is_large(body):
         return await asyncio.to_thread(read, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Chat requests whose front is made the same as that of the ones before, where that is wanted."""
+"""Normalizes the front of chat requests, so that unchanged prompts stay in the cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from evoke_proxy.errors import RequestError
 
 
 class Normalizer:
-    """Every request passes through; without settings as it is."""
+    """Applies the `normalise` settings to the bodies of chat requests."""
 
     def __init__(self, config: NormaliseConfig, metrics: Metrics) -> None:
         self.config = config
@@ -35,15 +35,15 @@ class Normalizer:
         self._clock = Clock()
 
     def apply(self, body: bytes, dialect: str, tenant: str) -> bytes:
-        """The bytes to go on with: those given unless something of them is to be another."""
+        """The normalized body; the same object when nothing changes."""
         config = self.config
         if dialect == "completions" or not (config.billing or config.dates_h or config.tools):
             return body
-        if len(body) > HUGE_BYTES:  # its strings may not be parsed whole
+        if len(body) > HUGE_BYTES:  # parsing would shorten its long strings
             return body
         try:
             parsed = parse_object(body)
-        except RequestError:  # whoever reads it says what is wrong
+        except RequestError:  # the request parser reports it
             return body
         if parsed.get("evoke") is False:
             return body
@@ -57,15 +57,15 @@ class Normalizer:
     def _texts(
         self, parsed: Mapping[str, Any], dialect: str, tenant: str
     ) -> Iterator[tuple[Path, str]]:
-        """The texts of the system prompt that are to be others."""
+        """Paths and new contents of the system prompt's texts that change."""
         for path, text in islice(system_texts(parsed, dialect), MOST_TEXTS):
-            said = without_billing(text) if self.config.billing else text
-            if said != text:
+            unbilled = without_billing(text) if self.config.billing else text
+            if unbilled != text:
                 self._metrics.normalised.labels(what=BILLING).inc()
-            kept = said
+            result = unbilled
             if self.config.dates_h:
-                kept = self._clock.stopped(said, tenant, uptime_s(), self.config.dates_h)
-            if kept != said:
+                result = self._clock.stopped(unbilled, tenant, uptime_s(), self.config.dates_h)
+            if result != unbilled:
                 self._metrics.normalised.labels(what=DATES).inc()
-            if kept != text:
-                yield path, kept
+            if result != text:
+                yield path, result

@@ -64,7 +64,7 @@ class RequestParser:
         way.hint = hint_of(client, body)
         named = body.get("id_slot")
         way.id_slot = named if isinstance(named, int) and not isinstance(named, bool) else None
-        request = parse_chat(dialect, body, self._config.policy.bench_fields, read.known)
+        request = parse_chat(dialect, body, self._config.policy.bench_fields, read.n_shared)
         way.known = read.before.rendered if read.before is not None else None
         way.kept = self._bodies.keep(read, tenant) if request.plain else None
         if request.tags.given:

@@ -22,23 +22,13 @@ from evoke_proxy.core.session.identity import Hint, find
 from evoke_proxy.core.session.recorded import Orders, Seated
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.session.turn_record import TurnRecord
-from evoke_proxy.core.snapshots.held import Held
+from evoke_proxy.core.snapshots.conversation_state import SnapshotState
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 
 # Turns of a conversation that are remembered, in numbers.
 _HISTORY = 256
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as it was sent, with the tokens that the next was to begin with; `opening` is what
-    its user said first, empty when not much more was said."""
-
-    body: bytes
-    boundary: Tokens
-    opening: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +85,9 @@ class Conversation:
     `awaited` are by label the embedder's keys of the texts of blocks that are being embedded,
     `embedded` of those that have been since any were written down, `remembered` the vectors that
     were found written down.
-    `asked` is its latest request on an unpatched server, `held` what it has left there, `branch`
-    the line of snapshots it goes on (empty: one of its own), `drift` where and why a request
-    departed from the one before it. With an `own_budget` it keeps the budget that it has been
-    given, whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
+    `snapshots` is what the snapshot strategy remembers of it.
+    With an `own_budget` it keeps the budget that it has been given,
+    whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
     `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
     `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
     `capture_refused` is the llama-server instance that could not capture attention in its slot.
@@ -125,14 +114,11 @@ class Conversation:
     awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     embedded: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     remembered: Mapping[str, Vectors] = field(default_factory=dict)
-    asked: Asked | None = None
     own_budget: bool = False
-    held: Held | None = None
-    branch: str = ""
+    snapshots: SnapshotState = field(default_factory=SnapshotState)
     pinned: bool = False
     answered: int = 0
     history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    drift: dict[str, Any] | None = None
     kept: CachedBody | None = None
     elsewhere: bool = False
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -215,14 +201,15 @@ class Conversation:
     def body_bytes(self) -> int:
         """What it remembers of requests, estimated."""
         found = 0 if self.kept is None else self.kept.n_bytes
-        bodies = {id(one.body): len(one.body) for one in (self.asked, self.spoken) if one}
+        bodies = {id(one.body): len(one.body) for one in (self.snapshots.sent, self.spoken) if one}
         if self.kept is not None:
             bodies.pop(id(self.kept.body), None)
         return found + sum(bodies.values())
 
     def drop_bodies(self) -> None:
         """Remember nothing of requests: the next is read as a whole."""
-        self.kept = self.asked = self.spoken = None
+        self.kept = self.spoken = None
+        self.snapshots = replace(self.snapshots, sent=None)
 
     def summary(self, pool: SlotPool) -> dict[str, Any]:
         """What an operator is shown of it."""
@@ -240,7 +227,7 @@ class Conversation:
             "saved_blocks": self.session.layout.n_copies,
             "budget": self.budget,
             "policy": self.policy,
-            "drift": self.drift,
+            "drift": self.snapshots.drift,
         }
 
 
@@ -267,7 +254,7 @@ class Conversations:
 
     def _in_order(self) -> Iterable[Holder]:
         """Those that remember a body, the longest unused first."""
-        return [k for k in self._known.values() if k.kept or k.asked or k.spoken]
+        return [k for k in self._known.values() if k.kept or k.snapshots.sent or k.spoken]
 
     def drop_bodies(self) -> None:
         """Keep within the memory for bodies, which is one for all engines of a proxy."""
@@ -315,7 +302,8 @@ class Conversations:
         session = copy(known.session)
         session.lost(self._adopts)
         made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
-        made.epoch = made.was_in = made.capture = made.spoken = made.held = made.kept = None
+        made.epoch = made.was_in = made.capture = made.spoken = made.kept = None
+        made.snapshots = replace(made.snapshots, contents=None)
         self._known[known.id] = made
 
     def of_request(
@@ -352,19 +340,6 @@ class Conversations:
         n_tokens = len(rendered.tokens)
         passing = not ours and is_side_request(request, n_tokens, bool(beside), family)
         return self.start(rendered, hint, tenant, passing)
-
-    def asked_before(self, known: Conversation, asked: Asked) -> Asked | None:
-        """The request that one of this conversation was to go on from.
-
-        Of a new conversation, the last of that name, or with that opening: when the front of a
-        prompt changes, nothing but these tells.
-        """
-        if known.asked is not None:
-            return known.asked
-        others = [k for k in self._known.values() if k.asked and k.tenant == known.tenant]
-        named = [k.asked for k in others if known.name and k.name == known.name]
-        alike = [k.asked for k in others if k.asked and k.asked.opening == asked.opening != b""]
-        return next(reversed(named or alike), None)
 
     def beside(self, tenant: str) -> list[Conversation]:
         """The conversations of a tenant that its side requests could disturb."""

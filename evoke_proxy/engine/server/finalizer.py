@@ -21,6 +21,7 @@ from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersis
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
+from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.booking import book
 from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import UpstreamProtocolError
@@ -87,7 +88,7 @@ class TurnFinalizer:
         """A reply without books: wait until the slot is idle, only then give it to the next."""
         try:
             if way.helped:
-                await self._keeper.settle(way, client, self._is_enough)
+                await bridge.drain(self._keeper, way, self._is_enough)
                 return
             for lease in way.leases:
                 await self._seating.until_idle(
@@ -118,7 +119,7 @@ class TurnFinalizer:
         with self._guarded("no bodies are dropped"):
             self._conversations.drop_bodies()
         with self._guarded("nothing is decoded ahead"):
-            self._keeper.parted(way, client)
+            bridge.start_background(self._keeper, way)
         with self._guarded("nothing is copied"):
             self._writeback.after(way, client)
 

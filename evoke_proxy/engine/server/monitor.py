@@ -33,7 +33,8 @@ class ServerMonitor:
     with each that replaces another. A patched server names its instance. A server that does not is
     another one when it describes itself otherwise, or when it answers after its port was closed or
     its model was being loaded. (One that restarts between two calls shows in its task counter: see
-    `core.snapshots.held.restarted`.) `config` may be replaced by another one of the same server.
+    `core.snapshots.slot_contents.has_restarted`.) `config` may be replaced by another one of the
+    same server.
     """
 
     def __init__(

@@ -12,13 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.admin.admin import Operators
-from evoke_proxy.engine.admin.context import Reach
-from evoke_proxy.engine.admin.gauges import show
-from evoke_proxy.engine.admin.sessions import Operator
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.exposition import register_gauges
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.parsing.parser import RequestParser
@@ -33,9 +32,11 @@ from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.fallback import FallbackPlanner
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
+from evoke_proxy.engine.turns import bridge
 from evoke_proxy.engine.turns.forwarding import Forwarding, Send
 from evoke_proxy.errors import (
     CapacityError,
@@ -60,31 +61,52 @@ class Server:
     """
 
     def __init__(
-        self, config: Config, shared: Shared | None = None, model: LlamaClient | None = None
+        self,
+        config: Config,
+        shared: Shared | None = None,
+        model: LlamaClient | None = None,
+        name: str = "",
     ) -> None:
         self.config, self._alone, self._entered = config, shared is None, AsyncExitStack()
         common = self.shared = shared or Shared(config)
         self.metrics, self.feed = common.metrics, common.feed
         self.upstream: LlamaClient = model or LlamaClient(config.upstream)
-        self.uplinks, self.servers = {"": self.upstream}, None
+        self.uplinks, self.pool = {"": self.upstream}, None
         self._models: Models[Server] = Models(
-            self.upstream, lambda name: Server(self.config, common, self.upstream.bound_to(name))
+            self.upstream,
+            lambda model_name: Server(
+                self.config, common, self.upstream.bound_to(model_name), name
+            ),
         )
         self._reader = RequestParser(config, self.metrics)
         self.watch = ServerMonitor(self.upstream, config, self._started)
         self._slots = SlotQueue(config.limits)
         if self._alone:
-            show(self.metrics, lambda: self.served)
+            register_gauges(self.metrics, lambda: self.served)
         self.conversations = Conversations(
             config.policy, config.limits.sessions, common.body_memory
         )
         self._seating = SlotAssignment(self.upstream, self.metrics, self._slots, self.conversations)
         self._vectors = BlockVectors(common.embedding, config.policy, self.conversations)
+        api = StockApi(self.upstream)
         self.keeper = SnapshotStrategy(
-            *(config, self.upstream, self.metrics, self._slots, self._seating, self.conversations),
-            common.vault,
+            config=config.snapshots,
+            api=api,
+            repository=common.vault,
+            slots=self._slots,
+            conversations=self.conversations,
+            metrics=self.metrics,
+            tasks=BackgroundTasks(),
         )
-        whole = self.keeper.whole if self.keeper.on and model is None else None
+        self._slot_snapshots = SlotSnapshots(
+            api=api,
+            probe=self.keeper.probe,
+            transfers=self.keeper.transfers,
+            repository=common.vault,
+            conversations=self.conversations,
+        )
+        is_used = self.keeper.is_enabled and model is None
+        whole = self._slot_snapshots if is_used else None
         self._records = SessionPersistence(self.upstream, whole, self.conversations, common)
         self._planner = Planner(
             *(self.upstream, self.metrics, self._seating, self.conversations),
@@ -98,12 +120,17 @@ class Server:
             WriteBack(self.upstream, self.metrics, self._slots, self._chores, self._records),
             *(self._records, self.feed),
         )
-        reach = Reach(
-            *(self.upstream, self.watch, self._slots, self.conversations, self.keeper),
-            *(self._records, common.embedding, self.feed, model),
+        self._admin_context = AdminContext(
+            client=self.upstream,
+            monitor=self.watch,
+            slots=self._slots,
+            conversations=self.conversations,
+            snapshots=self.keeper,
+            records=self._records,
+            embedding=common.embedding,
+            feed=self.feed,
+            server_name=name,
         )
-        self._operator = Operator(reach)
-        self.operator = Operators(lambda: [e._operator for e in (self, *self._models)])
 
     async def __aenter__(self) -> Server:
         try:
@@ -125,6 +152,11 @@ class Server:
         await self._entered.aclose()
 
     @property
+    def admin_contexts(self) -> list[AdminContext]:
+        """What an admin works with, for each model there is now."""
+        return [server._admin_context for server in (self, *self._models)]
+
+    @property
     def served(self) -> list[tuple[SlotQueue, Conversations]]:
         """Slots and conversations of each model there is now."""
         return [(engine._slots, engine.conversations) for engine in (self, *self._models)]
@@ -144,12 +176,12 @@ class Server:
     def _helped(self) -> bool:
         """Whether an unpatched server is there, whose slots are to be kept."""
         unpatched = self.server.lacking in ("unpatched", "unsupported")
-        return self.keeper.on and unpatched and not self.server.routes
+        return self.keeper.is_enabled and unpatched and not self.server.routes
 
     async def _routes(self, client: Mapping[str, str]) -> bool:
         """Whether there is a router in front of us whose models' slots are to be kept."""
         await self.watch.look(client)
-        return self.keeper.on and self.server.routes
+        return self.keeper.is_enabled and self.server.routes
 
     async def _model_of(
         self, body: bytes, client: Mapping[str, str], patience: Patience | None
@@ -192,7 +224,7 @@ class Server:
         inner = await self._model_of(body, client, patience)
         if inner is not None:
             for engine in self._models:  # what one decodes ahead, another waits for
-                engine.keeper.stop()
+                engine.keeper.preempt_background()
             async with inner.turn(dialect, body, client, patience) as way:
                 way.began = arrived  # it has waited for the model to be loaded
                 yield way
@@ -253,9 +285,9 @@ class Server:
         way.shows = not reason and (request.tags.given or "X-Evoke-Session" in client)
         try:
             if way.helped:
-                await self.keeper.prepare(way, request, client, tenant_of(client))
+                await bridge.prepare(self.keeper, way, request, client)
             elif reason:
-                self.keeper.stop()
+                self.keeper.preempt_background()
                 await self._seating.guest(way, request, client, tenant_of(client))
             else:
                 await self._planner.prepare(way, request, client, tenant_of(client))
@@ -277,7 +309,7 @@ class Server:
         """Nobody comes any more: have on disk what is to be found there by the next proxy."""
         for engine in (self, *self._models):
             if engine._helped:
-                await engine.keeper.keep()
+                await engine.keeper.save_all()
 
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""
@@ -304,12 +336,12 @@ class Server:
 
     def _started(self, server: ServerInfo) -> None:
         """Another instance of llama-server answers: what was in the one before is gone."""
-        self._slots.restart(self.keeper.n_places(server))
+        self._slots.restart(self.keeper.n_slots(server))
         for id, slot in self.conversations.lost(server.adopts).items():
             if slot < len(self._slots.pool):
                 self._slots.pool.moved(id, slot)
         self._records.started(server)
-        self.keeper.restarted(server)
+        self.keeper.server_started(server)
         self.feed.publish("server", patched=server.patched, slots=server.n_slots)
 
 

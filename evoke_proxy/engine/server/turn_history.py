@@ -57,7 +57,7 @@ def _record(way: Forwarding, number: int) -> TurnRecord:
 def _unbooked(way: Forwarding, number: int) -> TurnRecord:
     """An unpatched server says what it found and what it decoded, of an answer that ended."""
     cached, decoded, _ = cost_of(way.observer.timings or {}, way.observer.usage or {})
-    ours = min(cached, way.seat.prefilled) if way.seat is not None else 0
+    ours = min(cached, way.seat.n_prefilled) if way.seat is not None else 0
     cached, decoded = cached - ours, decoded + ours
     path = stock_path(way.decision, cached)
     restored = cached if path == "restored" else 0

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class SnapshotLabel:
     """What a snapshot to be is of, and where in its conversation it stands."""
 
     tenant: str
@@ -126,7 +126,7 @@ class SnapshotRepository:
         return self._read
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether files are on their way out, or changes on their way into the index."""
         return self._sweeper.busy or (self._latest is not None and not self._latest.done())
 
@@ -164,11 +164,11 @@ class SnapshotRepository:
         return self._free
 
     @staticmethod
-    def part() -> str:
+    def new_part() -> str:
         """The name of a file that llama-server is to write next."""
         return uuid.uuid4().hex[:20] + PART
 
-    async def keep(self, part: str, n_bytes: int, tokens: Tokens, label: Label) -> Snapshot:
+    async def add(self, part: str, n_bytes: int, tokens: Tokens, label: SnapshotLabel) -> Snapshot:
         """What llama-server has just written becomes a snapshot; others may go for it.
 
         Raises SnapshotUnusable when it is not what it should be; nothing is left of it then.
@@ -188,14 +188,14 @@ class SnapshotRepository:
             await self._written(self._index.add, new, packed)
         except SnapshotUnusable:
             self._sweeper.sweep(self.files.discard, _name(new))
-            await self.swept()
+            await self.wait_for_deletions()
             raise
         self._known.put(new)
         for old in superseded(self.snapshots, new):
             self.delete(old, "superseded")
         await self._measure()
         self.trim()
-        await self.swept()
+        await self.wait_for_deletions()
         return new
 
     async def verify(self, snapshot: Snapshot) -> None:
@@ -205,11 +205,11 @@ class SnapshotRepository:
             await asyncio.to_thread(self.files.verify, _name(snapshot), *saved)
         except SnapshotUnusable as error:
             self.set_aside(snapshot, error.reason)
-            await self.swept()
+            await self.wait_for_deletions()
             raise
 
     @asynccontextmanager
-    async def lent(self, snapshot: Snapshot) -> AsyncIterator[str]:
+    async def decrypted_file(self, snapshot: Snapshot) -> AsyncIterator[str]:
         """The file that llama-server is to restore. Raises SnapshotUnusable, and sets it aside,
         when it cannot be decrypted."""
         try:
@@ -377,7 +377,7 @@ class SnapshotRepository:
         self._queue(lambda: index.mark(id, **values))
         self._known.mark(id, **values)
 
-    async def swept(self) -> None:
+    async def wait_for_deletions(self) -> None:
         """Wait until all files that go are gone, and the index says so."""
         await self._sweeper.swept()
         await self._written(lambda: None, reads=True)

@@ -57,7 +57,7 @@ class SessionPersistence:
         self._vectors = VectorRecords(common.embedding)
         self._homes = common.homes
         self._conversations = conversations
-        self._vault = whole.vault if whole is not None else None
+        self._vault = whole.repository if whole is not None else None
         self._whole = whole
         self._server = UNKNOWN_SERVER
         self._on_disk: dict[str, tuple[int, set[str]]] = {}
@@ -129,7 +129,7 @@ class SessionPersistence:
 
         tokens = await beginning(spoken.body, spoken.answer, render)
         if tokens is not None and len(tokens) > len(known.session.tokens):
-            await self._whole.go_on(lease, known, tokens, client)
+            await self._whole.decode_ahead(lease, known, tokens, client)
 
     async def keep(
         self,
@@ -216,13 +216,13 @@ class SessionPersistence:
         not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
         if self._whole is None or not self._server.whole:
             return False
-        await self._whole.vault.refresh()
+        await self._whole.repository.refresh()
         n_past = view.n_past(len(tokens))
-        match = await self._whole.bring_back(view.id, known, tokens, n_past, client)
+        match = await self._whole.restore(view.id, known, tokens, n_past, client)
         if match is None:
             return False
         answer = await self._blocks.slot(view.id, known.tenant, client, LATEST)
-        self._whole.proved(match, int(answer.get("n_tokens") or 0))
+        self._whole.record_reuse(match, int(answer.get("n_tokens") or 0))
         return True
 
     def _is_mine(self, seated: Seated) -> bool:

@@ -1,83 +1,115 @@
-"""Slots of a patched server that are kept whole, holes and all, where copies of a session's rows
-are not all of it: recurrent states and windows are in none."""
+"""Snapshots of whole slots of a patched server, holes included.
+
+Needed where copies of blocks are not all of a slot: recurrent states and windows are in no copy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.snapshots import Match, best
-from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
-from evoke_proxy.engine.storage.snapshot_repository import Label
-from evoke_proxy.engine.strategies.snapshots.parts import Parts
-from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import in_steps
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.lookahead import decode_steps
+from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 
-Client = Mapping[str, str]
+Headers = Mapping[str, str]
 
 
 class SlotSnapshots:
-    """Saves them, restores them, and decodes ahead in them."""
+    """Saves and restores the slots of budgeted sessions, and decodes ahead in them."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.vault = parts.states.vault
-
-    async def go_on(
-        self, lease: BackgroundLease, known: Conversation, tokens: Tokens, client: Client
+    def __init__(
+        self,
+        *,
+        api: StockApi,
+        probe: ServerProbe,
+        transfers: SnapshotTransfers,
+        repository: SnapshotRepository,
+        conversations: Conversations,
     ) -> None:
-        """Decode so far in the slot of a lease, which keeps its holes and its budget.
+        self._api = api
+        self._probe = probe
+        self._transfers = transfers
+        self.repository = repository
+        self._conversations = conversations
+
+    async def decode_ahead(
+        self, lease: BackgroundLease, conversation: Conversation, tokens: Tokens, headers: Headers
+    ) -> None:
+        """Decode as far as `tokens` in the slot of a lease, which keeps its holes and its budget.
 
         Raises Preempted when a request comes.
         """
         (slot,) = lease.slots
-        for end in in_steps(len(known.session.tokens), len(tokens)):
-            prefill = self._parts.calls.prefill(tokens[:end], slot, client, known.epoch)
+        for end in decode_steps(len(conversation.session.tokens), len(tokens)):
+            prefill = self._api.prefill(tokens[:end], slot, headers, conversation.epoch)
             done = await lease.run(prefill)
-            books = TokenAccounting.parse(done.timings)
-            if books is None or books.marker != "ok":
-                known.epoch = None
+            accounting = TokenAccounting.parse(done.timings)
+            if accounting is None or accounting.marker != "ok":
+                conversation.epoch = None
                 return
-            known.session.learn((label, span) for span, label in books.auto_evicted if label)
-            known.n_resident = books.n_resident
+            evicted = [(label, span) for span, label in accounting.auto_evicted if label]
+            conversation.session.learn(evicted)
+            conversation.n_resident = accounting.n_resident
 
-    async def save(self, slot: int, known: Conversation, client: Client) -> None:
-        """Save a slot, which begins with the conversation's prompt. Not when another save was just
-        now."""
-        tokens, states = known.session.tokens, self._parts.states
-        if states.save_in_s() > 0 or len(tokens) <= self._parts.facts.memory.too_short:
+    async def save(self, slot: int, conversation: Conversation, headers: Headers) -> None:
+        """Save a slot that begins with the conversation's prompt; not directly after a save."""
+        tokens = conversation.session.tokens
+        if self._transfers.seconds_until_save() > 0:
             return
-        n_bytes = len(tokens) * self._parts.facts.costs.bytes_per_token
-        if not self.vault.has_room(known.tenant, n_bytes):
+        if len(tokens) <= self._probe.behaviour.window_tokens:
             return
-        fingerprint = await self._parts.calls.fingerprint(client)
-        if self._parts.conversations.get(known.id) is not known and not known.elsewhere:
-            return  # deleted meanwhile: nobody would know of a save that begins now
-        # How long they take to decode is not known: of two the longer is worth more.
-        label = Label(known.tenant, fingerprint, known.id, STEP, float(len(tokens)))
-        await states.save(slot, tokens, label, client, begins=True)
+        n_bytes = len(tokens) * self._probe.costs.bytes_per_token
+        if not self.repository.has_room(conversation.tenant, n_bytes):
+            return
+        fingerprint = await self._api.fingerprint(headers)
+        is_registered = self._conversations.get(conversation.id) is conversation
+        if not is_registered and not conversation.elsewhere:
+            return  # it was deleted meanwhile, and nobody would delete the snapshot
+        # The time to decode it is not known: of two snapshots the longer one is worth more.
+        label = SnapshotLabel(
+            conversation.tenant, fingerprint, conversation.id, STEP, float(len(tokens))
+        )
+        await self._transfers.save_with_answer(slot, tokens, label, headers)
 
-    async def bring_back(
-        self, slot: int, known: Conversation, tokens: Tokens, n_past: int, client: Client
+    async def restore(
+        self,
+        slot: int,
+        conversation: Conversation,
+        tokens: Tokens,
+        n_past: int,
+        headers: Headers,
     ) -> Match | None:
-        """Fill a slot with what the conversation had in its own, if a prompt of these tokens goes
-        on from it further than from `n_past`; what, for `proved` to follow."""
-        of = known.tenant, known.id
-        mine = [item for item in self.vault.snapshots if (item.tenant, item.branch) == of]
-        if not _further(best(mine, tokens, partial=False), n_past):
+        """Fill a slot with the snapshot of a conversation that a prompt continues furthest.
+
+        Returns None when no snapshot reaches further than `n_past` tokens. After a match
+        `record_reuse` must be called.
+        """
+        own = [
+            item
+            for item in self.repository.snapshots
+            if (item.tenant, item.branch) == (conversation.tenant, conversation.id)
+        ]
+        if not _reaches_beyond(best(own, tokens, partial=False), n_past):
             return None
-        fingerprint = await self._parts.calls.fingerprint(client)
-        match = best((i for i in mine if i.fingerprint == fingerprint), tokens, partial=False)
-        if match is None or not _further(match, n_past):
+        fingerprint = await self._api.fingerprint(headers)
+        usable = (item for item in own if item.fingerprint == fingerprint)
+        match = best(usable, tokens, partial=False)
+        if match is None or not _reaches_beyond(match, n_past):
             return None
-        return match if await self._parts.states.restore(match, slot, client) else None
+        return match if await self._transfers.restore(match, slot, headers) else None
 
-    def proved(self, match: Match, n_tokens: int) -> None:
-        """So many tokens are there after a restore."""
-        self._parts.states.proved(match, n_tokens)
+    def record_reuse(self, match: Match, n_tokens: int) -> None:
+        """Record how many tokens a slot holds after a restore."""
+        self._transfers.record_reuse(match, n_tokens)
 
 
-def _further(match: Match | None, n_past: int) -> bool:
+def _reaches_beyond(match: Match | None, n_past: int) -> bool:
     return match is not None and match.shared > n_past

@@ -1,133 +1,210 @@
-"""Decoding what the next turn begins with, while the client reads the answer."""
+"""Decodes what the next turn begins with, while the client reads the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Collection, Coroutine
 from dataclasses import replace
+from typing import Any
 
-from evoke_proxy.adapters.llama.stock_api import Client
+from evoke_proxy.adapters.llama.stock_api import StockApi
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import STEP
-from evoke_proxy.core.snapshots.held import Held
+from evoke_proxy.core.snapshots.slot_contents import SlotContents
+from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.slot_queue import BackgroundLease, Spawn
+from evoke_proxy.engine.server.slot_queue import BackgroundLease, SlotQueue
 from evoke_proxy.engine.strategies.next_turn import beginning
-from evoke_proxy.engine.strategies.snapshots.parts import Parts
-from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import in_steps
-from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
+from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.slot_placement import (
+    SlotPlacement,
+    set_contents,
+    with_status,
+)
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
+# Tokens of one call: a request that comes in waits for the rest of it at most.
+_STEP_TOKENS = 512
+
+
+def decode_steps(begin: int, end: int) -> list[int]:
+    """Return how far to decode with each call, from tokens that are there already to the end."""
+    return [*range(begin + _STEP_TOKENS, end, _STEP_TOKENS), end]
 
 
 class Lookahead:
-    """One at a time, under a background lease, which ends when a request comes in."""
+    """Decodes ahead of one conversation at a time, under a background lease.
 
-    def __init__(self, parts: Parts, places: SlotPlacement, spawn: Spawn) -> None:
-        self._parts = parts
-        self._places = places
-        self._spawn = spawn
-        self._one = asyncio.Lock()
+    The tasks are among `tasks`, and are found by the session that they are of.
+    """
 
-    async def run(self, known: Conversation, seat: SnapshotTurn, client: Client) -> None:
-        """Take the conversation as far as its next turn is known."""
+    def __init__(
+        self,
+        *,
+        api: StockApi,
+        probe: ServerProbe,
+        transfers: SnapshotTransfers,
+        placement: SlotPlacement,
+        slots: SlotQueue,
+        metrics: Metrics,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self._api = api
+        self._probe = probe
+        self._transfers = transfers
+        self._placement = placement
+        self._slots = slots
+        self._metrics = metrics
+        self._tasks = tasks
+        self._lock = asyncio.Lock()
+        self._sessions: dict[asyncio.Task[None], str] = {}
+
+    def start(self, turn: SnapshotTurn, conversation: Conversation) -> None:
+        """Decode ahead of a conversation in the background."""
+        self.run(self._run_counted(turn, conversation), conversation.id)
+
+    def run(self, work: Coroutine[Any, Any, None], session: str) -> asyncio.Task[None]:
+        """Run work in the background that `cancel` and `wait_until_idle` end."""
+        task = self._tasks.run(work, "decoding ahead")
+        self._sessions[task] = session
+        task.add_done_callback(self._sessions.pop)
+        return task
+
+    def cancel(self, keep: Collection[asyncio.Task[None]] = ()) -> None:
+        """Cancel all tasks but those to keep."""
+        for task in self._sessions.keys() - keep:
+            task.cancel()
+
+    async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
+        """Cancel the tasks of these sessions, or with None all, and wait for them.
+
+        Also waits until nothing is being saved or sealed for any session.
+        """
+        others: set[asyncio.Task[None]] = set()
+        if sessions is not None:
+            others |= {task for task, session in self._sessions.items() if session not in sessions}
+        self.cancel(others)
+        await self._tasks.ended(others)
+
+    async def _run_counted(self, turn: SnapshotTurn, conversation: Conversation) -> None:
         result = "failed"
         try:
-            async with self._one:
-                result = await self._run(known, seat, client)
+            async with self._lock:
+                result = await self._run(turn, conversation)
         except asyncio.CancelledError:
             result = "cancelled"
             raise
-        except UpstreamRejected as error:  # its words may quote the prompt
+        except UpstreamRejected as error:  # its message may quote the prompt
             _log.warning("not decoded ahead: status %d", error.status)
         except EvokeError as error:
             _log.warning("not decoded ahead: %s", error)
         finally:
             if result:
-                self._parts.metrics.look_aheads.labels(result=result).inc()
+                self._metrics.look_aheads.labels(result=result).inc()
 
-    async def _run(self, known: Conversation, seat: SnapshotTurn, client: Client) -> str:
-        """What became of it; empty when there was nothing to do."""
-        short = len(seat.prompt) < self._parts.config.min_tokens
-        if short or not self._parts.facts.stability(seat.request.has_tools).ahead:
+    async def _run(self, turn: SnapshotTurn, conversation: Conversation) -> str:
+        """Return the result, a label of `evoke_look_aheads_total`; "" without anything to do."""
+        if not self._probe.stability(turn.chat.has_tools).ahead:
             return ""
-        if not self._parts.facts.memory.ahead.trusted:
+        if not self._probe.behaviour.lookahead.is_trusted:
             return "given_up"
-        held = known.held
-        if held is None or not self._parts.slots.pool.idle():
+        contents = conversation.snapshots.contents
+        if contents is None or not self._slots.pool.idle():
             return "skipped"
-        render = lambda body: self._parts.calls.render(body, client)  # noqa: E731
-        tokens = await beginning(seat.body, seat.answer, render)
+        headers = turn.request.headers
+        tokens = await beginning(
+            turn.body, turn.answer, lambda body: self._api.render(body, headers)
+        )
         if tokens is None:
             return ""
-        lease = self._lease(known, held, seat, client)
+        lease = self._lease(turn, conversation, contents)
         if lease is None:
             return "skipped"
         result = "cancelled"
         async with lease:
-            looks = await self._parts.calls.looks(client)
-            if not (known.held is held and held.reaches(tokens) and held.still(looks)):
+            slots = await self._api.list_slots(headers)
+            unchanged = (
+                conversation.snapshots.contents is contents
+                and contents.can_continue(tokens)
+                and contents.is_unchanged(slots)
+            )
+            if not unchanged:
                 return "skipped"
-            await self._decode(known, held, tokens, lease, client)
+            await self._decode(turn, conversation, tokens, lease)
             result = "done"
         if result == "done":
-            await self._save(known, seat, tokens, client)
+            await self._save(turn, conversation, tokens)
         return result
 
     def _lease(
-        self, known: Conversation, held: Held, seat: SnapshotTurn, client: Client
+        self, turn: SnapshotTurn, conversation: Conversation, contents: SlotContents
     ) -> BackgroundLease | None:
-        """The slot of what is held, all of them where llama-server chooses; None when a request
-        runs or comes."""
+        """Lease the slot of the contents, or all of them; None when a request runs or comes."""
 
         async def settle() -> None:
-            await self._places.until_idle(seat, client, lambda: self._parts.slots.is_closed)
+            await self._placement.until_idle(
+                turn, turn.request.headers, lambda: self._slots.is_closed
+            )
 
-        slot = self._parts.slot_of_work(held.slot)
-        return self._parts.slots.background(slot, known.id, settle, self._spawn)
+        slot = self._probe.background_slot(contents.slot)
+        return self._slots.background(slot, conversation.id, settle, self._tasks.run)
 
     async def _decode(
         self,
-        known: Conversation,
-        held: Held,
+        turn: SnapshotTurn,
+        conversation: Conversation,
         tokens: Tokens,
         lease: BackgroundLease,
-        client: Client,
     ) -> None:
-        """Decode so far, in steps; Preempted when a request comes."""
-        shared = common_prefix(held.tokens, tokens)
-        going = replace(held, tokens=tokens[:shared], exact=False, at=time.monotonic(), cut=True)
-        for end in in_steps(shared, len(tokens)):
-            known.held = going
-            done = await lease.run(self._parts.calls.prefill(tokens[:end], held.slot, client))
-            self._parts.facts.costs.prefilled(done.decoded, done.seconds)
-            going = replace(going, tokens=tokens[:end])
-        looks = await self._parts.calls.looks(client)
-        now, floor = time.monotonic(), held.floor
-        ahead = Held(held.slot, tokens, True, now, ahead_from=shared, floor=floor)
-        self._places.noted(known, ahead, looks)
+        """Decode as far as `tokens`, in steps; raises Preempted when a request comes."""
+        contents, headers = conversation.snapshots.contents, turn.request.headers
+        if contents is None:
+            return
+        shared = common_prefix(contents.tokens, tokens)
+        partial = replace(
+            contents, tokens=tokens[:shared], exact=False, at=time.monotonic(), was_cut_off=True
+        )
+        for end in decode_steps(shared, len(tokens)):
+            set_contents(conversation, partial)
+            done = await lease.run(self._api.prefill(tokens[:end], contents.slot, headers))
+            self._probe.costs.prefilled(done.decoded, done.seconds)
+            partial = replace(partial, tokens=tokens[:end])
+        slots = await self._api.list_slots(headers)
+        complete = SlotContents(
+            contents.slot,
+            tokens,
+            exact=True,
+            at=time.monotonic(),
+            ahead_from=shared,
+            min_prefix=contents.min_prefix,
+        )
+        set_contents(conversation, with_status(complete, slots))
 
-    async def _save(
-        self, known: Conversation, seat: SnapshotTurn, tokens: Tokens, client: Client
-    ) -> None:
-        if self._parts.states.worth_saving(seat.tenant, tokens):
+    async def _save(self, turn: SnapshotTurn, conversation: Conversation, tokens: Tokens) -> None:
+        """Save what was decoded ahead, if that is worth it and nothing has changed it."""
+        if self._transfers.reason_not_to_save(turn.request.tenant, tokens):
             return
-        held = known.held
-        if held is None:
+        contents, headers = conversation.snapshots.contents, turn.request.headers
+        if contents is None:
             return
-        wait_s = self._parts.states.save_in_s()
+        wait_s = self._transfers.seconds_until_save()
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        lease = self._lease(known, held, seat, client)
+        lease = self._lease(turn, conversation, contents)
         if lease is None:
             return
         async with lease:
-            if known.held is not held or not held.still(await self._parts.calls.looks(client)):
+            if conversation.snapshots.contents is not contents:
                 return
-            if await self._parts.facts.fresh(client):
+            if not contents.is_unchanged(await self._api.list_slots(headers)):
+                return
+            if await self._probe.is_same_server(headers):
                 lease.check()
-                label = self._places.label(seat, STEP, tokens)
-                await self._parts.states.save(held.slot, tokens, label, client)
+                label = self._placement.label(turn.request.tenant, turn.branch, STEP, len(tokens))
+                await self._transfers.save(contents.slot, tokens, label, headers)

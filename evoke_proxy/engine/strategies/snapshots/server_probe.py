@@ -1,4 +1,4 @@
-"""What is known of the unpatched server in front of us: learnt at its first request, and again."""
+"""Finds out what an unpatched server is and how its slots behave."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from evoke_proxy.adapters.llama.stock_api import Client, Copied, StockApi
+from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import Stability, probes, stability
 from evoke_proxy.core.snapshots.costs import Costs
-from evoke_proxy.core.snapshots.fingerprint import laid_out
-from evoke_proxy.core.snapshots.held import Memory, SlotStatus
+from evoke_proxy.core.snapshots.fingerprint import with_layout
+from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -22,147 +22,181 @@ _UNKNOWN = Stability(boundary=False, ahead=False)
 
 
 class ServerProbe:
-    """`fingerprint` is empty until `learn`; `reduced` says why nothing is saved or restored.
+    """Holds what is known of one unpatched server; `learn` asks it.
 
-    `clears` says that an idle slot is emptied whenever another one begins, or may be.
+    Attributes:
+        fingerprint: Identifies the model and the cache layout; empty until `learn` has succeeded.
+        disabled_reason: Why nothing is saved or restored; empty while both work.
+        clears_idle_slots: Whether the server empties idle slots when another one starts, or may.
+        costs: Measured speeds of decoding, saving and restoring.
+        behaviour: Which promises the server has kept, and what memory it has.
     """
 
     def __init__(
-        self, config: SnapshotsConfig, calls: StockApi, vault: SnapshotRepository, slots: SlotQueue
+        self,
+        *,
+        config: SnapshotsConfig,
+        api: StockApi,
+        repository: SnapshotRepository,
+        slots: SlotQueue,
     ) -> None:
-        self._calls = calls
+        self._api = api
         self._slots = slots
-        self._vault = vault
+        self._repository = repository
         self._config = config
-        self._plain = self._tools = _UNKNOWN
-        self._one = asyncio.Lock()
-        self._told = ""  # the part of the fingerprint that llama-server tells
+        self._without_tools = self._with_tools = _UNKNOWN
+        self._lock = asyncio.Lock()
+        self._stated_fingerprint = ""  # what the server states, without the layout
         self._layout: Cache | None = None
-        self._all_busy = False  # no slot could be looked into
+        self._all_busy = False  # no slot was idle when they were to be tried out
         self.fingerprint = ""
-        self.reduced = ""
-        self.clears = True
+        self.disabled_reason = ""
+        self.clears_idle_slots = True
         self.costs = Costs(config.stall_share, config.min_gain)
-        self.memory = Memory()
+        self.behaviour = ServerBehaviour()
 
     def forget(self) -> None:
-        """Another server, maybe: ask it everything again."""
+        """Have the next `learn` ask everything: it may be another server."""
         self.fingerprint = ""
 
     def stability(self, tools: bool) -> Stability:
-        """What its template keeps, with tools in the request or without."""
-        return self._tools if tools else self._plain
+        """What the server's template keeps, with tools in the request or without."""
+        return self._with_tools if tools else self._without_tools
 
-    async def learn(self, client: Client, own: SlotLease | None = None) -> None:
+    def background_slot(self, slot: int) -> int | None:
+        """Return the slot that background work in `slot` has to lease; None for all slots.
+
+        All of them where llama-server chooses the slot of a request, or empties idle ones.
+        """
+        n_slots = len(self._slots.pool)
+        one = n_slots > 1 and not self.clears_idle_slots and 0 <= slot < n_slots
+        return slot if one else None
+
+    async def learn(self, headers: Headers, own: SlotLease | None = None) -> None:
         """Ask what is not known yet; raises UpstreamError.
 
-        Slots are tried out only while no other request has one; `own` is that of the caller. Where
-        that is not so, it is done by a later call.
+        Slots are tried out only while no other request has one; `own` is the lease of the caller.
+        If another request has one, a later call tries them out.
         """
-        async with self._one:
+        async with self._lock:
             if not self.fingerprint:
-                await self._learn(client, own)
+                await self._learn(headers, own)
             elif self._all_busy:
                 lease = self._slots.others(own)
                 if lease is not None:
                     async with lease:
-                        self.reduced = await self._reduced(self.memory, client)
-                        self.fingerprint = laid_out(self._told, self._layout)
+                        self.disabled_reason = await self._try_saving(self.behaviour, headers)
+                        self.fingerprint = with_layout(self._stated_fingerprint, self._layout)
 
-    async def _learn(self, client: Client, own: SlotLease | None) -> None:
-        told = await self._calls.fingerprint(client)
-        self._plain = await probed(self._calls, False, client) or _UNKNOWN
-        self._tools = await probed(self._calls, True, client) or self._plain
-        memory = Memory(dense=False, windows=True)  # as long as no file has shown what it is
+    async def _learn(self, headers: Headers, own: SlotLease | None) -> None:
+        stated = await self._api.fingerprint(headers)
+        self._without_tools = await probe_template(self._api, False, headers) or _UNKNOWN
+        self._with_tools = await probe_template(self._api, True, headers) or self._without_tools
+        # The most careful assumptions, until a file shows what memory it is.
+        behaviour = ServerBehaviour(is_dense=False, has_windows=True)
         lease = self._slots.others(own)
         if lease is not None:
             async with lease:
-                self.clears = await self._clears(client)
-                self.reduced = await self._reduced(memory, client)
+                self.clears_idle_slots = await self._clears_idle_slots(headers)
+                self.disabled_reason = await self._try_saving(behaviour, headers)
         else:
-            self.clears, self.reduced, self._layout, self._all_busy = True, "", None, True
+            self.clears_idle_slots, self.disabled_reason = True, ""
+            self._layout, self._all_busy = None, True
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
-        self.memory = memory
-        self._told, self.fingerprint = told, laid_out(told, self._layout)
-        _log.log(logging.WARNING if self.reduced else logging.INFO, "%s", self.described())
+        self.behaviour = behaviour
+        self._stated_fingerprint, self.fingerprint = stated, with_layout(stated, self._layout)
+        level = logging.WARNING if self.disabled_reason else logging.INFO
+        _log.log(level, "%s", self.describe())
 
-    async def shown_by(self, part: str, copied: Copied, memory: Memory | None = None) -> None:
-        """What kind of memory it is a file shows that llama-server has written, the first of all:
-        there is none before a slot is idle. SnapshotUnusable when it is not there."""
-        memory = memory or self.memory
-        if not memory.shown:
-            await asyncio.to_thread(self._vault.files.receive, part, copied.n_bytes)
-            found = await asyncio.to_thread(self._vault.files.caches, part)
-            memory.dense, memory.windows = len(found) == 1, has_windows(found)
-            memory.shown = True
+    async def detect_memory(
+        self, part: str, copied: SlotCopy, behaviour: ServerBehaviour | None = None
+    ) -> None:
+        """Take the kind of memory from the first file that llama-server has written.
 
-    async def fresh(self, client: Client) -> bool:
-        """Whether it is still the server it was; called before a state is saved or restored."""
-        # What was found is of this one, whatever is learnt meanwhile.
-        known, told = self.fingerprint, self._told
-        same = known and await self._calls.fingerprint(client) == told
-        if same and known == self.fingerprint:
+        No file exists before a slot was idle. Raises SnapshotUnusable when it is not there.
+        """
+        behaviour = behaviour or self.behaviour
+        if not behaviour.is_detected:
+            await asyncio.to_thread(self._repository.files.receive, part, copied.n_bytes)
+            caches = await asyncio.to_thread(self._repository.files.caches, part)
+            behaviour.is_dense, behaviour.has_windows = len(caches) == 1, has_windows(caches)
+            behaviour.is_detected = True
+
+    async def is_same_server(self, headers: Headers) -> bool:
+        """Return whether the server is the one that `learn` asked; called before save or restore.
+
+        Forgets everything when it is another one.
+        """
+        # Compared with what was known at the time of the call, whatever is learnt meanwhile.
+        expected, stated = self.fingerprint, self._stated_fingerprint
+        same = expected and await self._api.fingerprint(headers) == stated
+        if same and expected == self.fingerprint:
             return True
-        _log.warning("llama-server is not what it was: its snapshots are others from now on")
+        _log.warning("llama-server has changed: snapshots from before are not used any more")
         self.forget()
         return False
 
-    def described(self) -> str:
-        """One line for a person."""
-        if self.reduced:
-            return f"snapshots are off: {self.reduced}"
-        given_up = [] if self.memory.restore.trusted else ["restoring (it saved no decoding)"]
-        given_up += [] if self.memory.ahead.trusted else ["decoding ahead (other turns came)"]
-        known = self._plain
-        rewritten = [] if known.boundary else ["the template rewrites what users have said"]
-        rewritten += [] if known.ahead else ["the template rewrites answers too late to look ahead"]
-        given_up = [f"given up {what}" for what in given_up] + rewritten
-        summary = self._vault.summary()
-        kept = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
-        return "; ".join([f"snapshots in {self._vault.files.directory}: {kept}", *given_up])
+    def describe(self) -> str:
+        """One line for the log and for readiness checks."""
+        if self.disabled_reason:
+            return f"snapshots are off: {self.disabled_reason}"
+        limits = []
+        if not self.behaviour.restore.is_trusted:
+            limits.append("given up restoring (it saved no decoding)")
+        if not self.behaviour.lookahead.is_trusted:
+            limits.append("given up decoding ahead (other turns came)")
+        if not self._without_tools.boundary:
+            limits.append("the template rewrites what users have said")
+        if not self._without_tools.ahead:
+            limits.append("the template rewrites answers too late to look ahead")
+        summary = self._repository.summary()
+        stored = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
+        return "; ".join([f"snapshots in {self._repository.files.directory}: {stored}", *limits])
 
-    async def _clears(self, client: Client) -> bool:
-        """Tried with two words in two empty slots; where there are none, it may be."""
-        looks = await self._calls.looks(client)
-        empty = [look.id for look in looks or () if not look.busy and not look.n_tokens]
-        if looks is None or len(looks) == 1 or len(empty) < 2:
-            return looks is None or len(looks) > 1
+    async def _clears_idle_slots(self, headers: Headers) -> bool:
+        """Try with two words in two empty slots; without two empty slots assume the worst."""
+        slots = await self._api.list_slots(headers)
+        if slots is None or len(slots) <= 1:
+            return slots is None
+        empty = [status.id for status in slots if not status.busy and not status.n_tokens]
+        if len(empty) < 2:
+            return True
         for slot in empty[:2]:
-            await self._two_words(slot, client)
-        looks = await self._calls.looks(client) or ()
-        return not any(look.n_tokens for look in looks if look.id == empty[0])
+            await self._fill(slot, headers)
+        slots = await self._api.list_slots(headers) or ()
+        return not any(status.n_tokens for status in slots if status.id == empty[0])
 
-    async def _two_words(self, slot: int, client: Client) -> None:
-        words = await self._calls.tokens("one two", True, client)
-        await self._calls.prefill(words, slot, client)
+    async def _fill(self, slot: int, headers: Headers) -> None:
+        """Decode two words in a slot."""
+        words = await self._api.tokenize("one two", True, headers)
+        await self._api.prefill(words, slot, headers)
 
-    async def _filled(self, idle: Sequence[SlotStatus], client: Client) -> int:
-        """The idle slot with fewest tokens, but some: without, a file shows no types."""
-        least = min(idle, key=lambda look: look.n_tokens)
-        filled = [look for look in idle if look.n_tokens]
-        if filled and self.clears:
-            least = min(filled, key=lambda look: look.n_tokens)
+    async def _filled_slot(self, idle: Sequence[SlotStatus], headers: Headers) -> int:
+        """Return the idle slot with the fewest tokens, but some: an empty file shows no types."""
+        least = min(idle, key=lambda status: status.n_tokens)
+        filled = [status for status in idle if status.n_tokens]
+        if filled and self.clears_idle_slots:
+            least = min(filled, key=lambda status: status.n_tokens)
         if not least.n_tokens:
-            await self._two_words(least.id, client)
+            await self._fill(least.id, headers)
         return least.id
 
-    async def _reduced(self, memory: Memory, client: Client) -> str:
-        """Why nothing is to be saved: it saves by itself, or a file of it does not turn up here.
-        One that does shows what memory it is of, and how that is laid out."""
-        by_itself = await self._calls.saves_itself(client)
-        looks = () if by_itself else await self._calls.looks(client)
-        idle = [look for look in looks or () if not look.busy]
-        self._layout, self._all_busy = None, bool(looks and not idle)
-        if by_itself:
-            return "llama-server has a disk cache of its own, which is left to it"
+    async def _try_saving(self, behaviour: ServerBehaviour, headers: Headers) -> str:
+        """Save an idle slot and read the file; return why that does not work, or "".
+
+        Sets the memory kind and the layout from the file.
+        """
+        slots = await self._api.list_slots(headers)
+        idle = [status for status in slots or () if not status.busy]
+        self._layout, self._all_busy = None, bool(slots and not idle)
         if not idle:
             return ""
-        part = self._vault.part()
+        part = self._repository.new_part()
         try:
-            slot = await self._filled(idle, client)
-            copied = await self._calls.save(slot, part, client)
-            await self.shown_by(part, copied, memory)
-            self._layout = await asyncio.to_thread(self._vault.files.first_cache, part)
+            slot = await self._filled_slot(idle, headers)
+            copied = await self._api.save(slot, part, headers)
+            await self.detect_memory(part, copied, behaviour)
+            self._layout = await asyncio.to_thread(self._repository.files.first_cache, part)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"
@@ -170,18 +204,17 @@ class ServerProbe:
         except UpstreamTimeout:
             return ""
         except SnapshotUnusable as error:
-            where = self._vault.files.directory
-            return f"{where} is not the --slot-save-path of llama-server ({error})"
+            directory = self._repository.files.directory
+            return f"{directory} is not the --slot-save-path of llama-server ({error})"
         finally:
-            self._vault.discard(part)
+            self._repository.discard(part)
         return ""
 
 
-async def probed(calls: StockApi, tools: bool, client: Client) -> Stability | None:
-    """What the server's template keeps; None when it refuses such a conversation."""
-    texts: Sequence[str] = []
+async def probe_template(api: StockApi, tools: bool, headers: Headers) -> Stability | None:
+    """Return what the server's chat template keeps; None when it refuses such a conversation."""
     try:
-        texts = [await calls.text(body, client) for body in probes(tools)]
+        texts = [await api.apply_template(body, headers) for body in probes(tools)]
     except UpstreamRejected:
         return None
     return stability(texts)

@@ -1,263 +1,378 @@
-"""Chat requests in front of an unpatched llama-server: every conversation keeps its cache."""
+"""Strategy for unpatched servers: the cache of each conversation outlives its slot."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 import orjson
 
-from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.llama.stock_api import Client, StockApi
+from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config, SnapshotsConfig
+from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
+from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import write_in_pieces
 from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.servers.slot_pool import taken_by
 from evoke_proxy.core.session.drift import Drift, drift, opening
-from evoke_proxy.core.snapshots.held import SlotStatus
+from evoke_proxy.core.snapshots.conversation_state import SentRequest
+from evoke_proxy.core.snapshots.slot_contents import SlotStatus
+from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest, RequestTrace
 from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
-from evoke_proxy.engine.server.conversations import Arrival, Asked, Conversation, Conversations
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
-from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
-from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
-from evoke_proxy.engine.strategies.snapshots.parts import Parts
-from evoke_proxy.engine.strategies.snapshots.preemptible_tasks import PreemptibleTasks
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
-from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, set_contents
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
-from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import EvokeError, PromptTooLong
 
 _log = logging.getLogger(__name__)
-# A step of what is decoded ahead that ends so soon is not cut off: llama-server notices later.
-_STEP_S = 0.2
-# What other dialects are as chats, and where llama-server counts the tokens of such a request.
+# A step of decoding ahead that ends within this time is not cut off: llama-server would notice
+# later than that.
+_PREEMPT_GRACE_S = 0.2
+# How other dialects are written as chats, and where llama-server counts their tokens.
 _AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
-_COUNTED = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
+_COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
 class SnapshotStrategy:
-    """Does nothing without a directory for snapshots; use as an async context manager. `whole` is
-    the part of it that patched servers have."""
+    """Serves chats from an unpatched server; use as an async context manager.
+
+    Snapshots of a conversation's slot are saved at the end of its history, and restored when the
+    slot has been taken by others or the server was restarted. Without a snapshot directory nothing
+    is done. Leaving the context ends all work in the background.
+    """
+
+    mode = "snapshots"
 
     def __init__(
         self,
-        config: Config,
-        upstream: LlamaClient,
-        metrics: Metrics,
+        *,
+        config: SnapshotsConfig,
+        api: StockApi,
+        repository: SnapshotRepository,
         slots: SlotQueue,
-        seating: SlotAssignment,
         conversations: Conversations,
-        vault: SnapshotRepository,
+        metrics: Metrics,
+        tasks: BackgroundTasks,
     ) -> None:
-        """The `vault` is open while the keeper is entered, if there is a directory."""
-        self.on = bool(config.snapshots.directory)
-        self._config = config.snapshots
-        self._metrics = metrics
+        self._config = config
+        self._api = api
+        self._repository = repository
         self._slots = slots
-        self._seating = seating
         self._conversations = conversations
-        self._calls = StockApi(upstream)
-        self.vault = vault
-        self._facts = ServerProbe(config.snapshots, self._calls, self.vault, slots)
-        self._chores = BackgroundTasks()
-        self._states = SnapshotTransfers(
-            self._calls, self.vault, self._facts, metrics, self._chores.run
+        self._metrics = metrics
+        self._tasks = tasks
+        # Whether nothing is to be waited for any more.
+        self.is_stopping: Callable[[], bool] = lambda: slots.is_closed
+        self.probe = ServerProbe(config=config, api=api, repository=repository, slots=slots)
+        self.transfers = SnapshotTransfers(
+            api=api, repository=repository, probe=self.probe, metrics=metrics, tasks=tasks
         )
-        known = (self._calls, self._facts, self._states)
-        parts = Parts(config.snapshots, *known, slots, conversations, metrics)
-        self._parts = parts
-        self._places = SlotPlacement(parts)
-        self._look_ahead = Lookahead(parts, self._places, self._chores.run)
-        self._ahead = PreemptibleTasks(self._chores)
-        self.whole = SlotSnapshots(parts)
+        self._placement = SlotPlacement(
+            config=config,
+            api=api,
+            probe=self.probe,
+            transfers=self.transfers,
+            slots=slots,
+            conversations=conversations,
+            metrics=metrics,
+        )
+        self._lookahead = Lookahead(
+            api=api,
+            probe=self.probe,
+            transfers=self.transfers,
+            placement=self._placement,
+            slots=slots,
+            metrics=metrics,
+            tasks=tasks,
+        )
 
     async def __aenter__(self) -> SnapshotStrategy:
-        await self._chores.__aenter__()
+        await self._tasks.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._ahead.stop()
-        await self._chores.__aexit__()
+        self._lookahead.cancel()
+        await self._tasks.__aexit__()
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is a directory for snapshots."""
+        return bool(self._config.directory)
+
+    @property
+    def repository(self) -> SnapshotRepository:
+        """Where the snapshots are kept."""
+        return self._repository
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is decoded ahead or written to disk now."""
+        return self._tasks.busy or self._repository.is_busy
+
+    @property
+    def description(self) -> str:
+        """What is done for conversations; "" before the server was asked."""
+        return self.probe.describe() if self.probe.fingerprint else ""
 
     def adjust(self, config: SnapshotsConfig) -> None:
-        """Other bounds for what is kept."""
-        if self.on:
-            self.vault.adjust(config)
+        """Take over other limits for what is stored."""
+        if self.is_enabled:
+            self._repository.adjust(config)
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is decoded ahead or written now."""
-        return self._chores.busy or self.vault.busy
+    def n_slots(self, server: ServerInfo) -> int:
+        """Return how many requests may run on a server at the same time."""
+        one = self.is_enabled and self._config.one_at_a_time and not server.patched
+        return 1 if one else server.n_slots
 
-    @property
-    def described(self) -> str:
-        """What is done for conversations, as it is known now; empty before it is."""
-        return self._facts.described() if self._facts.fingerprint else ""
+    def preempt_background(self) -> None:
+        """End work in the background: a request has arrived."""
+        self._slots.preempt(_PREEMPT_GRACE_S)
 
-    def n_places(self, server: ServerInfo) -> int:
-        """How many requests may run on a server at a time."""
-        alone = self.on and self._config.one_at_a_time and not server.patched
-        return 1 if alone else server.n_slots
+    async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
+        """Cancel decoding ahead for these sessions, or with None for all, and wait for saves."""
+        await self._lookahead.wait_until_idle(sessions)
 
-    async def keep(self) -> None:
-        """Save what slots hold of conversations and no snapshot has yet."""
-        await self.quiet()
-        for known in list(self._conversations):
-            try:
-                await self._keep(known)
-            except EvokeError as error:
-                _log.warning("session %s is not kept: %s", known.id, error)
+    async def list_slots(self) -> Sequence[SlotStatus] | None:
+        """Return the slots of the server now; None where it does not show them."""
+        return await self._api.list_slots({})
 
-    async def _keep(self, known: Conversation) -> None:
-        held = known.held
-        if held is None:
-            return
-        slot = self._parts.slot_of_work(held.slot)
-        lease = self._slots.background(slot, known.id, alone=False)
-        if lease is None:
-            _log.info("session %s is not kept: a request runs in its slot", known.id)
-            return
-        async with lease:
-            await self._places.keep(known)
+    def forget_contents(self, conversation: Conversation) -> None:
+        """Note that nothing of a conversation is in a slot any more."""
+        set_contents(conversation, None)
 
-    def stop(self) -> None:
-        """A request has come: whatever is decoded ahead ends, the step under way soon."""
-        self._slots.preempt(_STEP_S)
+    def server_started(self, server: ServerInfo) -> None:
+        """Forget what the earlier server instance held, and ask the new one what it is.
 
-    async def quiet(self, sessions: Collection[str] | None = None) -> None:
-        """Nothing is decoded ahead any more, for these sessions or for any, and what was being
-        written is."""
-        await self._ahead.none_of(sessions)
-
-    async def looks(self) -> Sequence[SlotStatus] | None:
-        """The slots of an unpatched server now; None where it shows none."""
-        return await self._calls.looks({})
-
-    def restarted(self, server: ServerInfo) -> None:
-        """A server has appeared: whatever the one before held is gone.
-
-        It is asked what it is, while nobody waits for that; one that sleeps is left to sleep.
+        A server that sleeps is left to sleep.
         """
-        self._facts.forget()
-        self._places.emptied()
-        if self.on and not (server.sleeping or server.patched or server.routes):
-            self._chores.run(self._facts.learn(None), "learning what llama-server is")
+        self.probe.forget()
+        self._placement.forget_contents()
+        if self.is_enabled and not (server.sleeping or server.patched or server.routes):
+            self._tasks.run(self.probe.learn(None), "learning what llama-server is")
 
     async def check(self) -> str:
-        """What is done for conversations, for a person; asks an awake server what it is."""
+        """Return a line for readiness checks; asks a server that was not asked yet."""
         try:
-            await self._facts.learn(None)
+            await self.probe.learn(None)
         except EvokeError as error:
             return f"snapshots: not known yet ({error})"
-        return self._facts.described()
+        return self.probe.describe()
 
-    async def prepare(
-        self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
-    ) -> None:
-        """Give a request its slot, with as much of its prompt in it as can be had cheaply.
+    async def save_all(self) -> None:
+        """Save what slots hold of conversations and no snapshot has yet."""
+        await self.wait_until_idle()
+        for conversation in list(self._conversations):
+            try:
+                await self._save(conversation)
+            except EvokeError as error:
+                _log.warning("session %s is not saved: %s", conversation.id, error)
 
-        Raises SlotsBusy when no slot gets free, and EvokeErrors for what llama-server does; the
-        body is as it was then.
+    async def _save(self, conversation: Conversation) -> None:
+        contents = conversation.snapshots.contents
+        if contents is None:
+            return
+        slot = self.probe.background_slot(contents.slot)
+        lease = self._slots.background(slot, conversation.id, alone=False)
+        if lease is None:
+            _log.info("session %s is not saved: a request runs in its slot", conversation.id)
+            return
+        async with lease:
+            await self._placement.save_contents(conversation)
+
+    def scope(self, request: ParsedRequest, trace: RequestTrace) -> TurnScope:
+        """Make the scope of a request."""
+        return TurnScope(request, trace, self._slots, self._metrics)
+
+    async def prepare(self, scope: TurnScope) -> PreparedTurn:
+        """Lease a slot and bring as much of the prompt into it as can be had cheaply.
+
+        Raises SlotsBusy when no slot becomes free, and EvokeError for failures of llama-server;
+        `scope.turn` is then what was done.
         """
-        self.stop()
-        await self.vault.refresh()
-        reason = "id_slot" if way.id_slot is not None else snapshot_obstacle(request)
+        request = scope.request
+        self.preempt_background()
+        await self._repository.refresh()
+        chat = request.chat
+        if chat is None:
+            return scope.turn
+        reason = "id_slot" if request.id_slot is not None else snapshot_obstacle(chat)
         if reason:
-            await self._guest(way, request, tenant, reason)
-            return
-        way.stage = "learn"
-        await self._facts.learn(client)
+            return await self._prepare_unmanaged(scope, chat, reason)
+        scope.trace.stage = "learn"
+        await self.probe.learn(request.headers)
         try:
-            seat = await self._render(way, request, client, tenant)
+            turn = await self._render(scope, chat)
         except PromptTooLong:
-            await self._guest(way, request, tenant, "too_long")
-            return
-        if seat is None:
+            return await self._prepare_unmanaged(scope, chat, "too_long")
+        if turn is None:
             self._metrics.saves.labels(result="skipped_miscounted").inc()
-            await self._guest(way, request, tenant, "miscounted")
-            return
-        way.stage = "session"
-        rendered = Rendered(seat.prompt, len(seat.boundary), ())
-        known = self._conversations.of_request(request, rendered, way.hint, tenant)
-        way.begin(known, Arrival(rendered, way.hint))
-        lease = await self._seating.acquire(way, known.id, tenant, known.passing)
-        lease.vacated()  # llama-server chooses what it keeps of what others have left
-        if known.passing:
-            way.decision = "guest:side"
-            return
-        way.seat = seat
-        await self._note_drift(known, seat)
-        await self._places.prepare(way, seat, known, client)
-        if seat.slot is not None and request.dialect != "messages":  # there it cannot be said
-            place = {"id_slot": orjson.dumps(seat.slot)}
-            await way.put(place, request.keys)
+            return await self._prepare_unmanaged(scope, chat, "miscounted")
+        scope.trace.stage = "session"
+        rendered = Rendered(turn.prompt, len(turn.boundary), ())
+        conversation = self._conversations.of_request(chat, rendered, request.hint, request.tenant)
+        arrival = Arrival(rendered, request.hint)
+        scope.join(conversation)
+        scope.turn = replace(scope.turn, conversation=conversation, arrival=arrival)
+        lease = await scope.acquire(conversation.id, ephemeral=conversation.passing)
+        lease.vacated()  # llama-server decides what it keeps of what others have left
+        if conversation.passing:
+            scope.turn = replace(scope.turn, decision="guest:side", slots=(lease.slot,))
+            return scope.turn
+        turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
+        scope.turn = turn
+        await self._note_drift(conversation, turn)
+        turn = await self._placement.prepare(scope, turn, conversation, lease)
+        if turn.slot is not None and chat.dialect != "messages":  # it has no field for a slot
+            members = {"id_slot": orjson.dumps(turn.slot)}
+            turn = replace(turn, forwarded=await _with_members(request, members))
+        scope.turn = turn
+        return turn
 
-    async def _guest(self, way: Forwarding, request: ChatRequest, tenant: str, reason: str) -> None:
-        """Nothing of it is kept."""
-        way.decision = f"guest:{reason}"
-        await self._seating.queue(way, request, tenant)
+    async def _prepare_unmanaged(
+        self, scope: TurnScope, chat: ChatRequest, reason: str
+    ) -> PreparedTurn:
+        """Lease slots for a request of which nothing is kept."""
+        scope.turn = replace(scope.turn, decision=f"guest:{reason}")
+        for slot in _slots_for(scope.request, chat, len(self._slots.pool)):
+            lease = await scope.acquire(f"guest-{id(scope)}", ephemeral=True, slot=slot)
+            lease.vacated()
+        slots = tuple(lease.slot for lease in scope.leases)
+        scope.turn = replace(scope.turn, slots=slots)
+        return scope.turn
 
-    async def _note_drift(self, known: Conversation, seat: SnapshotTurn) -> None:
-        """Say why a request does not go on from the one before it, if it does not."""
-        asked = Asked(seat.body, seat.boundary, await run_off_loop(seat.body, _opening, seat.body))
-        before = self._conversations.asked_before(known, asked)
-        known.asked = asked
-        if before is None or common_prefix(before.boundary, seat.prompt) >= len(before.boundary):
-            return
-        larger = max(before.body, seat.body, key=len)
-        found = await run_off_loop(larger, _drift, before.body, seat.body)
-        known.drift = found.summary()
-        self._metrics.drifts.labels(cause=found.cause).inc()
-        _log.info("session %s departs from what it was: %s", known.id, known.drift)
-
-    async def _render(
-        self, way: Forwarding, request: ChatRequest, client: Client, tenant: str
-    ) -> SnapshotTurn | None:
-        """None when llama-server counts other tokens than we do, so that we know nothing of it."""
-        way.stage = "render"
-        body, path = way.body, _COUNTED.get(request.dialect)
-        self._calls.check_size(body)
-        if path is not None:
-            body = await run_off_loop(body, _chat_body, body, request.dialect)
-        if self._facts.stability(request.has_tools).boundary:
+    async def _render(self, scope: TurnScope, chat: ChatRequest) -> SnapshotTurn | None:
+        """Render a request; None when llama-server counts other tokens than the rendering has."""
+        scope.trace.stage = "render"
+        request = scope.request
+        body, headers = request.body, request.headers
+        count_path = _COUNT_PATHS.get(chat.dialect)
+        self._api.check_size(body)
+        if count_path is not None:
+            body = await run_off_loop(body, _chat_body, body, chat.dialect)
+        n_stable = 0
+        if self.probe.stability(chat.has_tools).boundary:
             past = await run_off_loop(body, boundary, body)
-            prompt, n_stable = await self._calls.boundary(body, past, client)
+            prompt, n_stable = await self._api.render_with_history(body, past, headers)
         else:
-            prompt, n_stable = await self._calls.render(body, client), 0
-        if path is not None and await self._calls.count(path, way.body, client) != len(prompt):
-            return None
-        return SnapshotTurn(request, tenant, body, prompt, prompt[:n_stable])
+            prompt = await self._api.render(body, headers)
+        if count_path is not None:
+            if await self._api.count_tokens(count_path, request.body, headers) != len(prompt):
+                return None
+        return SnapshotTurn(
+            request=request,
+            forwarded=ForwardedBody(request.body),
+            chat=chat,
+            body=body,
+            prompt=prompt,
+            boundary=prompt[:n_stable],
+        )
 
-    async def settle(self, way: Forwarding, client: Client, enough: Callable[[], bool]) -> None:
-        """The answer is over, or its client gone: wait for the slot, remember what is in it.
+    async def _note_drift(self, conversation: Conversation, turn: SnapshotTurn) -> None:
+        """Record why a request does not continue the one before it, if it does not."""
+        sent = SentRequest(
+            turn.body, turn.boundary, await run_off_loop(turn.body, _opening, turn.body)
+        )
+        before = request_before(self._conversations, conversation, sent)
+        conversation.snapshots = replace(conversation.snapshots, sent=sent)
+        if before is None:
+            return
+        if common_prefix(before.boundary, turn.prompt) >= len(before.boundary):
+            return
+        larger = max(before.body, turn.body, key=len)
+        found = await run_off_loop(larger, _drift, before.body, turn.body)
+        conversation.snapshots = replace(conversation.snapshots, drift=found.summary())
+        self._metrics.drifts.labels(cause=found.cause).inc()
+        _log.info("session %s departs from what it was: %s", conversation.id, found.summary())
 
-        The wait ends when `enough` says so.
+    def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
+        """Return True for every managed turn: its slot is looked at while it is leased."""
+        return isinstance(turn, SnapshotTurn)
+
+    async def drain(self, turn: PreparedTurn, outcome: Outcome) -> None:
+        """Wait until llama-server is done with the turn, and record what its slot holds.
+
+        The wait ends early when the proxy stops.
         """
-        seat = way.seat
-        if seat is None:
+        if not isinstance(turn, SnapshotTurn):
             return
-        if not way.observer.done:
-            await self._places.until_idle(seat, client, enough)
-        await self._places.settled(way, seat, client)
+        if not outcome.is_finished:
+            await self._placement.until_idle(turn, turn.request.headers, self.is_stopping)
+        await self._placement.record_reply(turn, outcome)
 
-    def parted(self, way: Forwarding, client: Client) -> None:
-        """The slot is given back: use the time until the next request."""
-        known, seat = way.conversation, way.seat
-        if not (self.on and self._config.look_ahead and way.observer.done):
+    def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
+        """Do nothing: `drain` has recorded how the turn ended."""
+
+    def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
+        """Decode ahead of the next turn, once the slot is released."""
+        if not (self.is_enabled and self._config.look_ahead and outcome.is_finished):
             return
-        if seat is None or known is None:
+        if not isinstance(turn, SnapshotTurn) or turn.conversation is None:
             return
-        self._ahead.run(self._look_ahead.run(known, seat, client), known.id)
+        if len(turn.prompt) >= self._config.min_tokens:
+            self._lookahead.start(turn, turn.conversation)
+
+
+def request_before(
+    conversations: Iterable[Conversation], conversation: Conversation, sent: SentRequest
+) -> SentRequest | None:
+    """Return the request that one of a conversation is expected to continue.
+
+    For a new conversation, the latest of the same name, or with the same opening: when the front of
+    a prompt changes, nothing but these connects the two.
+    """
+    if conversation.snapshots.sent is not None:
+        return conversation.snapshots.sent
+    named: list[SentRequest] = []
+    alike: list[SentRequest] = []
+    for other in conversations:
+        other_sent = other.snapshots.sent
+        if other_sent is None or other.tenant != conversation.tenant:
+            continue
+        if conversation.name and other.name == conversation.name:
+            named.append(other_sent)
+        if sent.opening and other_sent.opening == sent.opening:
+            alike.append(other_sent)
+    return next(reversed(named or alike), None)
+
+
+def _slots_for(request: ParsedRequest, chat: ChatRequest, n_slots: int) -> Sequence[int | None]:
+    """The slots of a request in ascending order, so that two never wait for each other.
+
+    None is a slot that llama-server chooses.
+    """
+    named = request.id_slot
+    wanted = named if named is not None and 0 <= named < n_slots else None
+    if chat.n == 1:
+        return (wanted,)
+    if request.is_batch:  # llama-server chooses the slots of its prompts
+        return range(n_slots)
+    return taken_by(chat.n, n_slots, wanted or 0)
+
+
+async def _with_members(request: ParsedRequest, members: dict[str, bytes]) -> ForwardedBody:
+    """The body of a request with members put at its top level; large ones are not copied."""
+    body = request.body
+    keys = request.chat.keys if request.chat is not None else ()
+    if is_large(body) and members.keys().isdisjoint(keys):
+        return ForwardedBody(body, members)
+
+    def edited() -> bytes:
+        return edit_top_level(body, members, (), keys=keys)
+
+    return ForwardedBody(await run_off_loop(body, edited))
 
 
 def _opening(body: bytes) -> bytes:
@@ -266,7 +381,7 @@ def _opening(body: bytes) -> bytes:
 
 
 def _drift(before: bytes, now: bytes) -> Drift:
-    """Why a chat body does not go on from an earlier one."""
+    """Why a chat body does not continue an earlier one."""
     return drift(parse_object(before), parse_object(now)) or Drift("template")
 
 

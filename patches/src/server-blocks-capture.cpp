@@ -1,5 +1,6 @@
-// the calls about attention: what is captured of a slot, and what it says about ranges of positions
+#include "server-blocks-capture.h"
 
+#include "server-blocks-hash.h"
 #include "server-blocks-json.h"
 
 #include "base64.hpp"
@@ -7,20 +8,21 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
+#include <set>
 
 namespace {
 
-// memory that what is captured of one slot may take: of the host, and with all other slots where the model is computed
+// Limits of memory: of the host for one slot, and of the device for all slots together.
 constexpr size_t MAX_CAPTURE_BYTES        = size_t(512)*1024*1024;
 constexpr size_t MAX_CAPTURE_DEVICE_BYTES = size_t(1024)*1024*1024;
 
-// how often the ranges of one call may cover the slot's tokens
+// how many times the ranges of one call may cover the slot's tokens
 constexpr int64_t OVERLAP = 16;
 
-// what the main loop computes for one call: values of keys compared, and multiplied with query rows
+// values that one call may compute: comparisons of keys, and products of keys with query rows
 constexpr int64_t MAX_WORK = int64_t(1) << 28;
 
-// numbers of masses in one reply, those of all heads together
+// masses in one reply, of all heads together
 constexpr int64_t MAX_MASSES = int64_t(1) << 18;
 
 const char * mode_names[] = { "ewma", "sum", "snapkv" };
@@ -40,7 +42,7 @@ bool get_flag(const json & op, const char * key) {
         return false;
     }
     const json & value = op.at(key);
-    if (value.is_string()) { // of a query string
+    if (value.is_string()) { // from a query string
         return value.get<std::string>() == "1" || value.get<std::string>() == "true";
     }
     if (!value.is_boolean()) {
@@ -93,10 +95,10 @@ json params_json(const llama_attn_params & params) {
     };
 }
 
-// "0-64,64-128" or [[0, 64], [64, 128]]; everything where there is none
+// Returns the ranges of a field: "0-64,64-128" or [[0, 64], [64, 128]]; one range of all tokens when it is missing.
 std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const char * key, llama_pos n_tokens) {
     std::vector<std::pair<llama_pos, llama_pos>> res;
-    int64_t n_left = OVERLAP*std::max<int64_t>(n_tokens, OVERLAP); // what the main loop looks at for one call
+    int64_t n_left = OVERLAP*std::max<int64_t>(n_tokens, OVERLAP); // positions that the ranges may still cover
     const auto add = [&](int64_t p0, int64_t p1) {
         if (p0 < 0 || p1 < p0 || p1 > std::numeric_limits<llama_pos>::max()) {
             fail_request(string_format("\"%s\" must be from-to with 0 <= from <= to", key));
@@ -134,14 +136,14 @@ std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const
     return res;
 }
 
-void check_work(const char * key, int64_t needed, int64_t allowed, const char * advice) {
+void check_limit(const char * key, int64_t needed, int64_t allowed, const char * advice) {
     if (needed > allowed) {
         fail(400, "too_much_work", string_format("\"%s\" need %" PRId64 " values in one call, %" PRId64 " are allowed: %s",
             key, needed, allowed, advice), json { {"needed", needed}, {"allowed", allowed} });
     }
 }
 
-// little-endian f32, padded base64
+// Returns values as padded base64 of little-endian float32.
 std::string encoded(const std::vector<float> & values) {
     std::vector<uint8_t> bytes;
     bytes.reserve(4*values.size());
@@ -159,65 +161,73 @@ std::string encoded(const std::vector<float> & values) {
 
 } // namespace
 
-json server_blocks::attention_props() const {
+json server_blocks_capture::props() const {
     return json {
-        {"layers",     llama_attn_capture_layers(ctx)},
+        {"layers",     llama_attn_capture_layers(context.ctx)},
         {"max_layers", LLAMA_ATTN_MAX_LAYERS},
         {"max_window", LLAMA_ATTN_MAX_WINDOW},
     };
 }
 
-json server_blocks::op_capture(const json & op, const server_blocks_slot & slot, bool dry) {
-    if (const char * why = llama_attn_capture_unsupported(ctx)) {
-        fail(501, "not_supported_error", string_format("attention cannot be captured: %s", why));
+json server_blocks_capture::run_op(const json & op, const server_blocks_slot & slot, bool dry) const {
+    if (const char * reason = llama_attn_capture_unsupported(context.ctx)) {
+        fail(501, "not_supported_error", string_format("attention cannot be captured: %s", reason));
     }
-    auto params = get_params(op, llama_attn_capture_layers(ctx));
-    fit_capture(params, slot.id);
-    const size_t bytes = llama_attn_capture_bytes(ctx, params, slot.n_ctx);
+    auto params = get_params(op, llama_attn_capture_layers(context.ctx));
+    fit(params, slot.id);
+    const size_t bytes = llama_attn_capture_bytes(context.ctx, params, slot.n_ctx);
     if (bytes > MAX_CAPTURE_BYTES) {
         fail_request(string_format("this would take %zu MiB of host memory, %zu are allowed: fewer layers, no per_head, or a smaller window",
             bytes >> 20, MAX_CAPTURE_BYTES >> 20));
     }
-    if (dry) {
-        std::set<int32_t> all(params.layers.begin(), params.layers.end());
-        for (int id = 0; id < n_slots; ++id) {
-            if (const auto * other = llama_attn_capture_get(ctx, id); other && id != slot.id) {
-                all.insert(other->layers.begin(), other->layers.end());
-            }
-        }
-        if ((int32_t) all.size() > LLAMA_ATTN_MAX_LAYERS) {
-            fail_request(string_format("at most %d layers can be captured in all slots together", LLAMA_ATTN_MAX_LAYERS));
-        }
-        const auto * now = llama_attn_capture_get(ctx, slot.id);
-        if (!(now && *now == params) && !llama_attn_capture_reserve(ctx, slot.id, params)) {
-            fail(503, "no_memory", "there is no memory for the attention where the model is computed: fewer layers, "
-                "no per_head, or a smaller window", json { {"needed", llama_attn_capture_device_bytes(ctx, slot.id, params)} });
-        }
-        return {};
+    if (!dry) {
+        llama_attn_capture_set(context.ctx, slot.id, params);
+        return params_json(params);
     }
-    llama_attn_capture_set(ctx, slot.id, params);
-    return params_json(params);
+    std::set<int32_t> all(params.layers.begin(), params.layers.end());
+    for (int id = 0; id < context.n_slots(); ++id) {
+        if (const auto * other = llama_attn_capture_get(context.ctx, id); other && id != slot.id) {
+            all.insert(other->layers.begin(), other->layers.end());
+        }
+    }
+    if ((int32_t) all.size() > LLAMA_ATTN_MAX_LAYERS) {
+        fail_request(string_format("at most %d layers can be captured in all slots together", LLAMA_ATTN_MAX_LAYERS));
+    }
+    const auto * present = llama_attn_capture_get(context.ctx, slot.id);
+    if (!(present && *present == params) && !llama_attn_capture_reserve(context.ctx, slot.id, params)) {
+        fail(503, "no_memory", "there is no memory for the attention where the model is computed: fewer layers, "
+            "no per_head, or a smaller window", json { {"needed", llama_attn_capture_device_bytes(context.ctx, slot.id, params)} });
+    }
+    return {};
 }
 
-// fewer rows where as many as asked for would take too much; always the same for the same slots
-void server_blocks::fit_capture(llama_attn_params & params, int id) const {
-    while (!params.layers.empty() && llama_attn_capture_device_bytes(ctx, id, params) > MAX_CAPTURE_DEVICE_BYTES) {
+bool server_blocks_capture::start(int id, llama_attn_params params) const {
+    if (llama_attn_capture_get(context.ctx, id)) {
+        return true;
+    }
+    fit(params, id);
+    return llama_attn_capture_reserve(context.ctx, id, params) && llama_attn_capture_set(context.ctx, id, params);
+}
+
+// Reduces the rows of `params` until they fit the limit of device memory; the same for the same slots.
+void server_blocks_capture::fit(llama_attn_params & params, int id) const {
+    while (!params.layers.empty() && llama_attn_capture_device_bytes(context.ctx, id, params) > MAX_CAPTURE_DEVICE_BYTES) {
         if (params.window <= 1 && params.queries <= 1) {
             fail_request(string_format("this would take %zu MiB where the model is computed, %zu are allowed: fewer layers, or no per_head",
-                llama_attn_capture_device_bytes(ctx, id, params) >> 20, MAX_CAPTURE_DEVICE_BYTES >> 20));
+                llama_attn_capture_device_bytes(context.ctx, id, params) >> 20, MAX_CAPTURE_DEVICE_BYTES >> 20));
         }
         params.window  = std::max(1, params.window/2);
         params.queries = std::min(params.queries, std::max(1, params.queries/2));
     }
 }
 
-json server_blocks::run_attention(const json & body, const server_blocks_slot & slot) const {
-    if (const char * why = llama_attn_capture_unsupported(ctx)) {
-        fail(501, "not_supported_error", string_format("attention cannot be captured: %s", why));
+json server_blocks_capture::report(const json & body, const server_blocks_slot & slot) const {
+    if (const char * reason = llama_attn_capture_unsupported(context.ctx)) {
+        fail(501, "not_supported_error", string_format("attention cannot be captured: %s", reason));
     }
     const llama_pos n_tokens = slot.prompt->n_tokens();
     const auto ranges   = get_ranges(body, "ranges", n_tokens);
-    const auto * params = llama_attn_capture_get(ctx, slot.id);
+    const auto * params = llama_attn_capture_get(context.ctx, slot.id);
     const bool per_head = get_flag(body, "per_head");
     if (per_head && params && !params->per_head) {
         fail_request("\"per_head\" was not asked for when capturing began");
@@ -240,22 +250,22 @@ json server_blocks::run_attention(const json & body, const server_blocks_slot & 
     };
     int64_t n_heads = 0;
     for (size_t i = 0; per_head && params && i < params->layers.size(); ++i) {
-        n_heads += llama_attn_capture_n_head(ctx, params->layers[i]);
+        n_heads += llama_attn_capture_n_head(context.ctx, params->layers[i]);
     }
-    check_work("ranges", (n_heads + 2)*(int64_t) ranges.size(), MAX_MASSES, "fewer ranges in one call, or no per_head");
-    check_attention_work(body, slot);
+    check_limit("ranges", (n_heads + 2)*(int64_t) ranges.size(), MAX_MASSES, "fewer ranges in one call, or no per_head");
+    check_work(body, slot);
     json res = params_json(params ? *params : llama_attn_params());
     res["id"]    = slot.id;
-    res["epoch"] = state[slot.id].epoch;
+    res["epoch"] = context.slots[slot.id].epoch();
     llama_attn_sums all;
     if (n_heads == 0) {
-        all = llama_attn_capture_sums(ctx, slot.id);
-    } else { // every value is gone through once: all heads together are the mean of each
+        all = llama_attn_capture_sums(context.ctx, slot.id);
+    } else { // each value is read once: the total is the mean of the heads
         json heads = json::array();
         int32_t channel = 0;
         for (const int32_t layer : params->layers) {
-            for (int32_t head = 0; head < llama_attn_capture_n_head(ctx, layer); ++head) {
-                auto sums = llama_attn_capture_sums(ctx, slot.id, channel++);
+            for (int32_t head = 0; head < llama_attn_capture_n_head(context.ctx, layer); ++head) {
+                auto sums = llama_attn_capture_sums(context.ctx, slot.id, channel++);
                 json one { {"layer", layer}, {"head", head} };
                 masses(sums, one, false);
                 heads.push_back(std::move(one));
@@ -283,9 +293,9 @@ json server_blocks::run_attention(const json & body, const server_blocks_slot & 
     return res;
 }
 
-// values that "bounds" and "products" of a call go through, before any of them is
-void server_blocks::check_attention_work(const json & body, const server_blocks_slot & slot) const {
-    const auto * params = llama_attn_capture_get(ctx, slot.id);
+// Checks how many values "bounds" and "products" of a call need, before any of them is computed.
+void server_blocks_capture::check_work(const json & body, const server_blocks_slot & slot) const {
+    const auto * params = llama_attn_capture_get(context.ctx, slot.id);
     int64_t n = 0;
     for (const char * key : { "bounds", "products" }) {
         if (!params || !body.contains(key)) {
@@ -295,14 +305,14 @@ void server_blocks::check_attention_work(const json & body, const server_blocks_
         for (const auto & r : get_ranges(body, key, slot.prompt->n_tokens())) {
             n_rows += std::max(0, std::min<llama_pos>(r.second, slot.prompt->n_tokens()) - r.first);
         }
-        n += n_rows*(key[0] == 'b' ? llama_attn_capture_bounds_work(ctx, params->layers) : llama_attn_capture_products_work(ctx, slot.id));
-        check_work(key, n, MAX_WORK, "ask for fewer ranges in one call");
+        n += n_rows*(key[0] == 'b' ? llama_attn_capture_bounds_work(context.ctx, params->layers) : llama_attn_capture_products_work(context.ctx, slot.id));
+        check_limit(key, n, MAX_WORK, "ask for fewer ranges in one call");
     }
 }
 
-json server_blocks::queries_json(const server_blocks_slot & slot) const {
+json server_blocks_capture::queries_json(const server_blocks_slot & slot) const {
     json res { {"pos", json::array()}, {"n_head", 0}, {"n_embd", 0}, {"data", ""} };
-    const auto * queries = llama_attn_capture_queries(ctx, slot.id);
+    const auto * queries = llama_attn_capture_queries(context.ctx, slot.id);
     if (queries && !queries->pos.empty()) {
         std::vector<float> all;
         for (const auto & rows : queries->layers) {
@@ -313,115 +323,88 @@ json server_blocks::queries_json(const server_blocks_slot & slot) const {
     return res;
 }
 
-// of resident ranges from their rows, of others as they were kept when the range was saved
-json server_blocks::bounds_json(const json & body, const server_blocks_slot & slot) const {
-    const auto * params = llama_attn_capture_get(ctx, slot.id);
+server_blocks_text server_blocks_capture::text_of(const server_blocks_slot & slot) const {
+    return server_blocks_text(*slot.prompt, context.slots[slot.id]);
+}
+
+// the latest copy of exactly this range of the slot's text, or nullptr
+const server_blocks_copy * server_blocks_capture::find_copy(const std::string & tenant, const server_blocks_text & text, llama_pos p0, llama_pos p1) const {
+    return p1 < (llama_pos) text.hashes.size() ? store.find_latest(tenant, text.hashes[p1], p0, p1) : nullptr;
+}
+
+// bounds of resident ranges from their rows, of others from the copy that was saved with them
+json server_blocks_capture::bounds_json(const json & body, const server_blocks_slot & slot) const {
+    const auto * params = llama_attn_capture_get(context.ctx, slot.id);
     const auto   layers = params ? params->layers : std::vector<int32_t>();
     const auto   ranges = get_ranges(body, "bounds", slot.prompt->n_tokens());
-    const auto   hashes = prefix_hashes(slot.prompt->tokens.get_text_tokens(), state[slot.id].adapters);
-    const std::string tenant = json_value(body, "tenant", std::string());
-    json known = json::array();
-    json n_key = json::array();
+    const auto   text   = text_of(slot);
+    json available = json::array();
+    json n_key     = json::array();
     for (const int32_t layer : layers) {
-        n_key.push_back(llama_attn_capture_n_key(ctx, layer));
+        n_key.push_back(llama_attn_capture_n_key(context.ctx, layer));
     }
     std::vector<float> all;
     for (const auto & r : ranges) {
-        auto values = llama_attn_capture_bounds(ctx, slot.id, r.first, r.second, layers);
-        const auto * copy = values.empty() ? copy_of(tenant, hashes, r.first, r.second) : nullptr;
+        auto values = llama_attn_capture_bounds(context.ctx, slot.id, r.first, r.second, layers);
+        const auto * copy = values.empty() ? find_copy(get_tenant(body), text, r.first, r.second) : nullptr;
         if (copy && copy->bounds.layers == layers) {
             values = copy->bounds.values;
         }
-        known.push_back(!values.empty());
+        available.push_back(!values.empty());
         all.insert(all.end(), values.begin(), values.end());
     }
-    return json { {"layers", layers}, {"n_key", n_key}, {"known", known}, {"data", encoded(all)} };
+    return json { {"layers", layers}, {"n_key", n_key}, {"known", available}, {"data", encoded(all)} };
 }
 
-// the copy of exactly this range of the slot's text, or nullptr
-const server_blocks::saved * server_blocks::copy_of(const std::string & tenant, const std::vector<uint64_t> & hashes, llama_pos p0, llama_pos p1) const {
-    const saved * res = nullptr;
-    if (p1 < (llama_pos) hashes.size()) { // the latest of those that differ in what was visible
-        for (auto it = store.lower_bound({ tenant, hashes[p1], p0, p1, 0 }); it != store.end(); ++it) {
-            const auto & [owner, hash, begin, end, visibility] = it->first;
-            if (owner != tenant || hash != hashes[p1] || begin != p0 || end != p1) {
-                break;
-            }
-            res = !res || res->used < it->second.used ? &it->second : res;
-        }
-    }
-    return res;
-}
-
-// what the bounds are bounds of: the greatest product itself, of resident rows and of copies in host memory
-json server_blocks::products_json(const json & body, const server_blocks_slot & slot) const {
+// the greatest product of each query row with the keys of each range, of resident rows and of copies in host memory
+json server_blocks_capture::products_json(const json & body, const server_blocks_slot & slot) const {
     const auto ranges = get_ranges(body, "products", slot.prompt->n_tokens());
-    const auto hashes = prefix_hashes(slot.prompt->tokens.get_text_tokens(), state[slot.id].adapters);
-    const std::string tenant = json_value(body, "tenant", std::string());
-    json known = json::array();
+    const auto text   = text_of(slot);
+    json available = json::array();
     std::vector<float> all;
     for (const auto & r : ranges) {
-        const auto * copy = copy_of(tenant, hashes, r.first, r.second);
+        const auto * copy = find_copy(get_tenant(body), text, r.first, r.second);
         const bool in_ram = copy && copy->in_ram() && !copy->reading;
-        const auto values = llama_attn_capture_products(ctx, slot.id, r.first, r.second, in_ram ? &copy->kv : nullptr);
-        known.push_back(!values.empty());
+        const auto values = llama_attn_capture_products(context.ctx, slot.id, r.first, r.second, in_ram ? &copy->kv : nullptr);
+        available.push_back(!values.empty());
         all.insert(all.end(), values.begin(), values.end());
     }
-    const auto * params  = llama_attn_capture_get(ctx, slot.id);
-    const auto * queries = llama_attn_capture_queries(ctx, slot.id);
+    const auto * params  = llama_attn_capture_get(context.ctx, slot.id);
+    const auto * queries = llama_attn_capture_queries(context.ctx, slot.id);
     return json {
         {"layers", params ? params->layers : std::vector<int32_t>()}, {"pos", queries ? queries->pos : std::vector<llama_pos>()},
-        {"n_head", queries ? queries->n_head : 0}, {"n_embd", queries ? queries->n_embd : 0}, {"known", known}, {"data", encoded(all)},
+        {"n_head", queries ? queries->n_head : 0}, {"n_embd", queries ? queries->n_embd : 0}, {"known", available}, {"data", encoded(all)},
     };
 }
 
-// kept with a copy while query rows are captured in its slot: what is not resident can still be scored
-server_blocks_bounds server_blocks::key_bounds(int id, llama_pos p0, llama_pos p1) const {
-    const auto * params = llama_attn_capture_get(ctx, id);
+server_blocks_bounds server_blocks_capture::key_bounds(int id, llama_pos p0, llama_pos p1) const {
+    const auto * params = llama_attn_capture_get(context.ctx, id);
     if (!params || params->queries == 0) {
         return {};
     }
-    return { params->layers, llama_attn_capture_bounds(ctx, id, p0, p1, params->layers) };
+    return { params->layers, llama_attn_capture_bounds(context.ctx, id, p0, p1, params->layers) };
 }
 
-// a copy that is there already, of rows that are resident: it may have been made before anybody captured these layers
-void server_blocks::keep_bounds(block_it it, int id) {
-    auto & block = it->second;
-    const auto * params = llama_attn_capture_get(ctx, id);
-    if (!block.in_ram() || !params || params->queries == 0 || block.bounds.layers == params->layers) {
-        return;
-    }
-    auto bounds = key_bounds(id, block.kv.p0, block.kv.p1);
-    if (ram_used + bytes_aside - block.bounds.size() + bounds.size() > ram_budget) {
-        return;
-    }
-    leave(it);
-    block.bytes += bounds.size() - block.bounds.size();
-    block.bounds  = std::move(bounds);
-    block.renamed = true;
-    enter(it);
+bool server_blocks_capture::lacks_bounds(int id, const server_blocks_copy & copy) const {
+    const auto * params = llama_attn_capture_get(context.ctx, id);
+    return copy.in_ram() && params && params->queries > 0 && copy.bounds.layers != params->layers;
 }
 
-// of a file: whether it has them of layers that there are, and of each as many as it must
-bool server_blocks::bounds_fit(const server_blocks_bounds & bounds) const {
-    const auto possible = llama_attn_capture_layers(ctx);
-    size_t n = 0;
-    for (const int32_t layer : bounds.layers) {
-        if (!std::binary_search(possible.begin(), possible.end(), layer)) {
-            return false;
-        }
-        n += 2*llama_attn_capture_n_key(ctx, layer);
-    }
-    return bounds.values.size() == n;
-}
-
-size_t server_blocks::key_bounds_size(int id) const {
-    const auto * params = llama_attn_capture_get(ctx, id);
+size_t server_blocks_capture::key_bounds_bytes(int id) const {
+    const auto * params = llama_attn_capture_get(context.ctx, id);
     size_t n = 0;
     if (params && params->queries > 0) {
         for (const int32_t layer : params->layers) {
-            n += sizeof(int32_t) + 2*sizeof(float)*llama_attn_capture_n_key(ctx, layer);
+            n += sizeof(int32_t) + 2*sizeof(float)*llama_attn_capture_n_key(context.ctx, layer);
         }
     }
     return n;
+}
+
+std::map<int32_t, int32_t> server_blocks_capture::key_channels(const llama_context * ctx) {
+    std::map<int32_t, int32_t> res;
+    for (const int32_t layer : llama_attn_capture_layers(ctx)) {
+        res[layer] = llama_attn_capture_n_key(ctx, layer);
+    }
+    return res;
 }

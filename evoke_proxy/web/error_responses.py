@@ -1,4 +1,4 @@
-"""Which path speaks which dialect, and how our own errors look in each."""
+"""Errors as clients expect them: in the format of OpenAI or of Anthropic, by path."""
 
 from __future__ import annotations
 
@@ -8,48 +8,6 @@ import orjson
 from aiohttp import web
 
 from evoke_proxy.errors import EvokeError, MethodRefused, UpstreamError, UpstreamRejected
-
-# The paths that make llama-server generate, with the name of their dialect. Raw prompts carry no
-# conversation, but take a slot as every other.
-ANSWER_PATHS = {
-    "/v1/chat/completions": "chat",
-    "/chat/completions": "chat",
-    "/v1/responses": "responses",
-    "/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/completions": "completions",
-    "/completions": "completions",
-    "/completion": "completions",
-    "/infill": "completions",
-}
-# Those that only count the tokens such a request would have.
-COUNT_PATHS = {
-    "/v1/chat/completions/input_tokens": "chat",
-    "/v1/responses/input_tokens": "responses",
-    "/v1/messages/count_tokens": "messages",
-}
-# Other paths to which clients send JSON: it is read and checked before llama-server gets it.
-JSON_PATHS = frozenset(
-    """
-    /tokenize /detokenize /apply-template /embedding /embeddings /v1/embeddings /rerank /reranking
-    /v1/rerank /v1/reranking /chat/completions/input_tokens /responses/input_tokens
-    """.split()
-)
-
-# Paths to which clients send forms: files with fields.
-FORM_PATHS = frozenset(("/v1/audio/transcriptions", "/audio/transcriptions"))
-
-# Answered by a call of our own, for everybody: a load balancer has no key.
-HEALTH_PATHS = frozenset(("/health", "/v1/health"))
-
-_OTHER_PATHS = COUNT_PATHS.keys() | frozenset(
-    """
-    / /health /v1/health /metrics /props /models /v1/models
-    /embedding /embeddings /v1/embeddings /rerank /reranking
-    /v1/rerank /tokenize /detokenize /apply-template /lora-adapters /slots
-    /evoke/health /evoke/ready
-    """.split()
-)
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -68,23 +26,14 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def endpoint_label(path: str) -> str:
-    """A path as a metric label: known ones by name, the rest as `other`."""
-    if path in ANSWER_PATHS or path in _OTHER_PATHS:
-        return path
-    if path == "/evoke" or path.startswith("/evoke/"):
-        return "/evoke/{path}"
-    return "/slots/{id}" if path.startswith("/slots/") else "other"
-
-
 def error_event(path: str, error: EvokeError) -> bytes:
-    """The last event of a stream of `path` that fails, as llama-server would send it."""
+    """The event that ends a failed stream of `path`, in the format of llama-server."""
     event = b"event: error\n" if _speaks_anthropic(path) else b""
     return event + b"data: " + orjson.dumps(_body(path, error)) + b"\n\n"
 
 
 def error_response(path: str, error: EvokeError) -> web.Response:
-    """Our error as the client of `path` expects errors to look."""
+    """The response to a failed request of `path`."""
     body = _body(path, error)
     response = web.Response(
         status=error.status, body=orjson.dumps(body), content_type="application/json"
@@ -103,7 +52,7 @@ def _speaks_anthropic(path: str) -> bool:
 
 def _body(path: str, error: EvokeError) -> dict[str, object]:
     if isinstance(error, UpstreamRejected) and error.error:
-        # Its own words, in its own shape.
+        # The error object of llama-server is passed on as it is.
         anthropic = {"type": "error"} if _speaks_anthropic(path) else {}
         return anthropic | {"error": error.error}
     return _anthropic(error) if _speaks_anthropic(path) else _openai(error)
@@ -122,5 +71,5 @@ def _anthropic(error: EvokeError) -> dict[str, object]:
 
 
 def _message(error: EvokeError) -> str:
-    """What a client is told: never where llama-server is."""
+    """The message for the client, which never contains the address of llama-server."""
     return error.public if isinstance(error, UpstreamError) else str(error)

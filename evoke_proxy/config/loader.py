@@ -1,0 +1,447 @@
+"""Reads settings: command line > EVOKE_* environment > YAML file > default; and reloads them.
+
+Every value is checked against `schema`. A ConfigError names the key and says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import ipaddress
+import os
+import re
+import reprlib
+import select
+import stat
+import types
+import typing
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import yaml
+
+from evoke_proxy.config.schema import (
+    POLICIES,
+    REMOVED,
+    Config,
+    Setting,
+    all_fields,
+    env_name,
+    is_url,
+    keys,
+    parse_listen,
+    sections,
+    settings,
+    value_at,
+)
+from evoke_proxy.errors import ConfigError
+
+# Numbers as in YAML 1.2. YAML 1.1 reads 010000 as octal, 1:30 as 90, and 1e3 as a text.
+_INTEGER = re.compile(r"\A(?:[-+]?[0-9][0-9_]*\Z|0x[0-9a-fA-F]+\Z)")
+_REAL = re.compile(
+    r"\A(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z)",
+    re.IGNORECASE,
+)
+_MAX_NUMBER_CHARS = 40
+# Seconds to wait for the writer of a pipe that is given as a file.
+_PIPE_TIMEOUT_S = 5.0
+_INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+# Variables with the prefix EVOKE_ that belong to the server build, to tests and to clients.
+_OTHER_VARIABLES = frozenset(
+    ("EVOKE_CACHE", "EVOKE_KEY", "EVOKE_PATCHED_SERVER", "EVOKE_STOCK_SERVER", "EVOKE_SERVER_ARGS")
+)
+# Kubernetes sets variables with these endings for a service whose name begins with `evoke`.
+_SERVICE_SUFFIXES, _SERVICE_PORT = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT"), "_SERVICE_PORT_"
+_SERVICE_PORT_SUFFIX = re.compile(r"_PORT_[0-9]{1,5}_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?\Z")
+_TYPE_NAMES: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    tuple[str, ...]: "a list of texts",
+    tuple[int, ...]: "a list of whole numbers",
+}
+
+
+def load(
+    path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """Load the configuration from a file, then `env`, then `overrides`.
+
+    `env` is the whole environment, of which the EVOKE_* variables count. `overrides` are values by
+    dotted key, tuning values included; None means "not given". Raises ConfigError.
+    """
+    tree = read_file(path) if path is not None else {}
+    _check_keys(tree, keys())
+    for key, value in _from_environment(env or {}).items():
+        put(tree, key, value)
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            put(tree, key, value)
+    _check_keys(tree, all_fields().keys())
+    config = _build(tree)
+    # An API key often comes from a file, with the end of its line.
+    api_key = config.upstream.api_key.strip()
+    config = replace(config, upstream=replace(config.upstream, api_key=api_key))
+    _check(config)
+    return config
+
+
+# --- reload -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """The result of a reload.
+
+    Attributes:
+        config: What the proxy runs with from now on.
+        applied: Keys that changed and took effect.
+        waiting: Keys that changed and take effect at the next start.
+    """
+
+    config: Config
+    applied: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+def reloaded(running: Config, wanted: Config) -> Reloaded:
+    """The running configuration with the reloadable settings of another one."""
+    changed = [
+        item
+        for item in all_fields().values()
+        if value_at(running, item.key) != value_at(wanted, item.key)
+    ]
+    config = running
+    for item in changed:
+        if item.reloadable:
+            config = _replaced(config, item.key, value_at(wanted, item.key))
+    return Reloaded(
+        config=config,
+        applied=tuple(item.key for item in changed if item.reloadable),
+        waiting=tuple(item.key for item in changed if not item.reloadable),
+    )
+
+
+def _replaced(config: Config, key: str, value: Any) -> Config:
+    section, _, name = key.partition(".")
+    changed: Any = replace(getattr(config, section), **{name: value})
+    return replace(config, **{section: changed})
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file, {} for an empty one; ConfigError on anything else."""
+    try:
+        tree = yaml.load(_read_text(path), _StrictLoader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or not a date
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: lists or mappings are nested too deep") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: the top level must be a mapping of keys")
+    return tree
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file or pipe; OSError when nobody writes to the pipe."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if stat.S_ISFIFO(os.fstat(handle).st_mode):
+            ready, _, _ = select.select([handle], [], [], _PIPE_TIMEOUT_S)
+            if not ready:
+                raise OSError(
+                    errno.EAGAIN, f"a pipe that nobody writes to for {_PIPE_TIMEOUT_S:g} s"
+                )
+        os.set_blocking(handle, True)
+        return file.read().decode()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A safe loader with YAML 1.2 numbers that refuses repeated keys."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [pair for pair in pairs if pair[0] not in (_INT_TAG, _FLOAT_TAG)]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """A number; whole ones are integers, however they are written."""
+        return _parse_number(str(self.construct_scalar(node)))
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping; ConfigError when a key repeats, which would silently override the first."""
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, Hashable):
+                raise ConfigError(f"a key must be a word, not a list or a mapping (line {line})")
+            if key in seen:
+                raise ConfigError(f"{key}: given twice (line {line})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(_INT_TAG, _INTEGER, list("-+0123456789"))
+_StrictLoader.add_implicit_resolver(_FLOAT_TAG, _REAL, list("-+0123456789."))
+_StrictLoader.add_constructor(_INT_TAG, _StrictLoader.construct_number)
+_StrictLoader.add_constructor(_FLOAT_TAG, _StrictLoader.construct_number)
+
+
+def _parse_number(text: str) -> int | float:
+    """The number in a text; ConfigError when it is not one, or longer than any setting."""
+    if len(text) > _MAX_NUMBER_CHARS:
+        raise ConfigError(f"a number has {len(text)} characters: {text[:20]}...")
+    if _INTEGER.match(text):
+        digits = text.replace("_", "")
+        return int(digits, 16) if digits.startswith("0x") else int(digits)
+    if _REAL.match(text):
+        number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return int(number) if number.is_integer() else number
+    raise ConfigError(f"{text!r} is not a number")
+
+
+# --- environment --------------------------------------------------------------------------------
+
+
+def _from_environment(env: Mapping[str, str]) -> dict[str, object]:
+    """Values by dotted key; ConfigError for an unknown or removed EVOKE_* variable."""
+    values = {
+        item.key: _parse_variable(env[env_name(item.key)], item)
+        for item in settings().values()
+        if env_name(item.key) in env
+    }
+    _check_variables(env)
+    return values
+
+
+def _parse_variable(text: str, item: Setting) -> object:
+    """The value of a variable, not yet checked: lists are separated by commas, texts are verbatim,
+    anything else is YAML."""
+    bare, is_optional, _ = _unwrapped(item.type)
+    if bare == tuple[str, ...]:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if bare is str:
+        return None if is_optional and text == "null" else text
+    try:
+        return yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError, ConfigError) as error:
+        name = env_name(item.key)
+        raise ConfigError(f"{item.key}: {name}={text[:100]!r} cannot be read") from error
+
+
+def _check_variables(names: Iterable[str]) -> None:
+    """ConfigError for a variable with our prefix that is not a setting: it would have no effect."""
+    allowed = [env_name(key) for key in keys()]
+    removed = {env_name(key): key for key in REMOVED}
+    for name in sorted(names):
+        if not name.startswith("EVOKE_") or name in allowed or name in _OTHER_VARIABLES:
+            continue
+        if _is_service_variable(name):
+            continue
+        if name in removed:
+            key = removed[name]
+            raise ConfigError(f"{name}: {key} was removed, {REMOVED[key]}; unset the variable")
+        near = difflib.get_close_matches(name[:100], allowed, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {near[0]}?" if near else "config/evoke.example.yaml names all settings"
+        )
+        raise ConfigError(f"{name[:100]}: no setting has this variable; {hint}")
+
+
+def _is_service_variable(name: str) -> bool:
+    """Whether Kubernetes sets this variable for a service whose name begins with `evoke`."""
+    is_port = _SERVICE_PORT in name or bool(_SERVICE_PORT_SUFFIX.search(name))
+    return name.endswith(_SERVICE_SUFFIXES) or is_port
+
+
+# --- keys and values ----------------------------------------------------------------------------
+
+
+def put(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set a dotted key; ConfigError when something above it is not a mapping."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = tree.get(parent)
+        if not isinstance(below, dict):
+            below = tree[parent] = {} if below is None else _refuse(parent, "a mapping", below)
+        tree = below
+    tree[last] = value
+
+
+def _check_keys(tree: Mapping[Any, object], allowed: Collection[str], prefix: str = "") -> None:
+    """ConfigError for an unknown or removed key, and for a section that is not a mapping."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in allowed:
+            continue
+        if key in REMOVED:
+            raise ConfigError(f"{key}: was removed, {REMOVED[key]}; delete the key")
+        if prefix or key not in sections():
+            raise ConfigError(_unknown_key(str(name), prefix))
+        if isinstance(value, dict):
+            _check_keys(value, allowed, f"{key}.")
+        elif value is not None:
+            _refuse(key, "a mapping", value)
+
+
+def _unknown_key(name: str, prefix: str) -> str:
+    own = [key.removeprefix(prefix) for key in keys() if key.startswith(prefix)]
+    siblings = own if prefix else [*(key for key in own if "." not in key), *sections()]
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
+    elsewhere = [key for key in keys() if key.rpartition(".")[2] == name]
+    nearest = prefix + near[0] if near else (elsewhere or [""])[0]
+    hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(siblings)}"
+    return f"{prefix}{name}: unknown key; {hint}"
+
+
+def _build(tree: Mapping[str, Any]) -> Config:
+    """The configuration of a tree with valid keys; ConfigError when a value is invalid."""
+    values: dict[str, dict[str, object]] = {}
+    for key, item in all_fields().items():
+        section, _, name = key.rpartition(".")
+        branch = (tree.get(section) or {}) if section else tree
+        if name in branch:
+            values.setdefault(section, {})[name] = _converted(item, branch[name])
+    built = {
+        name: section(**values.pop(name)) for name, section in sections().items() if name in values
+    }
+    return Config(**values.get("", {}), **built)  # type: ignore[arg-type]
+
+
+def _converted(item: Setting, value: object) -> object:
+    """A value of the setting's type and within its range; ConfigError otherwise."""
+    bare, _, meta = _unwrapped(item.type)
+    if bare == tuple[str, ...] and isinstance(value, str):
+        value = [value]
+    if bare is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    try:
+        return msgspec.convert(value, item.type)
+    except msgspec.ValidationError:
+        _refuse_value(item, bare, meta, value)
+
+
+def _refuse_value(item: Setting, bare: Any, meta: msgspec.Meta | None, value: Any) -> NoReturn:
+    try:
+        msgspec.convert(value, bare)
+    except msgspec.ValidationError:
+        _refuse(item.key, _TYPE_NAMES[bare], value)
+    assert meta is not None  # the type is right, so the range is not
+    if meta.le is not None and value > meta.le:
+        wanted = f"at most {meta.le}"
+    else:
+        wanted = "0 or more" if meta.ge is not None else f"more than {meta.gt}"
+    raise ConfigError(
+        f"{item.key}: must be {wanted}, not {value}" + f": {item.why}" * bool(item.why)
+    )
+
+
+def _unwrapped(kind: Any) -> tuple[Any, bool, msgspec.Meta | None]:
+    """A type without None and without its range; whether it had None; the range."""
+    is_optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    if is_optional:
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+    if typing.get_origin(kind) is Annotated:
+        bare, meta = typing.get_args(kind)
+        return bare, is_optional, meta
+    return kind, is_optional, None
+
+
+def _refuse(key: str, wanted: str, value: object) -> NoReturn:
+    raise ConfigError(f"{key}: must be {wanted}, not {reprlib.repr(value)}")
+
+
+# --- rules about values and between settings ----------------------------------------------------
+
+
+def _check(config: Config) -> None:
+    _check_texts(config)
+    for address in config.listen:
+        parse_listen(address)
+    _require(bool(config.listen), "listen", "must name at least one HOST:PORT")
+    _check_admin(config)
+    url = config.upstream.url
+    _require(is_url(url), "upstream.url", f"{url!r} is not http://HOST:PORT")
+    pool = config.pool
+    is_ordered = pool.backoff_max_s >= pool.backoff_s or not pool.servers
+    _require(is_ordered, "pool.backoff_max_s", "must be pool.backoff_s or more")
+    _check_choices(config)
+    _check_bodies(config)
+    _check_budget(config)
+
+
+def _check_texts(config: Config) -> None:
+    for key in keys():
+        value = value_at(config, key)
+        texts = value if isinstance(value, tuple) else (value,)
+        has_nul = any(isinstance(text, str) and "\0" in text for text in texts)
+        _require(not has_nul, key, "must not contain a NUL character")
+    api_key = config.upstream.api_key
+    is_word = api_key.isascii() and api_key.isprintable() and " " not in api_key
+    _require(is_word, "upstream.api_key", "must be one word of ASCII characters")
+
+
+def _check_admin(config: Config) -> None:
+    security = config.security
+    is_shared = bool(security.keys_file) and not security.admin_listen
+    message = (
+        "empty, so that clients may operate the proxy at `listen`, keys or not:"
+        " name an address of its own, or set security.admin_token_file"
+    )
+    _require(not is_shared or bool(security.admin_token_file), "security.admin_listen", message)
+    key = "security.admin_listen" if security.admin_listen else "listen"
+    for address in security.admin_listen or config.listen:
+        host, _ = parse_listen(address)
+        is_safe = _is_loopback(host) or bool(security.admin_token_file)
+        _require(is_safe, key, f"{address} is open to others: it needs security.admin_token_file")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; of all names only localhost counts."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_choices(config: Config) -> None:
+    for key, item in settings().items():
+        value = value_at(config, key)
+        choices = item.choices
+        if key == "policy.name" and config.policy.bench_fields:
+            choices = POLICIES
+        is_valid = not choices or value is None or value in choices
+        _require(is_valid, key, f"{value!r} is not one of {', '.join(choices)}")
+
+
+def _check_bodies(config: Config) -> None:
+    """The largest body must fit into what one tenant may use: see engine/parsing/body_budget.py."""
+    limits = config.limits
+    least = -(-4 * limits.body_bytes // (1 << 20))
+    message = f"must be at least {least}, four times limits.body_bytes, so that one such body fits"
+    _require(limits.bodies_mib >= least, "limits.bodies_mib", message)
+
+
+def _check_budget(config: Config) -> None:
+    budget, least = config.policy.budget, config.policy.least_budget
+    parts = "sink_tokens, recent_tokens and one block of block_tokens"
+    message = f"{budget} is too small: {parts} need {least}"
+    _require(budget is None or budget >= least, "policy.budget", message)
+
+
+def _require(holds: bool, key: str, message: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: {message}")

@@ -1,0 +1,658 @@
+"""Settings: types, ranges, choices, defaults and documentation of every key, as frozen values.
+
+The fields of these classes are the only place that defines a setting. `loader` reads values for
+them, `example` writes config/evoke.example.yaml from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from msgspec import Meta
+
+from evoke_proxy.errors import ConfigError
+
+POLICIES = (
+    *("evoke", "infllm", "discard", "recency", "streaming", "truncate", "no_eviction"),
+    *("h2o", "snapkv", "tova", "scored", "arkvale"),
+    "oracle",
+)
+# Policies that are given the answer's place, and only serve where `policy.bench_fields` is set.
+BENCH_POLICIES = ("oracle",)
+# What `policy.name` may be in a file, a variable or an option.
+SELECTABLE_POLICIES = tuple(name for name in POLICIES if name not in BENCH_POLICIES)
+RECOVERIES = ("kv_restore", "breadcrumb", "discard")
+RECALLS = ("text", "model", "fused", "none")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEVICES = ("auto", "cpu", "cuda")
+POOLINGS = ("cls", "mean")
+# cpp-httplib refuses header lines over 8,192 bytes and more than 100 headers; these leave a margin.
+# See core/request/request_head.py.
+MAX_LINE_BYTES = 8000
+MAX_HEADERS = 90
+
+_MAX = 2**40
+_MAX_TOKENS = 2**30  # llama-server counts tokens in 32 bits
+_MAX_DEPTH = 1000  # deeper JSON cannot be parsed
+
+Count = Annotated[int, Meta(gt=0, le=_MAX)]
+CountOrZero = Annotated[int, Meta(ge=0, le=_MAX)]
+Number = Annotated[float, Meta(gt=0, le=_MAX)]
+NumberOrZero = Annotated[float, Meta(ge=0, le=_MAX)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    reloadable: bool = False,
+    why: str = "",
+) -> Any:
+    """Declare a setting.
+
+    `choices` are the only values of a text. A `reloadable` setting takes effect in a running proxy.
+    `why` explains the range to a reader of the error message.
+    """
+    metadata = {"doc": doc, "choices": choices, "reloadable": reloadable, "why": why}
+    return field(default=default, metadata=metadata)
+
+
+def tuning(default: Any) -> Any:
+    """Declare a constant that benches and tests vary; files and variables cannot set it."""
+    return field(default=default, metadata={"reloadable": True})
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamConfig:
+    """The llama-server behind the proxy, and how it is called."""
+
+    url: str = setting("http://127.0.0.1:8080", "URL of llama-server.")
+    api_key: str = setting(
+        "",
+        "API key for the proxy's own calls to llama-server. Empty: the client's credentials are"
+        " used.",
+    )
+    connect_timeout_s: Number = setting(
+        5.0, "Seconds to wait for a connection. An answer may take any time."
+    )
+    call_timeout_s: Number = setting(
+        60.0, "Seconds for a call of the proxy's own that decodes nothing (render, plan)."
+    )
+    long_call_timeout_s: Number = setting(
+        1800.0, "Seconds for a call of the proxy's own that decodes a prompt or loads a model."
+    )
+    read_timeout_s: Number = setting(
+        300.0,
+        "Seconds that llama-server may pause within an answer, and may take to complete the head of"
+        " an answer that it has started. The start of an answer has no limit: prefill is slow.",
+    )
+    probe_interval_s: Number = tuning(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Several llama-servers that run the same model. A conversation stays with one of them; new
+    conversations go to the least busy one. The settings of `upstream`, except its URL, apply to
+    each."""
+
+    upstreams: tuple[str, ...] = setting(
+        (), "Servers, each as URL or NAME=URL. Not empty: these are used instead of upstream.url."
+    )
+    health_interval_s: Number = setting(2.0, "Seconds between two health checks of a server.")
+    health_timeout_s: Number = setting(5.0, "Seconds that a health check may take.")
+    failures: Count = setting(
+        3, "Consecutive failures of checks or requests after which a server gets no requests."
+    )
+    backoff_s: Number = setting(
+        1.0, "Seconds until such a server is checked; doubles with each failed check."
+    )
+    backoff_max_s: Number = setting(30.0, "Upper limit of that delay, seconds.")
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """URL of each server by name, in order; ConfigError for an invalid or repeated entry."""
+        servers: dict[str, str] = {}
+        for entry in self.upstreams:
+            name, url = _named_url(entry)
+            if name in servers or url in servers.values():
+                raise ConfigError(f"pool.upstreams: {entry!r} is there twice")
+            servers[name] = url
+        return servers
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Limits on connections, requests and memory."""
+
+    body_bytes: Count = setting(
+        64 * 1024 * 1024,
+        "Largest request body, bytes, of requests that are parsed: all that generate, count,"
+        " tokenize, embed or rank, and every POST when security.keys_file is set. Other bodies are"
+        " streamed without a limit.",
+    )
+    bodies_mib: Count = setting(
+        1024,
+        "Memory, MiB, for the bodies of all running requests. A parsed body counts three times."
+        " When it is full, the newest body of the client key with most of them waits briefly and"
+        " is then answered 503.",
+        reloadable=True,
+    )
+    header_bytes: Annotated[int, Meta(gt=0, le=MAX_LINE_BYTES)] = setting(
+        MAX_LINE_BYTES,
+        "Longest header line and request target, bytes; a longer one is answered 431 or 414.",
+        why="llama-server cannot parse more and reads the rest as another request",
+    )
+    headers: Annotated[int, Meta(gt=0, le=MAX_HEADERS)] = setting(
+        MAX_HEADERS,
+        "Most headers of a request; more are answered 431.",
+        why="llama-server cannot parse more and reads the rest as another request",
+    )
+    connections: Count = setting(
+        512, "Open client connections; a further one is answered 503 and closed."
+    )
+    idle_timeout_s: Number = setting(
+        60.0, "Seconds that a connection may be idle, and that a request's headers may take."
+    )
+    body_timeout_s: Number = setting(120.0, "Seconds that a request's body may take to arrive.")
+    write_timeout_s: Number = setting(
+        60.0, "Seconds that a client may take to read the next part of an answer."
+    )
+    sessions: Count = setting(
+        64,
+        "Conversations whose blocks are kept in memory. The least recently used one of the tenant"
+        " with most of them is dropped first.",
+        reloadable=True,
+    )
+    remembered_bodies_mib: Count = setting(
+        1024,
+        "Memory, MiB, for the latest body of each conversation, which speeds up parsing the next.",
+        reloadable=True,
+    )
+    queue: CountOrZero = setting(
+        64,
+        "Requests that may wait for a slot; further ones are answered 503. When the queue is full,"
+        " a request of a tenant with fewer waiting requests displaces the newest one of the tenant"
+        " with most.",
+        reloadable=True,
+    )
+    tenant_queue: CountOrZero = setting(
+        0, "Most waiting requests of one tenant. 0: no separate limit.", reloadable=True
+    )
+    queue_timeout_s: Number = setting(
+        120.0, "Seconds that a request may wait for a slot.", reloadable=True
+    )
+    keepalive_s: Number = setting(
+        5.0,
+        "Seconds between keep-alive comments to a streaming client that waits for a slot.",
+        reloadable=True,
+    )
+    drain_timeout_s: Number = setting(
+        60.0,
+        "Seconds that running answers may take to finish after SIGTERM. New requests get 503.",
+        reloadable=True,
+    )
+    json_depth: Annotated[int, Meta(gt=0, le=_MAX_DEPTH)] = setting(
+        128,
+        "Deepest nesting of objects and lists in a request body. This and the following limits are"
+        " answered 400; they keep llama-server from crashing or computing for minutes.",
+        reloadable=True,
+    )
+    json_keys: Count = setting(4096, "Most keys of one JSON object.", reloadable=True)
+    json_values: Count = setting(
+        100_000, "Most objects, lists and keys of a body in total.", reloadable=True
+    )
+    json_elements: Count = setting(
+        500_000, "Most list elements of a body in total.", reloadable=True
+    )
+    json_number_chars: Count = setting(1000, "Most characters of one number.", reloadable=True)
+    messages: Count = setting(
+        4096,
+        "Most messages of a conversation, or prompts or documents of a batch.",
+        reloadable=True,
+    )
+    grammar_bytes: CountOrZero = setting(
+        65536, "Largest grammar, bytes. 0: grammars are refused.", reloadable=True
+    )
+    grammar_depth: Count = setting(
+        256, "Deepest nesting of parentheses in a grammar.", reloadable=True
+    )
+    schema_keys: Count = setting(
+        512,
+        "Most keys of one object in JSON schemas and tools; 32 times as many in a whole request.",
+        reloadable=True,
+    )
+    last_n: CountOrZero = setting(
+        262_144, "Largest repeat_last_n and dry_penalty_last_n.", reloadable=True
+    )
+    n_probs: CountOrZero = setting(
+        128, "Largest n_probs, logprobs and top_logprobs.", reloadable=True
+    )
+    sampling_items: Count = setting(
+        32,
+        "Most entries of samplers, dry_sequence_breakers, grammar_triggers, lora and"
+        " reasoning_budget_end_tags.",
+        reloadable=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """What a session may keep in the KV cache, and how blocks are chosen."""
+
+    name: str = setting(
+        "evoke",
+        "evoke: evicts what the question needs least, recovers what it needs. infllm: a window of"
+        " the newest blocks and the few most relevant to the question. arkvale: such a window and"
+        " the blocks that the previous question could attend to. Baselines that recover nothing:"
+        " discard (evicts like evoke), recency (keeps the newest), streaming (keeps the first and"
+        " newest tokens), h2o, snapkv, tova and scored (keep what the model attends to)."
+        " truncate: drops the oldest messages from the request. no_eviction: only counts.",
+        choices=SELECTABLE_POLICIES,
+        reloadable=True,
+    )
+    budget: Annotated[int, Meta(gt=0, le=_MAX_TOKENS)] | None = setting(
+        None, "Tokens that a session may keep in the KV cache. null: never evict.", reloadable=True
+    )
+    recovery: str = setting(
+        "kv_restore",
+        "How evoke and infllm recover a block. kv_restore: copies its saved rows back. breadcrumb:"
+        " saves no rows; adds the block's text to the last message, where it is decoded. discard:"
+        " never recovers.",
+        choices=RECOVERIES,
+        reloadable=True,
+    )
+    recall: str = setting(
+        "text",
+        "How evoke and infllm find the blocks that a question needs. text: by words, and vectors"
+        " with an embedder. model: by the model's attention at the start of an answer, which"
+        " decodes the end of the prompt twice. fused: by both, the model only where text is"
+        " unsure. none: not at all.",
+        choices=RECALLS,
+        reloadable=True,
+    )
+    block_tokens: Count = setting(64, "Largest block, tokens.", reloadable=True)
+    sink_tokens: CountOrZero = setting(
+        16, "First tokens of a prompt, never evicted.", reloadable=True
+    )
+    recent_tokens: CountOrZero = setting(
+        64, "Last tokens of a prompt, never evicted.", reloadable=True
+    )
+    reserve_tokens: Count = setting(
+        256, "Tokens kept free for the answer when the request has no limit.", reloadable=True
+    )
+    pin_share: Share = setting(
+        0.6,
+        "Share of the budget that pinned blocks may take, of what system prompt and first tokens"
+        " leave.",
+        reloadable=True,
+    )
+    writeback: bool = setting(
+        True,
+        "Copy blocks to host memory while no request runs, so that evicting them later needs no"
+        " copy.",
+        reloadable=True,
+    )
+    # Score advantage, 0 to 1, that a saved block needs to replace a resident one.
+    margin: NumberOrZero = tuning(0.1)
+    # Turns for which a recovered block has twice that advantage.
+    residency_turns: CountOrZero = tuning(1)
+    # Weights of the signals of a keep-score; 0 leaves a signal out.
+    weight_recency: NumberOrZero = tuning(0.6)
+    weight_focus: NumberOrZero = tuning(0.4)
+    weight_attention: NumberOrZero = tuning(0.0)
+    # Weight of the relevance to the question against the keep-score.
+    weight_relevance: NumberOrZero = tuning(2.0)
+    # Number of layers whose attention is captured, evenly spread.
+    attention_layers: Count = tuning(4)
+    # Layers whose queries are captured; empty: those evenly spread.
+    recall_layers: tuple[int, ...] = tuning(())
+    # Tokens that the model generates to show what it attends to; 64 at most.
+    probe_tokens: Count = tuning(12)
+    # Seconds of waiting that a block is worth which text does not find.
+    probe_worth_s: NumberOrZero = tuning(2.0)
+    # Blocks that a look-up of infllm recovers.
+    infllm_blocks: Count = tuning(8)
+    # Serve the policy oracle and the field evoke_oracle.
+    bench_fields: bool = tuning(False)
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget: the first and last tokens that always stay, and one block."""
+        return self.sink_tokens + self.recent_tokens + self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderConfig:
+    """The ONNX encoder that makes vectors of questions and blocks."""
+
+    directory: str = setting(
+        "",
+        "Directory of a BERT-like encoder: model.onnx or onnx/model.onnx, tokenizer.json, and the"
+        " files of sentence-transformers if present. Empty: blocks are ranked by words alone.",
+    )
+    device: str = setting(
+        "auto",
+        "auto: CUDA if onnxruntime supports it, else the CPU. cpu, cuda: that device, or the proxy"
+        " does not start.",
+        choices=DEVICES,
+    )
+    threads: Count = setting(1, "Threads of one inference. llama-server needs the cores more.")
+    pooling: str | None = setting(
+        None, "cls or mean. null: as in 1_Pooling/config.json, else cls.", choices=POOLINGS
+    )
+    output: str | None = setting(
+        None,
+        "Output of the graph to use. null: last_hidden_state or token_embeddings, else the first.",
+    )
+    max_tokens: Count | None = setting(
+        None, "Longer texts are cut. null: as in the directory, else 512."
+    )
+    query_instruction: str | None = setting(
+        None, "Text before each question. null: as in the directory, else that of bge for cls."
+    )
+    document_instruction: str | None = setting(
+        None, "Text before each block. null: as in the directory."
+    )
+    timeout_ms: Count = setting(
+        200, "Milliseconds to embed a question; after that it is ranked by words alone."
+    )
+    queue: Count = tuning(4096)
+    cache_mib: Count = setting(
+        64, "Memory for vectors, MiB; the least recently used are dropped first."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsConfig:
+    """Slot contents saved to disk. With a stock server, a conversation continues after a restart, a
+    sleep or another conversation in its slot without being decoded again."""
+
+    directory: str = setting(
+        "",
+        "The server's --slot-save-path as mounted here. Empty: nothing is saved or restored. The"
+        " proxy makes it readable for its owner alone, so run both as the same user.",
+    )
+    key_file: str = setting(
+        "",
+        "File with 64 hexadecimal digits, mode 0600 (`evoke-proxy keys token` makes one): saved"
+        " files are encrypted with them. llama-server writes and reads a file unencrypted while it"
+        " saves or restores; use a directory in memory or on an encrypted disk against that.",
+    )
+    shared: bool = setting(
+        False,
+        "Other proxies on this machine, in front of the same model, use the directory as well, and"
+        " a conversation may continue at any of them. Set it for all of them. Not for network file"
+        " systems: the index is SQLite.",
+    )
+    min_tokens: Count = setting(256, "Shortest prompt to save, tokens.")
+    look_ahead: bool = setting(
+        True,
+        "While a client reads the answer, decode the beginning of its next request.",
+    )
+    max_mib: Count = setting(
+        32768,
+        "Size of all snapshots, MiB; the least valuable are deleted first.",
+        reloadable=True,
+    )
+    max_count: Count = setting(256, "Number of all snapshots.", reloadable=True)
+    max_age_h: Number = setting(
+        168.0, "Hours without use after which a snapshot is deleted.", reloadable=True
+    )
+    min_free_mib: CountOrZero = setting(2048, "Free disk space to keep, MiB.", reloadable=True)
+    tenant_mib: CountOrZero = setting(
+        0, "Size of one tenant's snapshots, MiB. 0: no separate limit.", reloadable=True
+    )
+    half_life_h: Number = tuning(6.0)
+    stall_share: Share = setting(
+        0.1, "Share of time that saving may take: each save stops all slots."
+    )
+    min_gain: NumberOrZero = setting(
+        2.0,
+        "A restore must save this many times its cost, as measured. 0: restore whenever it saves"
+        " anything.",
+    )
+    one_at_a_time: bool = setting(
+        False,
+        "Run only one request at a time. llama-server has been reported to answer from another"
+        " conversation when two slots are moved to its RAM cache at once; --cache-ram 0 avoids that"
+        " as well.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NormaliseConfig:
+    """Changes at the front of prompts that clients vary with each request, which loses the cache.
+    The model then reads other text than the client sent, so all are off by default. Requests with
+    `evoke: false` are not changed."""
+
+    billing: bool = setting(
+        False,
+        "Remove `x-anthropic-billing-header: ...` from the system prompt.",
+        reloadable=True,
+    )
+    dates_h: NumberOrZero = setting(
+        0.0,
+        "Hours for which a system prompt keeps the dates and times of its first request, so that"
+        " the model reads times that old. 0: off. Like `billing`, it only changes the first and"
+        " last 200 lines of a text, within 8,192 characters of its ends.",
+        reloadable=True,
+    )
+    tools: bool = setting(False, "Sort `tools` by name.", reloadable=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may send requests, and who may operate the proxy."""
+
+    keys_file: str = setting(
+        "",
+        "File of hashed client keys, mode 0600; `evoke-proxy keys add` makes it. If set, each"
+        " request needs a key; each key belongs to a tenant, and tenants share nothing."
+        " llama-server gets upstream.api_key instead of the client's key. Empty: no key is needed.",
+    )
+    admin_listen: tuple[str, ...] = setting(
+        ("127.0.0.1:18090",),
+        "Addresses of the page, the admin API and, if keys_file is set, /metrics. []: the addresses"
+        " for clients. If the default address is in use, the proxy logs it and starts without it.",
+    )
+    admin_token_file: str = setting(
+        "",
+        "File with the token that admin requests must carry, mode 0600; `evoke-proxy keys token`"
+        " makes one. Required for each address that other machines can reach. Empty: none.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """The log on standard error."""
+
+    level: str = setting(
+        "info",
+        "Least severity: debug, info, warning or error. info logs a line per request, never prompt"
+        " text.",
+        choices=LOG_LEVELS,
+        reloadable=True,
+    )
+    format: str = setting(
+        "text",
+        "text, or json: one object per line, with a key for each number of a request.",
+        choices=LOG_FORMATS,
+        reloadable=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PageConfig:
+    """The page at /evoke/, the admin API and its events; none contains text of conversations."""
+
+    names: bool = setting(
+        False,
+        "Include names of blocks: names of files and tools, which clients and models choose.",
+        reloadable=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings of `evoke-proxy serve`."""
+
+    listen: tuple[str, ...] = setting(
+        ("127.0.0.1:8090",), "Addresses for clients, HOST:PORT each. Port 0 picks a free one."
+    )
+    upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
+    snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
+    normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    page: PageConfig = field(default_factory=PageConfig)
+
+
+_FIXED = "the proxy uses its built-in value"
+# Settings of earlier versions, and what replaces each.
+REMOVED: Mapping[str, str] = {
+    "policy.margin": _FIXED,
+    "policy.residency_turns": _FIXED,
+    "policy.weight_recency": _FIXED,
+    "policy.weight_focus": _FIXED,
+    "policy.weight_attention": "attention is a signal of h2o, snapkv, tova and scored only",
+    "policy.weight_relevance": _FIXED,
+    "policy.attention_layers": _FIXED,
+    "policy.recall_layers": "the proxy chooses the layers",
+    "policy.probe_tokens": _FIXED,
+    "policy.probe_worth_s": _FIXED,
+    "policy.infllm_blocks": _FIXED,
+    "policy.bench_fields": "only benches serve the policy oracle and the field evoke_oracle",
+    "upstream.probe_interval_s": _FIXED,
+    "embedder.queue": _FIXED,
+    "snapshots.half_life_h": _FIXED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of the configuration, as its class declares it.
+
+    Attributes:
+        key: The dotted key, for example `policy.budget`.
+        type: The type, with its range as `msgspec.Meta`.
+        default: The default value.
+        doc: Its description in the example file.
+        choices: The values that a text may have; empty for any.
+        reloadable: Whether a change takes effect in a running proxy.
+        is_tuning: Whether files, variables and options cannot set it.
+        why: The reason for its range; may be empty.
+    """
+
+    key: str
+    type: Any
+    default: Any
+    doc: str
+    choices: tuple[str, ...]
+    reloadable: bool
+    is_tuning: bool
+    why: str
+
+
+@cache
+def all_fields() -> Mapping[str, Setting]:
+    """Every leaf of `Config` by dotted key, in the order of the classes; includes tuning values."""
+    return {item.key: item for item in _fields_of(Config, "")}
+
+
+@cache
+def settings() -> Mapping[str, Setting]:
+    """Every setting by dotted key, in the order of the classes."""
+    return {key: item for key, item in all_fields().items() if not item.is_tuning}
+
+
+def keys() -> tuple[str, ...]:
+    """The dotted keys that a file may contain, in the order of the classes."""
+    return tuple(settings())
+
+
+def sections() -> Mapping[str, type]:
+    """The class of each section of `Config` by name."""
+    hints = typing.get_type_hints(Config)
+    return {name: kind for name, kind in hints.items() if kind.__module__ == __name__}
+
+
+def _fields_of(cls: type, prefix: str) -> Iterator[Setting]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _fields_of(typing.cast(type, kind), f"{prefix}{item.name}.")
+            continue
+        yield Setting(
+            key=prefix + item.name,
+            type=kind,
+            default=item.default,
+            doc=item.metadata.get("doc", ""),
+            choices=item.metadata.get("choices", ()),
+            reloadable=item.metadata["reloadable"],
+            is_tuning="doc" not in item.metadata,
+            why=item.metadata.get("why", ""),
+        )
+
+
+def env_name(key: str) -> str:
+    """The variable that overrides a dotted key: `upstream.url` is EVOKE_UPSTREAM_URL."""
+    return "EVOKE_" + key.replace(".", "_").upper()
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def parse_listen(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, `[v6]:PORT` or `:PORT`; ConfigError on anything else."""
+    host, colon, port = address.rpartition(":")
+    valid = port.isascii() and port.isdigit() and len(port) <= 5
+    if not colon or not valid or int(port) > 65535:
+        raise ConfigError(f"listen: {address!r} is not HOST:PORT")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is an http or https URL with a host."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+
+
+# A server's name is a label of metrics and part of a path.
+_SERVER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,47}")
+
+
+def _named_url(entry: str) -> tuple[str, str]:
+    """Name and URL of an entry of `pool.upstreams`; host and port are the name if it has none."""
+    name, equals, url = entry.partition("=")
+    if not equals or "/" in name:
+        name, url = "", entry
+    url = url.rstrip("/")
+    if is_url(url) and not name:
+        parts = urlsplit(url)
+        name = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
+    if not is_url(url) or not _SERVER_NAME.fullmatch(name):
+        raise ConfigError(f"pool.upstreams: {entry!r} is not http://HOST:PORT or NAME=http://...")
+    return name, url

@@ -1,0 +1,122 @@
+"""Decides what one request of a conversation uses: its slot, the RAM cache, or a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.snapshots.costs import Costs
+from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
+from evoke_proxy.core.snapshots.snapshots import Match
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is known when a request has its slot."""
+
+    prompt: Tokens
+    # What the conversation left behind by its latest request.
+    contents: SlotContents | None
+    # The slots now; None where the server does not show them.
+    slots: Sequence[SlotStatus] | None
+    # The slot that was leased.
+    leased: int
+    n_slots: int
+    # The server empties idle slots when another one starts.
+    clears_idle_slots: bool
+    behaviour: ServerBehaviour
+    # A restore has to save as many tokens from being decoded.
+    min_gain_tokens: int
+
+    @property
+    def server_chooses(self) -> bool:
+        """Whether the request names no slot, and llama-server finds the best one."""
+        return self.n_slots == 1 or self.clears_idle_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What is to be done before the request is forwarded."""
+
+    # "live": its slot has the beginning of the prompt. "ram": the server's RAM cache may have it.
+    # "new": nothing is known to have it. A restore that succeeds replaces any of them.
+    source: str
+    # What is in the conversation's slot now; None when nothing of it is.
+    live: SlotContents | None = None
+    # What left its slot, and may be in the RAM cache.
+    in_ram: SlotContents | None = None
+    # Tokens of the prompt that the RAM cache is predicted to have.
+    predicted_tokens: int = 0
+    # Tokens of the prompt that need no decoding if nothing is restored.
+    reuse: int = 0
+    # A slot that cannot go back to where the prompt diverges, and is emptied first.
+    erased_slot: int | None = None
+    # A snapshot that is worth restoring, and the slot for it.
+    restore: Match | None = None
+    restore_slot: int | None = None
+
+
+def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement:
+    """Choose between what a slot has, the RAM cache, and the best snapshot (`match`)."""
+    contents, erased = situation.contents, None
+    live = _live(situation)
+    if live is not None and not live.can_continue(situation.prompt):
+        erased, contents, live = live.slot, None, None
+    reuse = situation.behaviour.expected_reuse(contents, live is not None, situation.prompt)
+    in_ram = None
+    if contents is not None and live is None:
+        in_ram = contents if contents.at > situation.behaviour.ram_valid_since else None
+    predicted = 0 if in_ram is None else common_prefix(in_ram.tokens, situation.prompt)
+    worth_it = match is not None and _is_worth_restoring(match, reuse, situation, costs)
+    target = _restore_slot(situation) if worth_it else None
+    return Placement(
+        source="live" if live is not None else "new" if in_ram is None else "ram",
+        live=live,
+        in_ram=in_ram,
+        predicted_tokens=predicted,
+        reuse=reuse,
+        erased_slot=erased,
+        restore=match if target is not None else None,
+        restore_slot=target,
+    )
+
+
+def slot_to_name(situation: Situation, in_ram: SlotContents | None) -> int | None:
+    """Return the slot that the request names; None where llama-server finds a better one.
+
+    One slot needs no name. Where idle slots are emptied, the slot may be empty when the request
+    arrives, and one that is named is not filled from RAM. Elsewhere a request that names none could
+    get a slot that is prepared for another.
+    """
+    if situation.server_chooses:
+        return None
+    now = next((item for item in situation.slots or () if item.id == situation.leased), None)
+    is_empty = now is not None and not now.n_tokens
+    return None if in_ram is not None and is_empty else situation.leased
+
+
+def _live(situation: Situation) -> SlotContents | None:
+    """What the conversation left, if it is still there and its lease can use it."""
+    contents = situation.contents
+    if contents is None or not contents.is_unchanged(situation.slots):
+        return None
+    usable = situation.server_chooses or contents.slot == situation.leased
+    return contents if usable else None
+
+
+def _is_worth_restoring(match: Match, reuse: int, situation: Situation, costs: Costs) -> bool:
+    gain = match.shared - reuse
+    if gain < situation.min_gain_tokens:
+        return False
+    return costs.worth_restoring(gain, match.snapshot.n_bytes)
+
+
+def _restore_slot(situation: Situation) -> int | None:
+    """The leased slot if llama-server has no request in it, else the emptiest idle one."""
+    idle = [status for status in situation.slots or () if not status.busy]
+    if situation.slots is None or any(status.id == situation.leased for status in idle):
+        return situation.leased
+    if not idle or not situation.clears_idle_slots:
+        return None
+    return min(idle, key=lambda status: status.n_tokens).id

@@ -1,0 +1,145 @@
+"""What the slots of an unpatched server hold, and how it behaves, inferred from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.snapshots.costs import SuccessTracker
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """One slot as `GET /slots` shows it."""
+
+    id: int
+    # Number of the slot's latest task; None in a server that has just started.
+    task: int | None
+    # Tokens that are in the slot now.
+    n_tokens: int
+    # A request is being processed in it.
+    busy: bool
+
+    @classmethod
+    def parse(cls, item: Mapping[str, Any]) -> SlotStatus:
+        """Parse one element of the answer; raises KeyError, TypeError or ValueError."""
+        task = item.get("id_task")
+        return cls(
+            id=int(item["id"]),
+            task=None if task is None else int(task),
+            n_tokens=int(item.get("n_prompt_tokens") or 0),
+            busy=bool(item.get("is_processing")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    """The tokens that a conversation left in a slot."""
+
+    # -1 where it is not known in which slot they are.
+    slot: int
+    tokens: Tokens
+    # No further tokens follow `tokens` in the slot.
+    exact: bool
+    # When they were left, in seconds of the monotonic clock.
+    at: float
+    # The slot as it was then; None when the server did not show it.
+    status: SlotStatus | None = None
+    # Decoding more of the same was cut off, and may have gone on.
+    was_cut_off: bool = False
+    # Index of the first token that was decoded ahead of the client's next request.
+    ahead_from: int | None = None
+    # The slot cannot go back to fewer tokens: its windows were restored, and see on only from here.
+    min_prefix: int = 0
+
+    def can_continue(self, tokens: Tokens) -> bool:
+        """Return whether the slot can go back to where a prompt diverges from it."""
+        return common_prefix(self.tokens, tokens) >= self.min_prefix
+
+    def is_unchanged(self, slots: Sequence[SlotStatus] | None) -> bool:
+        """Return whether the slot looks as it was left; True when the server shows no slots."""
+        if slots is None:
+            return True
+        now = next((status for status in slots if status.id == self.slot), None)
+        if now is None or self.status is None or now.n_tokens < len(self.tokens):
+            return False
+        unchanged = (now.task, now.n_tokens) == (self.status.task, self.status.n_tokens)
+        return self.was_cut_off or unchanged
+
+
+@dataclass(slots=True)
+class ServerBehaviour:
+    """What one server was found to do: which of its promises it keeps, and what memory it has."""
+
+    # Whether a restored slot saves decoding.
+    restore: SuccessTracker = field(default_factory=SuccessTracker)
+    # Whether it does where the prompt continues only a part of the snapshot.
+    partial_restore: SuccessTracker = field(default_factory=SuccessTracker)
+    # Whether a slot can go back to fewer tokens without a restore.
+    rollback: SuccessTracker = field(default_factory=SuccessTracker)
+    # Whether the next request begins with what was decoded ahead of it.
+    lookahead: SuccessTracker = field(default_factory=SuccessTracker)
+    # A slot was seen that the server had emptied, presumably into its RAM cache.
+    empties_slots: bool = False
+    # How often the server's RAM cache had what was left in a slot, and how often it had not.
+    ram_hits: int = 0
+    ram_misses: int = 0
+    # The RAM cache is first in, first out: contents left before this time are gone from it.
+    ram_valid_since: float = float("-inf")
+    # Every layer keeps every token. A guess until `is_detected`.
+    is_dense: bool = True
+    # Some layers keep a window of the latest tokens. A guess until `is_detected`.
+    has_windows: bool = False
+    # A file that the server wrote has shown `is_dense` and `has_windows`.
+    is_detected: bool = False
+    # A snapshot of no more tokens is useless: all of it lies within the windows.
+    window_tokens: int = 0
+
+    @property
+    def can_restore_partly(self) -> bool:
+        """Whether to restore a snapshot that the prompt continues only in part."""
+        return self.partial_restore.is_trusted and self.is_dense
+
+    def note_prompt(self, contents: SlotContents, tokens: Tokens) -> None:
+        """Record whether a prompt begins with what was decoded ahead of it."""
+        if contents.ahead_from is not None:
+            promised = len(contents.tokens) - contents.ahead_from
+            kept = common_prefix(contents.tokens, tokens) - contents.ahead_from
+            self.lookahead.record(promised, kept)
+
+    def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
+        """Record whether the server has emptied the slot that held these contents."""
+        if contents is None:
+            return
+        now = next((status for status in slots or () if status.id == contents.slot), None)
+        self.empties_slots |= now is not None and now.task is not None and not now.n_tokens
+
+    def note_ram(self, contents: SlotContents, predicted: int, cached: int) -> None:
+        """Record how many of the tokens predicted to be in the RAM cache were cached."""
+        if 2 * cached >= predicted:
+            self.ram_hits += 1
+        else:
+            self.ram_misses += 1
+            self.ram_valid_since = max(self.ram_valid_since, contents.at)
+
+    def expected_reuse(self, contents: SlotContents | None, live: bool, tokens: Tokens) -> int:
+        """Return how many tokens of a prompt the server reuses if nothing is restored.
+
+        `live` says that the contents are still in their slot.
+        """
+        uses_ram = self.ram_hits > 0 or (self.empties_slots and not self.ram_misses)
+        if contents is None:
+            return 0
+        if not live and not (uses_ram and contents.at > self.ram_valid_since):
+            return 0
+        shared = common_prefix(contents.tokens, tokens)
+        continues = contents.exact and shared == len(contents.tokens)
+        return shared if continues or self.rollback.is_trusted else 0
+
+
+def has_restarted(contents: Iterable[SlotContents], slots: Sequence[SlotStatus]) -> bool:
+    """Return whether another server instance left these contents: task numbers begin at 0."""
+    latest = max((status.task for status in slots if status.task is not None), default=-1)
+    return any(item.status is not None and (item.status.task or 0) > latest for item in contents)

@@ -1,0 +1,53 @@
+#pragma once
+
+// What all parts of server_blocks share: the context, its kind of memory, and the state of its slots.
+//
+// Owned by server_blocks; set by its init(), constant until the next init() except for the slots' state.
+// Threads: the main loop only.
+
+#include "llama-kv-block.h"
+#include "server-blocks-slot.h"
+#include "server-task.h"
+
+#include <string>
+#include <vector>
+
+struct server_blocks_context {
+    llama_context *       ctx = nullptr;
+    llama_kv_block_memory memory { "", false, false };
+    std::vector<server_blocks_slot_state> slots; // by id; empty while blocks are off
+    int64_t               last_epoch = 0;        // counter of the slots' epochs
+
+    int n_slots() const { return (int) slots.size(); }
+
+    // Returns whether the rows are all there is to a sequence: no window, no recurrent state beside them.
+    bool is_dense() const { return !memory.windowed && !memory.recurrent; }
+};
+
+// What a block call may read and change of one of the server's slots.
+struct server_blocks_slot {
+    int             id;
+    bool            busy;  // it decodes a request
+    int             n_ctx;
+    server_prompt * prompt;
+};
+
+// Returns the server's slots as block calls see them.
+template <typename Slots> static std::vector<server_blocks_slot> server_blocks_slots(Slots & slots) {
+    std::vector<server_blocks_slot> res;
+    for (auto & slot : slots) {
+        res.push_back({ slot.id, slot.is_processing(), slot.n_ctx, &slot.prompt });
+    }
+    return res;
+}
+
+// A text and its prefix hashes.
+struct server_blocks_text {
+    llama_tokens          tokens;
+    std::vector<uint64_t> hashes; // server_blocks_prefix_hashes() of the tokens
+
+    // the present text of a slot
+    server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot);
+
+    server_blocks_text(llama_tokens tokens, uint64_t adapters);
+};

@@ -1,0 +1,307 @@
+#include "server-blocks-eviction.h"
+
+#include "server-blocks-flags.h"
+#include "server-blocks-hash.h"
+#include "server-blocks-json.h"
+
+#include "common.h"
+#include "log.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+// layers whose attention --kv-eviction 3 uses: bench/results/capture.json has the cost of each per decoded token
+static constexpr size_t N_ATTENTION_LAYERS = 4;
+
+// how long one call evicts from a slot while others decode
+static constexpr int64_t MAX_EVICTION_MS = 20;
+
+//
+// options
+//
+
+void server_blocks_eviction::reset() {
+    options = {};
+    prompts.assign(context.n_slots(), nullptr);
+}
+
+bool server_blocks_eviction::set_modes(const common_params & params, int32_t n_ctx, const char * unsupported) {
+    const auto & flags  = server_blocks_flags::of(params);
+    const bool  enabled = context.n_slots() > 0;
+    try {
+        if (flags.evicts() && !enabled) {
+            throw std::invalid_argument(unsupported ? unsupported : "--ctx-logical and --kv-eviction save what they evict: they need --evoke-ram");
+        }
+        const char * no_attention = flags.eviction == SERVER_BLOCKS_MODE_ATTENTION ? llama_attn_capture_unsupported(context.ctx) : nullptr;
+        if (no_attention) {
+            throw std::invalid_argument(string_format("--kv-eviction 3 needs attention, which cannot be captured: %s", no_attention));
+        }
+        const int32_t n_cells = enabled ? (int32_t) llama_kv_block_n_cells(context.ctx, 0) : 0;
+        const int32_t n_rows  = params.kv_unified_per_slot > 0 ? std::min(n_cells, params.kv_unified_per_slot) : n_cells;
+        unified = params.kv_unified;
+        options = server_blocks_modes::read(params, llama_get_model(context.ctx), n_ctx, n_rows);
+        const int32_t rope_limit = options.on() ? llama_kv_block_rope_limit(context.ctx) : 0;
+        if (rope_limit > 0 && options.n_ctx > rope_limit) {
+            throw std::invalid_argument(string_format("a context of %d tokens needs the model's RoPE factors for long texts, which are "
+                "chosen only where a slot has more than %d cells (-c): give it more, or --ctx-logical %d or less", options.n_ctx, rope_limit, rope_limit));
+        }
+        for (int id = 0; id < context.n_slots(); ++id) {
+            context.slots[id].set_records(options.mode == SERVER_BLOCKS_MODE_SCORED, options.on());
+            if (!start_capture(id)) {
+                throw std::invalid_argument("--kv-eviction 3: there is no memory for the attention of all slots where the model is computed: "
+                    "fewer cells (-c) or slots (-np), or another mode");
+            }
+        }
+    } catch (const std::exception & e) {
+        LOG_ERR("evoke: %s\n", e.what());
+        return false;
+    } catch (const server_blocks_error & e) {
+        LOG_ERR("evoke: %s\n", e.message.c_str());
+        return false;
+    }
+    if (options.on()) {
+        LOG_INF("evoke: a slot has a context of %d tokens in %d cells; first %d and last %d stay, blocks of %d leave\n",
+            options.n_ctx, options.n_rows, options.first, options.n_recent(options.n_rows), options.block);
+    }
+    return true;
+}
+
+// Starts the capture that --kv-eviction 3 needs, unless the slot has one. Returns false if there is no memory for it.
+bool server_blocks_eviction::start_capture(int id) const {
+    if (options.mode != SERVER_BLOCKS_MODE_ATTENTION || llama_attn_capture_get(context.ctx, id)) {
+        return true;
+    }
+    const auto possible = llama_attn_capture_layers(context.ctx);
+    const size_t n = std::min<size_t>(possible.size(), N_ATTENTION_LAYERS);
+    llama_attn_params params;
+    params.mode = LLAMA_ATTN_SUM;
+    for (size_t i = 0; i < n; ++i) {
+        params.layers.push_back(possible[(2*i + 1)*possible.size()/(2*n)]); // the middle of each n-th part
+    }
+    return capture.start(id, params);
+}
+
+//
+// how many rows
+//
+
+int32_t server_blocks_eviction::limit(int id) const {
+    const auto & slot = context.slots[id];
+    if (slot.budget().n_rows > 0) {
+        return options.on() ? std::min(slot.budget().n_rows, options.n_rows) : slot.budget().n_rows;
+    }
+    return options.max_rows(slot.is_generating());
+}
+
+// cells that are free and that no token of the batch in preparation will take
+int32_t server_blocks_eviction::n_free_cells(int id) const {
+    int32_t n = context.slots[id].n_free();
+    for (int other = 0; other < context.n_slots(); ++other) {
+        if (prompts[other] && (unified || other == id)) {
+            n -= std::max(0, prompts[other]->n_tokens() - context.slots[other].end());
+        }
+    }
+    return n;
+}
+
+int32_t server_blocks_eviction::make_room(int id, const server_prompt & prompt, int32_t n_wanted, bool others_decode) {
+    auto & slot = context.slots[id];
+    prompts[id] = &prompt;
+    if (slot.budget().n_rows == 0 && !options.on()) {
+        return n_wanted;
+    }
+    start_capture(id);
+    store.begin_call();
+    const int32_t n_batch  = std::min(n_wanted, slot.budget().n_rows > 0 ? slot.budget().block : options.batch(llama_n_ubatch(context.ctx)));
+    const int64_t until_ms = ggml_time_ms() + MAX_EVICTION_MS;
+    candidate_map found;
+    while (limit(id) - slot.n_rows() < n_batch && evict_one(id, found)) {
+        if (others_decode && limit(id) < slot.n_rows() && ggml_time_ms() >= until_ms) {
+            return -1;
+        }
+    }
+    while (options.on() && n_free_cells(id) < n_batch && evict_one_anywhere(id, found)) {
+    }
+    int32_t n = limit(id) - slot.n_rows();
+    if (options.on()) {
+        n = std::min(n, n_free_cells(id));
+    }
+    if (n <= 0) {
+        slot.on_breach();
+        return 1;
+    }
+    return std::min(n_wanted, n);
+}
+
+//
+// which rows
+//
+
+// A checkpoint has the recurrent state only: decoding from it continues after the row before it.
+llama_kv_ranges server_blocks_eviction::checkpoint_rows(const server_prompt & prompt) const {
+    llama_kv_ranges res;
+    for (const auto & checkpoint : prompt.checkpoints) {
+        if (context.memory.recurrent && checkpoint.n_tokens > 0) {
+            server_ranges_add(res, checkpoint.n_tokens - 1, checkpoint.n_tokens);
+        }
+    }
+    return res;
+}
+
+// the slot's budget, or the options where it has none
+server_blocks_budget server_blocks_eviction::rules(int id) const {
+    const auto & slot = context.slots[id];
+    if (slot.budget().n_rows > 0) {
+        return slot.budget();
+    }
+    server_blocks_budget res;
+    res.sink   = options.first;
+    res.recent = options.n_recent(slot.n_rows());
+    res.block  = options.block;
+    res.align  = options.first;
+    return res;
+}
+
+server_blocks_eviction::candidates server_blocks_eviction::collect(int id) const {
+    const auto & slot = context.slots[id];
+    candidates res { rules(id), { *prompts[id], slot }, slot.resident(), {}, 0, -1, {}, 0 };
+    server_ranges_remove(res.evictable, 0, res.rules.sink);
+    res.evictable = server_ranges_without(res.evictable, res.rules.protect);
+    res.evictable = server_ranges_without(res.evictable, checkpoint_rows(*prompts[id]));
+    if (unified && context.n_slots() > 1) {
+        res.evictable = server_ranges_without(res.evictable, llama_kv_block_shared_ranges(context.ctx, id));
+    }
+    if (options.mode == SERVER_BLOCKS_MODE_ATTENTION && llama_attn_capture_get(context.ctx, id)) {
+        res.attention = llama_attn_capture_sums(context.ctx, id);
+    }
+    return res;
+}
+
+// first of the recent rows that stay; the last row stays in any case
+llama_pos server_blocks_eviction::recent_start(int id, const server_blocks_budget & rules) const {
+    const auto & slot = context.slots[id];
+    const int32_t n_recent = slot.budget().n_rows > 0 ? rules.recent : options.n_recent(slot.n_rows());
+    return slot.end() - std::max(1, n_recent);
+}
+
+// Returns in `out` what leaves next: the given order first, then blocks by mode, then the rest of an incomplete block.
+bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out) const {
+    const llama_pos recent = recent_start(id, from.rules);
+    const auto & order = from.rules.order;
+    while (from.next_in_order < order.size()) {
+        const auto & e = order[from.next_in_order++];
+        if (e.p1 <= recent && server_ranges_contain(from.evictable, e.p0, e.p1)) {
+            out = e;
+            return true;
+        }
+    }
+    if (from.recent_start != recent) {
+        from.recent_start = recent;
+        list_blocks(id, from);
+    }
+    if (from.next_block == from.blocks.size()) {
+        return false;
+    }
+    out = from.blocks[from.next_block++];
+    return true;
+}
+
+void server_blocks_eviction::list_blocks(int id, candidates & from) const {
+    std::vector<std::pair<double, server_blocks_budget::entry>> scored;
+    const auto & rules = from.rules;
+    for (const auto & r : from.evictable) {
+        const llama_pos end = std::min(r.second, from.recent_start);
+        for (llama_pos p0 = r.first, p1; p0 < end; p0 = p1) {
+            // aligned, so that every slot cuts the same text at the same positions
+            p1 = std::min(end, p0 + rules.block - (p0 - rules.align)%rules.block);
+            const bool incomplete = p1 == from.recent_start && (p1 - rules.align)%rules.block != 0;
+            const double value = incomplete ? std::numeric_limits<double>::max() : score(id, from, p0, p1);
+            scored.push_back({ value, { "", p0, p1 } });
+        }
+    }
+    std::stable_sort(scored.begin(), scored.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
+    from.blocks.clear();
+    from.next_block = 0;
+    for (auto & block : scored) {
+        from.blocks.push_back(std::move(block.second));
+    }
+}
+
+// value of keeping a block; of equal ones the older leaves first
+double server_blocks_eviction::score(int id, const candidates & from, llama_pos p0, llama_pos p1) const {
+    if (options.mode == SERVER_BLOCKS_MODE_ATTENTION) {
+        // mean attention of these rows: since the slot's text began, or per token that could attend to them
+        const auto got = from.attention.of(p0, p1);
+        return from.attention.mass.empty() ? p0 : got.mass/(options.norm_sum ? std::max(1.0, got.life) : p1 - p0);
+    }
+    return options.mode == SERVER_BLOCKS_MODE_SCORED ? (double) context.slots[id].used_at(p0, p1) : p0;
+}
+
+// by content, and by visibility where text was missing: the same rows evicted once more get the same name
+std::string server_blocks_eviction::block_name(int id, const server_blocks_text & text, llama_pos p0, llama_pos p1) const {
+    const auto & session    = context.slots[id].budget().session;
+    const auto   visibility = transfer.key_of("", id, text, p0, p1).visibility;
+    const auto   hash       = text.hashes[p1];
+    const auto   h = visibility == 0 ? hash
+        : server_blocks_mix(server_blocks_mix(hash, visibility), server_blocks_checksum(session.data(), session.size()));
+    return string_format("auto/%016" PRIx64 "/%d-%d", h, p0, p1);
+}
+
+// Saves and evicts one block of the slot. Returns false if there is none.
+bool server_blocks_eviction::evict_one(int id, candidate_map & found) {
+    if (!prompts[id]) {
+        return false;
+    }
+    if (!found.count(id)) {
+        found.emplace(id, collect(id));
+    }
+    auto & from = found.at(id);
+    server_blocks_budget::entry out;
+    if (!next(id, from, out)) {
+        return false;
+    }
+    auto & slot = context.slots[id];
+    server_ranges_remove(from.evictable, out.p0, out.p1);
+    if (out.p1 > (llama_pos) from.text.tokens.size()) {
+        return slot.evict(out.p0, out.p1) > 0; // of a text that was abandoned: the next request empties the slot
+    }
+    if (out.name.empty()) {
+        out.name = block_name(id, from.text, out.p0, out.p1);
+    }
+    const bool saved = transfer.save({ slot.budget().tenant, slot.budget().session, out.name }, id, from.text, out.p0, out.p1);
+    slot.on_auto_evicted(out.p0, out.p1, saved ? json(out.name) : json());
+    return slot.evict(out.p0, out.p1) > 0;
+}
+
+// the same for the slot that has most rows, where slots share the cells
+bool server_blocks_eviction::evict_one_anywhere(int id, candidate_map & found) {
+    std::vector<int> ids = { id };
+    for (int other = 0; unified && other < context.n_slots(); ++other) {
+        if (other != id) {
+            ids.push_back(other);
+        }
+    }
+    std::stable_sort(ids.begin(), ids.end(), [&](int a, int b) { return context.slots[a].n_rows() > context.slots[b].n_rows(); });
+    return std::any_of(ids.begin(), ids.end(), [&](int other) { return evict_one(other, found); });
+}
+
+void server_blocks_eviction::save_rows(int id, const server_prompt & prompt) {
+    const auto & slot   = context.slots[id];
+    const auto & budget = slot.budget();
+    const int32_t size  = std::max(64, budget.n_rows > 0 ? budget.block : options.block);
+    const server_blocks_text text(prompt, slot);
+    const llama_pos n_tokens = (llama_pos) text.tokens.size();
+    store.begin_call();
+    for (const auto & r : slot.resident()) {
+        for (llama_pos p0 = r.first, p1; p0 < std::min(r.second, n_tokens); p0 = p1) {
+            p1 = std::min({ r.second, (p0/size + 1)*size, n_tokens });
+            transfer.save({ budget.tenant, budget.session, block_name(id, text, p0, p1) }, id, text, p0, p1);
+        }
+    }
+    transfer.wait();
+}
+
+void server_blocks_eviction::on_decoded(int id) {
+    context.slots[id].mark_attended(options.block);
+}

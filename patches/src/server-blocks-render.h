@@ -1,0 +1,64 @@
+#pragma once
+
+// A rendered prompt: where the messages of a chat are in the tokens that the server would decode.
+//
+// Owns: the tokens, their text, and what locate_messages() found in it.
+// Threads: any; one object belongs to one thread.
+// Invariants: message spans are ascending and disjoint and end before the generation prompt. Where the tokenizer does not
+//             reproduce the prompt there are no spans instead of wrong ones.
+
+#include "server-common.h"
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+// ends of messages, each with a hash of everything that a compact reply says up to there
+using server_blocks_edges = std::vector<std::pair<int32_t, std::string>>;
+
+class server_blocks_render {
+public:
+    server_blocks_render(const llama_vocab * vocab, llama_tokens tokens);
+
+    // Finds the spans of `messages` and of `generation_prompt` in the tokens of `prompt`, and the tokens that begin a
+    // sentence or a line in the messages.
+    void locate_messages(const std::string & prompt, const json & messages, const std::string & generation_prompt);
+
+    // Returns `reply` with the fields generation, tokens, spans and stops.
+    json expanded(json reply) const;
+
+    // Returns `reply` as text, with the spans as columns, the tokens as base64 of little-endian int32, and the sentence
+    // starts as base64 of one bit per token, the lowest bit first. Leaves out what ends at or before the last edge of
+    // `previous` that this prompt has, too.
+    std::string compact(json reply, const server_blocks_edges & previous) const;
+
+    // Returns the edges of a request, [[end, hash], ...]. Throws std::invalid_argument when the value is not like that.
+    static server_blocks_edges parse_edges(const json & value);
+
+private:
+    struct span {
+        size_t      index; // of the message
+        std::string role;
+        int32_t     p0;
+        int32_t     p1;
+    };
+
+    using char_ranges = std::vector<std::pair<size_t, size_t>>;
+
+    int32_t token_at(size_t pos) const;
+    int32_t first_token_of(int32_t from, int32_t at) const;
+    std::vector<int32_t> sentence_starts_in(const char_ranges & ranges) const;
+    server_blocks_edges edges() const;
+
+    const llama_vocab *  vocab;
+    llama_tokens         tokens;
+    std::string          text;   // of all tokens
+    std::vector<size_t>  starts; // first character of each token
+    int32_t              n_generation; // first token of the generation prompt
+    std::vector<span>    spans;
+    std::vector<int32_t> sentence_starts; // tokens, ascending
+};
+
+// Copies the fields of a request that a converter of another dialect drops.
+void server_blocks_copy_fields(const json & from, json & to);

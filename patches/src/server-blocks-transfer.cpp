@@ -1,0 +1,75 @@
+#include "server-blocks-transfer.h"
+
+#include "server-blocks-hash.h"
+
+server_blocks_text::server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot)
+    : server_blocks_text(prompt.tokens.get_text_tokens(), slot.adapters()) {}
+
+server_blocks_text::server_blocks_text(llama_tokens tokens, uint64_t adapters)
+    : tokens(std::move(tokens)), hashes(server_blocks_prefix_hashes(this->tokens, adapters)) {}
+
+server_blocks_key server_blocks_transfer::key_of(const std::string & tenant, int id, const server_blocks_text & text, llama_pos p0, llama_pos p1) const {
+    return { tenant, text.hashes[p1], p0, p1, server_blocks_visibility_of(context.slots[id].history().of(p0, p1)) };
+}
+
+size_t server_blocks_transfer::bytes_of(int id, llama_pos p0, llama_pos p1) const {
+    server_blocks_copy copy;
+    copy.rows = context.slots[id].history().of(p0, p1);
+    return store.rows_bytes(p0, p1) + capture.key_bounds_bytes(id) + copy.index_bytes();
+}
+
+bool server_blocks_transfer::needs_copy(int id, const server_blocks_key & key) const {
+    return !store.has_rows(key, context.slots[id].history().of(key.p0, key.p1)) || store.is_file_missing(key);
+}
+
+bool server_blocks_transfer::save(const server_blocks_owner & owner, int id, const server_blocks_text & text, llama_pos p0, llama_pos p1,
+                                  server_blocks_key_set keep) {
+    const auto key = key_of(owner.tenant, id, text, p0, p1);
+    keep.insert(key);
+    server_blocks_copy copy;
+    copy.rows = context.slots[id].history().of(p0, p1);
+    store.erase_if_file_missing(key);
+    if (store.has_rows(key, copy.rows)) {
+        store.mark_used(key);
+        if (capture.lacks_bounds(id, *store.find(key))) { // the copy was made before these layers were captured
+            store.set_bounds(key, capture.key_bounds(id, p0, p1));
+        }
+        store.label(owner, key);
+        return true;
+    }
+    uint8_t * data = store.allocate(owner.tenant, (p1 - p0)*store.row_bytes(), bytes_of(id, p0, p1), keep);
+    if (!data || !llama_kv_block_save(context.ctx, id, p0, p1, data, copy.kv)) {
+        if (data) {
+            store.release(data);
+        }
+        return false;
+    }
+    fence.on_copy_started();
+    copy.tokens.assign(text.tokens.begin() + p0, text.tokens.begin() + p1);
+    copy.prefix_hash = text.hashes[p0];
+    copy.hash        = text.hashes[p1];
+    copy.bounds      = capture.key_bounds(id, p0, p1);
+    store.insert(owner, key, std::move(copy));
+    return true;
+}
+
+int32_t server_blocks_transfer::load(int id, const server_blocks_key & key, uint64_t prefix_hash, bool same_cells) {
+    const auto & copy = *store.find(key);
+    const int32_t n_same = llama_kv_block_load(context.ctx, id, copy.kv, same_cells);
+    if (n_same >= 0) {
+        fence.on_copy_started();
+        store.mark_used(key);
+        context.slots[id].on_loaded(copy, prefix_hash);
+    }
+    return n_same;
+}
+
+int32_t server_blocks_transfer::insert(int id, const server_blocks_key & key, llama_pos at) {
+    const int32_t n_same = llama_kv_block_insert(context.ctx, id, store.find(key)->kv, at);
+    if (n_same >= 0) {
+        fence.on_copy_started();
+        fence.wait();
+        store.mark_used(key);
+    }
+    return n_same;
+}

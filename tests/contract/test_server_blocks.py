@@ -1,0 +1,22 @@
+"""Parts of the block store by themselves, without a server and under sanitizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from native import run_sanitized
+
+PROGRAMS = Path(__file__).parents[1] / "server_blocks"
+FILE_SOURCES = ("server-blocks-file.cpp", "server-blocks-history.cpp")
+SOURCES = {
+    "arena": ("server-blocks-arena.cpp",),
+    "file": FILE_SOURCES,
+    "disk": ("server-blocks-disk.cpp", *FILE_SOURCES),
+}
+
+
+@pytest.mark.parametrize("part", SOURCES)
+def test_part_passes_its_checks(part: str, tmp_path: Path) -> None:
+    printed = run_sanitized(PROGRAMS / f"{part}.cpp", SOURCES[part], tmp_path)
+    assert printed.startswith("ok: ") and "FAILED" not in printed
