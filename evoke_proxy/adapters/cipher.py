@@ -1,110 +1,129 @@
-"""What is kept on disk of conversations, encrypted.
+"""Encrypts snapshots and records on disk, in the formats of Tink.
 
-AES-256-GCM in the way of STREAM (Hoang, Reyhanitabar, Rogaway, Vizár 2015): pieces of 1 MiB, each
-under a nonce of its number and whether it is the last, all under a key made of the given one and of
-salt (HKDF-SHA256) that every file and row has of its own.
+Rows are AES-256-GCM, files are Tink's streaming AEAD AES256-GCM-HKDF, both with associated data:
+https://developers.google.com/tink/wire-format. The keys are made of the configured one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
-_PIECE, _TAG, _SALT = 1024 * 1024, 16, 16
-_MAGIC = b"EVOKE\0G1"
+# Bytes that are encrypted in one step, which holds the interpreter's lock.
+_SEGMENT_BYTES = 256 * 1024
+_KEY_BYTES = 32
 _SETTING = "snapshots.key_file"
+_TYPE_URL = "type.googleapis.com/google.crypto.tink."
 
 
-class Cipher(Plain):
-    """Encrypted with a key of 256 bits."""
+class EncryptedFormat(DiskFormat):
+    """Encrypts with a key of 256 bits."""
 
     def __init__(self, key: bytes) -> None:
-        """ConfigError when the library for it is not installed."""
+        """Raise ConfigError when Tink is not installed."""
         try:
-            from cryptography.hazmat.primitives import hashes
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+            import tink
         except ImportError as error:
             hint = "install evoke-proxy[encryption]"
-            raise ConfigError(f"{_SETTING}: encrypting needs cryptography: {hint}") from error
+            raise ConfigError(f"{_SETTING}: encryption needs tink: {hint}") from error
+        self._error: type[Exception] = tink.TinkError
+        self._rows = _row_primitive(_derived(key, b"rows"))
+        self._files = _file_primitive(_derived(key, b"files"))
+        self.key_id = _key_id(_derived(key, b"key id"))
+        self.former_key_id = _key_id(hashlib.sha256(b"mark" + key).digest())
 
-        def cipher(salt: bytes) -> Any:
-            return AESGCM(HKDF(hashes.SHA256(), 32, salt, b"evoke-proxy at rest").derive(key))
+    def encode_row(self, data: bytes, aad: bytes) -> bytes:
+        """Return a row encrypted."""
+        encrypted: bytes = self._rows.encrypt(data, aad)
+        return encrypted
 
-        self._cipher = cipher
-        self.mark = int.from_bytes(hashlib.sha256(b"mark" + key).digest()[:3], "big") >> 1 | 1
-
-    def close(self, data: bytes, about: bytes) -> bytes:
-        salt = os.urandom(_SALT)
-        sealed: bytes = self._cipher(salt).encrypt(_nonce(0, True), data, about)
-        return salt + sealed
-
-    def open(self, closed: bytes, about: bytes) -> bytes:
-        salt, sealed = closed[:_SALT], closed[_SALT:]
-        data: bytes = self._opened(self._cipher(salt), sealed, 0, True, about)
+    def decode_row(self, stored: bytes, aad: bytes) -> bytes:
+        """Return the data of a row; ValueError when the row, the key or `aad` are not the same."""
+        try:
+            data: bytes = self._rows.decrypt(stored, aad)
+        except self._error as error:
+            raise ValueError("written with another key, or not what was written") from error
         return data
 
-    def size(self, n_bytes: int) -> int:
-        """How long a file of so many bytes gets."""
-        return len(_MAGIC) + _SALT + n_bytes + _TAG * max(1, -(-n_bytes // _PIECE))
-
-    def write(self, source: str, target: str, about: bytes) -> bool:
-        """Encrypt a file into another, for its owner alone; on disk when it returns."""
-        salt = os.urandom(_SALT)
-        cipher = self._cipher(salt)
-        with open(source, "rb") as plain, _created(target) as out:
-            out.write(_MAGIC + salt)
-            for number, (piece, last) in enumerate(_pieces(plain, _PIECE)):
-                out.write(cipher.encrypt(_nonce(number, last), piece, about))
-            out.flush()
-            os.fsync(out.fileno())
+    def encode_file(self, source: str, target: str, aad: bytes) -> bool:
+        """Encrypt a file into another, readable by its owner alone, and flush it to disk."""
+        with open(source, "rb") as plain:
+            with self._files.new_encrypting_stream(_created(target), aad) as stream:
+                while piece := plain.read(_SEGMENT_BYTES):
+                    stream.write(piece)
+        with open(target, "rb") as written:
+            os.fsync(written.fileno())
         return True
 
-    def read(self, source: str, target: str, about: bytes) -> bool:
-        """Decrypt one; SnapshotUnusable when it is not what was written, all of it and no more."""
-        with open(source, "rb") as sealed, _created(target) as out:
-            if sealed.read(len(_MAGIC)) != _MAGIC:
-                raise SnapshotUnusable("key", f"{Path(source).name} is not encrypted")
-            cipher = self._cipher(sealed.read(_SALT))
-            for number, (piece, last) in enumerate(_pieces(sealed, _PIECE + _TAG)):
-                try:
-                    out.write(self._opened(cipher, piece, number, last, about))
-                except ValueError as error:
-                    raise SnapshotUnusable("key", f"{Path(source).name}: {error}") from error
+    def decode_file(self, source: str, target: str, aad: bytes) -> bool:
+        """Decrypt a file into another; SnapshotUnusable unless it is complete and unchanged."""
+        with open(source, "rb") as stored, _created(target) as out:
+            try:
+                with self._files.new_decrypting_stream(stored, aad) as stream:
+                    while piece := stream.read(_SEGMENT_BYTES):
+                        out.write(piece)
+            except self._error as error:
+                reason = "written with another key, or not what was written"
+                raise SnapshotUnusable("key", f"{Path(source).name}: {reason}") from error
         return True
 
-    @staticmethod
-    def _opened(cipher: Any, sealed: bytes, number: int, last: bool, about: bytes) -> Any:
-        from cryptography.exceptions import InvalidTag
 
-        try:
-            return cipher.decrypt(_nonce(number, last), sealed, about)
-        except InvalidTag as error:
-            raise ValueError("written with another key, or not what was written") from error
+def _derived(key: bytes, purpose: bytes) -> bytes:
+    """A key of its own for each purpose."""
+    return hmac.digest(key, b"evoke-proxy " + purpose, "sha256")
 
 
-def _created(target: str) -> Any:
+def _key_id(digest: bytes) -> int:
+    """23 bits, never 0, which is the id of no key."""
+    return int.from_bytes(digest[:3], "big") >> 1 | 1
+
+
+def _row_primitive(key: bytes) -> Any:
+    from tink import aead
+    from tink.proto import aes_gcm_pb2
+
+    aead.register()
+    value = aes_gcm_pb2.AesGcmKey(version=0, key_value=key)
+    return _keyset(_TYPE_URL + "AesGcmKey", value).primitive(aead.Aead)
+
+
+def _file_primitive(key: bytes) -> Any:
+    from tink import streaming_aead
+    from tink.proto import aes_gcm_hkdf_streaming_pb2, common_pb2
+
+    streaming_aead.register()
+    value = aes_gcm_hkdf_streaming_pb2.AesGcmHkdfStreamingKey(version=0, key_value=key)
+    value.params.ciphertext_segment_size = _SEGMENT_BYTES
+    value.params.derived_key_size = _KEY_BYTES
+    value.params.hkdf_hash_type = common_pb2.SHA256
+    return _keyset(_TYPE_URL + "AesGcmHkdfStreamingKey", value).primitive(
+        streaming_aead.StreamingAead
+    )
+
+
+def _keyset(type_url: str, value: Any) -> Any:
+    """A keyset of one key, whose ciphertexts have no prefix that names it."""
+    import tink
+    from tink import secret_key_access
+    from tink.proto import tink_pb2
+
+    keyset = tink_pb2.Keyset(primary_key_id=1)
+    entry = keyset.key.add()
+    entry.key_id, entry.status = 1, tink_pb2.ENABLED
+    entry.output_prefix_type = tink_pb2.RAW
+    entry.key_data.type_url = type_url
+    entry.key_data.value = value.SerializeToString()
+    entry.key_data.key_material_type = tink_pb2.KeyData.SYMMETRIC
+    return tink.proto_keyset_format.parse(keyset.SerializeToString(), secret_key_access.TOKEN)
+
+
+def _created(target: str) -> BinaryIO:
     path = Path(target)
     path.unlink(missing_ok=True)
     return os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")
-
-
-def _pieces(file: Any, n_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """Pieces and whether each is the last; an empty file has an empty one."""
-    piece = file.read(n_bytes)
-    while True:
-        following = file.read(n_bytes)
-        yield piece, not following
-        if not following:
-            return
-        piece = following
-
-
-def _nonce(number: int, last: bool) -> bytes:
-    return number.to_bytes(11, "big") + bytes([last])

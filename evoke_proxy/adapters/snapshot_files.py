@@ -22,7 +22,7 @@ import numpy as np
 from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots import state_file
-from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # What llama-server is told to write, until it is known to be whole, and what it becomes.
@@ -46,10 +46,10 @@ class Sealed:
 class SnapshotFiles:
     """The files of one directory; names are plain, without a path."""
 
-    def __init__(self, directory: Path, form: Plain | None = None) -> None:
-        """`form` is how they are written."""
+    def __init__(self, directory: Path, disk_format: DiskFormat | None = None) -> None:
+        """`disk_format` is how files are stored."""
         self.directory = directory
-        self._form = form or Plain()
+        self._format = disk_format or DiskFormat()
         self._lock: BinaryIO | None = None
 
     def prepare(self) -> None:
@@ -124,9 +124,9 @@ class SnapshotFiles:
         try:
             self.receive(part, n_bytes)
             _check_tokens(source, tokens)
-            n_bytes = self._form.size(self.complete(part))
+            self.complete(part)
             sealed = self._sealed(source, name)
-            checksum = _checksum(sealed, sync=True)
+            checksum, n_bytes = _checksum(sealed, sync=True), sealed.stat().st_size
             sealed.rename(self.directory / name)
             self._sync_directory()
         except OSError as error:
@@ -174,7 +174,9 @@ class SnapshotFiles:
 
     def _sealed(self, source: Path, name: str) -> Path:
         sealed = source.with_name(f"sealed-{source.name}")
-        return sealed if self._form.write(str(source), str(sealed), name.encode()) else source
+        return (
+            sealed if self._format.encode_file(str(source), str(sealed), name.encode()) else source
+        )
 
     def lend(self, name: str) -> str:
         """What llama-server is to restore: the snapshot, or what it is decrypted, which the caller
@@ -182,7 +184,7 @@ class SnapshotFiles:
         lent = f"lent-{uuid.uuid4().hex[:20]}{PART}"
         paths = str(self.directory / name), str(self.directory / lent)
         try:
-            return lent if self._form.read(*paths, name.encode()) else name
+            return lent if self._format.decode_file(*paths, name.encode()) else name
         except OSError as error:
             self.discard(lent)
             raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error

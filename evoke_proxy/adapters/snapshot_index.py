@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
@@ -104,12 +104,12 @@ class SnapshotIndex:
     Changes raise SnapshotUnusable, and change nothing, when the disk does not take them.
     """
 
-    def __init__(self, path: Path, form: Plain | None = None) -> None:
+    def __init__(self, path: Path, disk_format: DiskFormat | None = None) -> None:
         """Open or create it, for its owner alone, rows in this form.
 
         IndexUnusable when it is no index of ours, ConfigError when it cannot be had.
         """
-        self._path, self._form = path, form or Plain()
+        self._path, self._format = path, disk_format or DiskFormat()
         try:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK, 0o600))
             if not path.is_file():
@@ -154,7 +154,7 @@ class SnapshotIndex:
     def add(self, snapshot: Snapshot, packed: bytes) -> None:
         """Add one, its tokens as `pack` has made them of it."""
         marks = ",".join("?" * (_COLUMNS.count(",") + 1))
-        values = (*_values(snapshot), self._form.close(packed, _about(_values(snapshot))))
+        values = (*_values(snapshot), self._format.encode_row(packed, _about(_values(snapshot))))
         self._change(f"INSERT INTO snapshots ({_COLUMNS}) VALUES ({marks})", values)
 
     def mark(self, id: str, **values: float) -> None:
@@ -218,7 +218,7 @@ class SnapshotIndex:
 
     def put_record(self, record: Record) -> None:
         """Add it, or replace the one of its id."""
-        packed = self._form.close(record.packed, _about((record.id, record.tenant)))
+        packed = self._format.encode_row(record.packed, _about((record.id, record.tenant)))
         row = (record.id, record.tenant, record.used, packed)
         self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
 
@@ -234,7 +234,7 @@ class SnapshotIndex:
         with self._reading:
             for id, tenant, used, packed in self._aside.execute(*wanted):
                 try:
-                    opened = self._form.open(packed, _about((id, tenant)))
+                    opened = self._format.decode_row(packed, _about((id, tenant)))
                 except (ValueError, TypeError):
                     continue
                 found.append(Record(id, tenant, used, opened))
@@ -275,7 +275,7 @@ class SnapshotIndex:
 
     def _snapshot(self, row: tuple[Any, ...]) -> Snapshot:
         *values, pinned, suspect, closed = row
-        packed = zlib.decompress(self._form.open(closed, _about(tuple(values))))
+        packed = zlib.decompress(self._format.decode_row(closed, _about(tuple(values))))
         tokens = np.frombuffer(packed, dtype="<i4").astype(np.int32)
         fields = [*values, bool(pinned), bool(suspect)]
         return Snapshot(*fields, tokens=tokens)
@@ -288,8 +288,11 @@ class SnapshotIndex:
             raise SnapshotUnusable("disk", f"{self._path} cannot be written: {error}") from error
 
     def _check_version(self) -> None:
-        wanted = _VERSION | self._form.mark << 8
+        wanted = _VERSION | self._format.key_id << 8
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        former = self._format.former_key_id
+        if former is not None and found == _VERSION | former << 8:
+            raise sqlite3.DatabaseError("it was encrypted in the format of an earlier version")
         if found and found & 0xFF == _VERSION and found != wanted:
             said = "was written with another key, or none: name that, or another directory"
             raise ConfigError(f"snapshots.key_file: {self._path} {said}")

@@ -107,10 +107,10 @@ class Limited:
     @contextmanager
     def read_only(self, running: RunningProxy) -> Iterator[None]:
         vault = running.engine.keeper.repository
-        part = vault.part
+        part = vault.new_part
         _index(running, "PRAGMA query_only = 1")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vault, "part", lambda: f"nowhere/{part()}")
+            patch.setattr(vault, "new_part", lambda: f"nowhere/{part()}")
             yield
         _index(running, "PRAGMA query_only = 0")
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sqlite3
 from pathlib import Path
 
 import pytest
 from damage import DAMAGES, damage, in_memory
 from test_vault import TOKENS, kept, vault
 
-from evoke_proxy.adapters.cipher import Cipher
+from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.snapshots.at_rest import Plain
-from evoke_proxy.engine.storage.encryption import at_rest
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
+from evoke_proxy.engine.storage.snapshot_repository import disk_format
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 KEY, OTHER = bytes(range(32)), bytes(32)
-PIECE = 1024 * 1024
+PIECE = 256 * 1024
 
 
 def _key_file(folder: Path, key: bytes = KEY) -> str:
@@ -31,26 +32,26 @@ def _three(folder: Path) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
-def test_a_file_comes_back_and_is_as_long_as_was_said(size: int, tmp_path: Path) -> None:
+def test_a_decrypted_file_is_the_original(size: int, tmp_path: Path) -> None:
     plain, sealed, again = _three(tmp_path)
     data = random.Random(size).randbytes(size)
     plain.write_bytes(data)
-    Cipher(KEY).write(str(plain), str(sealed), b"name")
-    assert sealed.stat().st_size == Cipher(KEY).size(size)
+    EncryptedFormat(KEY).encode_file(str(plain), str(sealed), b"name")
     assert sealed.stat().st_mode & 0o777 == 0o600
-    Cipher(KEY).read(str(sealed), str(again), b"name")
+    EncryptedFormat(KEY).decode_file(str(sealed), str(again), b"name")
     assert again.read_bytes() == data
     assert size < 64 or data[:64] not in sealed.read_bytes()
 
 
-def test_whatever_is_done_to_a_file_is_noticed(tmp_path: Path) -> None:
+def test_every_change_of_an_encrypted_file_is_detected(tmp_path: Path) -> None:
     plain, sealed, again = _three(tmp_path)
-    plain.write_bytes(random.Random(1).randbytes(2 * PIECE + 77))
-    Cipher(KEY).write(str(plain), str(sealed), b"name")
+    plain.write_bytes(random.Random(1).randbytes(3 * PIECE + 77))
+    EncryptedFormat(KEY).encode_file(str(plain), str(sealed), b"name")
     whole, how = sealed.read_bytes(), random.Random(2)
-    first, second = whole[24 : 24 + PIECE + 16], whole[24 + PIECE + 16 : 24 + 2 * (PIECE + 16)]
-    harmed = [whole + b"x", whole[: 24 + PIECE + 16], b"", plain.read_bytes()]
-    harmed.append(whole[:24] + second + first + whole[24 + 2 * (PIECE + 16) :])
+    # Segments have one size in the encrypted file; the first one includes the header.
+    second, third = whole[PIECE : 2 * PIECE], whole[2 * PIECE : 3 * PIECE]
+    harmed = [whole + b"x", whole[:PIECE], b"", plain.read_bytes()]
+    harmed.append(whole[:PIECE] + third + second + whole[3 * PIECE :])
     for _ in range(20):
         data = bytearray(whole)
         data[how.randrange(len(data))] ^= 1 << how.randrange(8)
@@ -58,23 +59,23 @@ def test_whatever_is_done_to_a_file_is_noticed(tmp_path: Path) -> None:
     for data in harmed:
         sealed.write_bytes(data)
         with pytest.raises(SnapshotUnusable):
-            Cipher(KEY).read(str(sealed), str(again), b"name")
+            EncryptedFormat(KEY).decode_file(str(sealed), str(again), b"name")
     sealed.write_bytes(whole)
-    for cipher, name in ((Cipher(OTHER), b"name"), (Cipher(KEY), b"another")):
+    for cipher, name in ((EncryptedFormat(OTHER), b"name"), (EncryptedFormat(KEY), b"another")):
         with pytest.raises(SnapshotUnusable):
-            cipher.read(str(sealed), str(again), name)
+            cipher.decode_file(str(sealed), str(again), name)
 
 
-@pytest.mark.parametrize("form", [Plain(), Cipher(KEY)], ids=["plain", "encrypted"])
-def test_a_row_is_about_what_it_was_about(form: Plain) -> None:
-    closed = form.close(b"the tokens", b"alice's")
-    assert form.open(closed, b"alice's") == b"the tokens"
+@pytest.mark.parametrize("form", [DiskFormat(), EncryptedFormat(KEY)], ids=["plain", "encrypted"])
+def test_a_row_is_decoded_with_its_own_associated_data_only(form: DiskFormat) -> None:
+    closed = form.encode_row(b"the tokens", b"alice's")
+    assert form.decode_row(closed, b"alice's") == b"the tokens"
     for wrong, about in ((closed, b"bob's"), (closed[:-1], b"alice's"), (b"", b"alice's")):
         with pytest.raises(ValueError):
-            form.open(wrong, about)
+            form.decode_row(wrong, about)
 
 
-def test_nothing_of_a_conversation_is_to_be_read_and_everything_comes_back(tmp_path: Path) -> None:
+def test_an_encrypted_directory_holds_no_plaintext_and_is_read_again(tmp_path: Path) -> None:
     folder, key = tmp_path / "slots", _key_file(tmp_path)
     listed = TOKENS.astype("<i4").tobytes()
     with vault(folder, key_file=key) as first:
@@ -97,7 +98,7 @@ def test_nothing_of_a_conversation_is_to_be_read_and_everything_comes_back(tmp_p
 
 
 @pytest.mark.parametrize("then", [None, OTHER])
-def test_another_key_or_none_ends_the_start_and_loses_nothing(
+def test_another_key_is_refused_at_start_and_deletes_nothing(
     tmp_path: Path, then: bytes | None
 ) -> None:
     folder, key = tmp_path / "slots", _key_file(tmp_path)
@@ -110,7 +111,7 @@ def test_another_key_or_none_ends_the_start_and_loses_nothing(
         assert len(again.snapshots) == 1
 
 
-def test_a_key_that_is_damaged_ends_the_start_and_loses_nothing() -> None:
+def test_a_damaged_key_is_refused_at_start_and_deletes_nothing() -> None:
     how = random.Random(5)
     with in_memory() as memory:
         folder, key = memory / "slots", Path(_key_file(memory))
@@ -133,8 +134,26 @@ def test_a_key_that_is_damaged_ends_the_start_and_loses_nothing() -> None:
         assert DAMAGES / 2 < refused < DAMAGES
 
 
-def test_a_key_of_no_use_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_key_is_refused(tmp_path: Path) -> None:
     for text in ("abcdefghijklmnopqrstuv", KEY.hex()[:-2], KEY.hex() + "00"):
         write_secret(tmp_path / "key", text)
         with pytest.raises(ConfigError, match="64 hexadecimal digits"):
-            at_rest(str(tmp_path / "key"))
+            disk_format(str(tmp_path / "key"))
+
+
+def test_an_index_in_the_former_encryption_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, key = tmp_path / "slots", _key_file(tmp_path)
+    with vault(folder, key_file=key) as first:
+        kept(first)
+    former = EncryptedFormat(KEY).former_key_id
+    assert former is not None
+    with sqlite3.connect(folder / "index.sqlite") as index:
+        (version,) = index.execute("PRAGMA user_version").fetchone()
+        index.execute(f"PRAGMA user_version={version & 0xFF | former << 8}")
+    index.close()
+    with vault(folder, key_file=key) as second:
+        assert not second.snapshots
+    assert "encrypted in the format of an earlier version" in caplog.text
+    assert (folder / "quarantine/index.sqlite").exists()

@@ -18,7 +18,7 @@ from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import USER
-from evoke_proxy.core.snapshots.at_rest import Plain
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
@@ -84,11 +84,11 @@ def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
 def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose a record is can be seen without decrypting any."""
     opened: list[bytes] = []
-    whole = Plain.open
+    whole = DiskFormat.decode_row
 
-    def counted(self: Plain, closed: bytes, about: bytes) -> bytes:
-        opened.append(about)
-        return whole(self, closed, about)
+    def counted(self: DiskFormat, stored: bytes, aad: bytes) -> bytes:
+        opened.append(aad)
+        return whole(self, stored, aad)
 
     engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0)))
     it = engine.keeper.repository
@@ -98,7 +98,7 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             for id in ("mine", "mine#1", "mine#2", "mineral", "other#1"):
                 tenant = "t" if id.startswith("mine") else "u"
                 await it.write_record(record(id, tenant))
-            monkeypatch.setattr(Plain, "open", counted)
+            monkeypatch.setattr(DiskFormat, "decode_row", counted)
             eraser = SessionEraser(engine._admin_context)
             done = await eraser.delete([], lambda _, session: session == "mine")
             assert not done["left"] and not opened

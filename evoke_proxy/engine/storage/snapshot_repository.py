@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.secret_files import read_token
 from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
 from evoke_proxy.adapters.snapshot_index import Owner, Record, SnapshotIndex, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
     Snapshot,
@@ -26,13 +29,29 @@ from evoke_proxy.core.snapshots.snapshots import (
     superseded,
     surplus,
 )
-from evoke_proxy.engine.storage.encryption import at_rest
 from evoke_proxy.engine.storage.file_removal import FileRemover
 from evoke_proxy.engine.storage.index_cache import SnapshotIndexCache
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_KEY_SETTING = "snapshots.key_file"
+
+
+def disk_format(key_file: str) -> DiskFormat:
+    """Return the format that the file of a key asks for; unencrypted when it is "".
+
+    Raises ConfigError when the file holds no key.
+    """
+    if not key_file:
+        return DiskFormat()
+    try:
+        key = bytes.fromhex(read_token(Path(key_file), _KEY_SETTING))
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise ConfigError(f"{_KEY_SETTING}: {key_file} must hold 64 hexadecimal digits")
+    return EncryptedFormat(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +76,8 @@ class SnapshotRepository:
     def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:
         self._bounds = Bounds.of(config)
         self._metrics = metrics or Metrics()
-        self._form, self._shared = at_rest(config.key_file), config.shared
-        self.files = SnapshotFiles(Path(config.directory), self._form)
+        self._format, self._shared = disk_format(config.key_file), config.shared
+        self.files = SnapshotFiles(Path(config.directory), self._format)
         self._store: SnapshotIndex | None = None
         self._read: SnapshotIndexCache | None = None
         self._sweeper = FileRemover()
@@ -93,14 +112,14 @@ class SnapshotRepository:
         """The index; a damaged one is set aside, and with it all that it knew of."""
         path = self.files.directory / INDEX
         try:
-            return SnapshotIndex(path, self._form)
+            return SnapshotIndex(path, self._format)
         except IndexUnusable as error:
             if not alone:
                 raise ConfigError(f"snapshots.directory: {error}") from error
-            _log.error("the index is set aside, nothing is kept of before: %s", error)
+            _log.error("the index is set aside, nothing of before is used: %s", error)
         self._metrics.snapshots_bad.labels(reason="index").inc()
         self.files.index_aside()
-        return SnapshotIndex(path, self._form)
+        return SnapshotIndex(path, self._format)
 
     def close(self) -> None:
         """Let another process have it."""

@@ -1,30 +1,30 @@
-// The admin API: JSON calls, and the event stream over fetch, so that both can carry a token.
+// Client of the admin API: JSON calls, and the event stream over fetch, so that both can send a token.
 
 const KEY = "evoke-token";
-let asking = null;
+let pendingToken = null;
 
 function headers(more = {}) {
   const token = sessionStorage.getItem(KEY);
   return token ? { ...more, Authorization: `Bearer ${token}` } : more;
 }
 
-// One answer to all who were refused at the same time.
+// Opens the token dialog once for all calls that are refused at the same time.
 export function askForToken() {
-  asking ??= new Promise((done) => {
+  pendingToken ??= new Promise((done) => {
     const dialog = document.getElementById("token");
     const secret = document.getElementById("secret");
     secret.value = "";
     dialog.addEventListener("close", () => {
       if (secret.value) sessionStorage.setItem(KEY, secret.value);
-      asking = null;
+      pendingToken = null;
       done();
     }, { once: true });
     dialog.showModal();
   });
-  return asking;
+  return pendingToken;
 }
 
-async function fetched(path, options) {
+async function fetchWithToken(path, options) {
   for (;;) {
     const answer = await fetch(path, { ...options, headers: headers(options.headers), cache: "no-store" });
     if (answer.status !== 401) return answer;
@@ -39,14 +39,14 @@ export async function call(method, path, body) {
     options.body = JSON.stringify(body);
     options.headers = { "Content-Type": "application/json" };
   }
-  const answer = await fetched(path, options);
-  const said = await answer.json();
-  if (!answer.ok) throw Object.assign(new Error(said.error?.message ?? answer.statusText), { status: answer.status });
-  return said;
+  const answer = await fetchWithToken(path, options);
+  const result = await answer.json();
+  if (!answer.ok) throw Object.assign(new Error(result.error?.message ?? answer.statusText), { status: answer.status });
+  return result;
 }
 
 export async function download(path, name) {
-  const answer = await fetched(path, {});
+  const answer = await fetchWithToken(path, {});
   if (!answer.ok) throw new Error((await answer.json()).error?.message ?? answer.statusText);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await answer.blob());
@@ -55,28 +55,28 @@ export async function download(path, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// Calls `told(kind, facts)` for every event, `changed(connected)` as the connection comes and goes;
-// begins again, where it left off, for ever.
-export async function follow(told, changed) {
+// Calls `onEvent(kind, facts)` for every event and `onConnection(connected)` on each change of the
+// connection. Reconnects for ever, and continues after the last event that it has read.
+export async function follow(onEvent, onConnection) {
   let last = "0", wait = 500;
   for (;;) {
     try {
-      const answer = await fetched("events", { headers: { "Last-Event-ID": last } });
+      const answer = await fetchWithToken("events", { headers: { "Last-Event-ID": last } });
       if (!answer.ok) throw new Error(answer.statusText);
-      changed(true);
+      onConnection(true);
       wait = 500;
       await read(answer.body, (event) => {
         last = event.id ?? last;
-        told(event.event, JSON.parse(event.data));
+        onEvent(event.event, JSON.parse(event.data));
       });
-    } catch { /* it is said below, and tried again */ }
-    changed(false);
+    } catch { /* reported by onConnection below; the loop reconnects */ }
+    onConnection(false);
     await new Promise((done) => setTimeout(done, wait));
     wait = Math.min(wait * 2, 8000);
   }
 }
 
-async function read(body, done) {
+async function read(body, onMessage) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
     const { value, done: ended } = await reader.read();
@@ -86,7 +86,7 @@ async function read(body, done) {
     for (const part of parts) {
       const event = Object.fromEntries(part.split("\n").filter((line) => !line.startsWith(":"))
         .map((line) => [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 2)]));
-      if (event.data) done(event);
+      if (event.data) onMessage(event);
     }
   }
 }

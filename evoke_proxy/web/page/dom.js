@@ -1,17 +1,17 @@
-// Elements and numbers. Text goes in as text, never as markup.
+// Builds elements and formats numbers. Text is inserted as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-export function el(name, given = {}, ...children) {
-  return filled(document.createElement(name), given, children);
+export function el(name, attributes = {}, ...children) {
+  return filled(document.createElement(name), attributes, children);
 }
 
-export function svg(name, given = {}, ...children) {
-  return filled(document.createElementNS(SVG, name), given, children);
+export function svg(name, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
 }
 
-function filled(node, given, children) {
-  for (const [key, value] of Object.entries(given)) {
+function filled(node, attributes, children) {
+  for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (key === "css") for (const [k, v] of Object.entries(value)) node.style.setProperty(k, v);
     else if (value !== null && value !== undefined && value !== false)
@@ -47,4 +47,4 @@ export function ago(at) {
 
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 export const plural = (n, one) => `${number(n)} ${one}${n === 1 ? "" : "s"}`;
-export const spanned = (spans) => spans.reduce((sum, [start, end]) => sum + end - start, 0);
+export const totalLength = (spans) => spans.reduce((sum, [start, end]) => sum + end - start, 0);

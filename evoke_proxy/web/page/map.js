@@ -1,4 +1,4 @@
-// The blocks of a session: a row a turn, a cell a block, as wide as it has tokens.
+// The map of a session's blocks: one row for each turn, one cell for each block, as wide as its tokens.
 
 import { el, number, plural } from "./dom.js";
 
@@ -8,43 +8,43 @@ export const STATES = {
   saved_disk: "saved on disk",
   omitted: "omitted",
 };
-// A token is as wide as lets the longest turn fill its row, within these bounds; a long turn wraps.
-const NARROWEST = 0.44, WIDEST = 4, LABELLED = 62;
+// Pixels of a token: the longest turn fills its row, within these bounds, and wraps beyond them.
+const MIN_PIXELS = 0.44, MAX_PIXELS = 4, LABEL_PIXELS = 62;
 
-const place = (block) => `${block.p0}-${block.p1}`;
+const keyOf = (block) => `${block.p0}-${block.p1}`;
 const length = (block) => block.p1 - block.p0;
 
-export function described(block) {
-  const said = [block.role, `tokens ${number(block.p0)} to ${number(block.p1)}`, STATES[block.state]];
-  if (block.pinned) said.push("pinned");
-  if (block.score !== null) said.push(`score ${block.score.toFixed(2)}`);
-  return said.join(", ");
+export function describe(block) {
+  const parts = [block.role, `tokens ${number(block.p0)} to ${number(block.p1)}`, STATES[block.state]];
+  if (block.pinned) parts.push("pinned");
+  if (block.score !== null) parts.push(`score ${block.score.toFixed(2)}`);
+  return parts.join(", ");
 }
 
-// `act(action, block)` for what is done to a block: "pin", "unpin" or "drop".
+// Calls `act(action, block)` with "pin", "unpin" or "drop".
 export function blockMap(act) {
-  const rows = el("div", { class: "map", role: "group", "aria-label": "Blocks, a row a turn" });
+  const rows = el("div", { class: "map", role: "group", "aria-label": "Blocks, one row for each turn" });
   const facts = el("dl", { id: "facts" });
   const pin = el("button", { type: "button", id: "pin", onclick: () => toggle() }, "Pin");
-  const drop = el("button", { type: "button", id: "drop", class: "danger", onclick: () => act("drop", chosen()) }, "Drop");
+  const drop = el("button", { type: "button", id: "drop", class: "danger", onclick: () => act("drop", selected()) }, "Drop");
   const inspector = el("div", { class: "inspector" }, facts, el("div", { class: "do" }, pin, drop));
-  let blocks = [], at = null, pixels = NARROWEST, drawn = 0, hovered = null, before = new Map();
+  let blocks = [], selectedKey = null, pixels = MIN_PIXELS, drawnWidth = 0, hoveredKey = null, previousStates = new Map();
 
-  const chosen = () => blocks.find((block) => place(block) === at);
+  const selected = () => blocks.find((block) => keyOf(block) === selectedKey);
   const cells = () => [...rows.querySelectorAll("button")];
 
   function toggle() {
-    const block = chosen();
+    const block = selected();
     if (block) act(block.pinned ? "unpin" : "pin", block);
   }
 
   function inspect() {
-    const block = blocks.find((item) => place(item) === (hovered ?? at));
-    const said = block ? entries(block) : [["", "Point at a block, or go through them with the arrow keys: P pins, D drops."]];
-    facts.replaceChildren(...said.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
-    const mine = chosen();
-    pin.disabled = drop.disabled = !mine || mine.role === "answer";
-    pin.textContent = mine?.pinned ? "Unpin" : "Pin";
+    const block = blocks.find((item) => keyOf(item) === (hoveredKey ?? selectedKey));
+    const parts = block ? entries(block) : [["", "Point at a block, or select one with the arrow keys: P pins it, D drops it."]];
+    facts.replaceChildren(...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+    const current = selected();
+    pin.disabled = drop.disabled = !current || current.role === "answer";
+    pin.textContent = current?.pinned ? "Unpin" : "Pin";
   }
 
   function entries(block) {
@@ -53,8 +53,8 @@ export function blockMap(act) {
       ["from", block.name ? `${block.role} · ${block.name}` : block.role],
       ["tokens", `${number(block.p0)} to ${number(block.p1)} · ${number(length(block))}`],
       ["turn", block.turn ? number(block.turn) : "the latest answer"],
-      ["is", STATES[block.state] + rowsOf + (block.pinned ? ", pinned" : "")],
-      ["score", block.score === null ? "not known" : block.score.toFixed(2)],
+      ["state", STATES[block.state] + rowsOf + (block.pinned ? ", pinned" : "")],
+      ["score", block.score === null ? "unknown" : block.score.toFixed(2)],
     ];
   }
 
@@ -64,18 +64,18 @@ export function blockMap(act) {
       other.tabIndex = other === cell ? 0 : -1;
       other.setAttribute("aria-pressed", String(other === cell));
     }
-    at = cell.dataset.place;
+    selectedKey = cell.dataset.place;
     if (focus) cell.focus();
     inspect();
   }
 
-  function above(cell, way) {
+  function neighbour(cell, direction) {
     const box = cell.getBoundingClientRect(), middle = box.left + box.width / 2;
-    const further = cells().filter((other) => (other.getBoundingClientRect().top - box.top) * way > 4);
-    const tops = further.map((other) => other.getBoundingClientRect().top * way);
+    const further = cells().filter((other) => (other.getBoundingClientRect().top - box.top) * direction > 4);
+    const tops = further.map((other) => other.getBoundingClientRect().top * direction);
     const row = further.filter((_, i) => tops[i] === Math.min(...tops));
-    const away = (other) => { const b = other.getBoundingClientRect(); return Math.abs(b.left + b.width / 2 - middle); };
-    return row.sort((one, other) => away(one) - away(other))[0];
+    const distance = (other) => { const b = other.getBoundingClientRect(); return Math.abs(b.left + b.width / 2 - middle); };
+    return row.sort((one, other) => distance(one) - distance(other))[0];
   }
 
   rows.addEventListener("keydown", (event) => {
@@ -84,29 +84,29 @@ export function blockMap(act) {
     if (i < 0) return;
     const moves = {
       ArrowRight: () => choose(all[i + 1]), ArrowLeft: () => choose(all[i - 1]),
-      ArrowDown: () => choose(above(all[i], 1)), ArrowUp: () => choose(above(all[i], -1)),
+      ArrowDown: () => choose(neighbour(all[i], 1)), ArrowUp: () => choose(neighbour(all[i], -1)),
       Home: () => choose(all[0]), End: () => choose(all.at(-1)),
-      p: toggle, d: () => drop.disabled || act("drop", chosen()), Delete: () => drop.disabled || act("drop", chosen()),
+      p: toggle, d: () => drop.disabled || act("drop", selected()), Delete: () => drop.disabled || act("drop", selected()),
     };
     if (moves[event.key]) {
       event.preventDefault();
       moves[event.key]();
     }
   });
-  rows.addEventListener("pointerover", (event) => { hovered = event.target.dataset?.place ?? null; inspect(); });
-  rows.addEventListener("pointerleave", () => { hovered = null; inspect(); });
+  rows.addEventListener("pointerover", (event) => { hoveredKey = event.target.dataset?.place ?? null; inspect(); });
+  rows.addEventListener("pointerleave", () => { hoveredKey = null; inspect(); });
 
   function cell(block) {
-    const was = before.get(place(block)), moved = was && was !== block.state ? ` to-${block.state}` : "";
-    const width = Math.max(7, length(block) * pixels), wide = width > LABELLED ? " wide" : "";
+    const previous = previousStates.get(keyOf(block)), moved = previous && previous !== block.state ? ` to-${block.state}` : "";
+    const width = Math.max(7, length(block) * pixels), wide = width > LABEL_PIXELS ? " wide" : "";
     return el("button", {
       type: "button",
       class: `block ${block.state}${block.pinned ? " pinned" : ""}${moved}${wide}`,
-      "data-place": place(block), "data-role": block.role, tabindex: "-1",
-      "aria-label": described(block), "aria-pressed": "false",
+      "data-place": keyOf(block), "data-role": block.role, tabindex: "-1",
+      "aria-label": describe(block), "aria-pressed": "false",
       css: { width: `${width.toFixed(1)}px` },
       onclick: (event) => choose(event.currentTarget),
-      onfocus: (event) => { if (at !== event.currentTarget.dataset.place) choose(event.currentTarget, false); },
+      onfocus: (event) => { if (selectedKey !== event.currentTarget.dataset.place) choose(event.currentTarget, false); },
     });
   }
 
@@ -116,25 +116,25 @@ export function blockMap(act) {
     return turns;
   }
 
-  function show(given) {
+  function show(newBlocks) {
     const focused = rows.contains(document.activeElement);
-    blocks = given;
+    blocks = newBlocks;
     const turns = byTurn();
-    drawn = rows.clientWidth;
-    const room = drawn - 60;
+    drawnWidth = rows.clientWidth;
+    const room = drawnWidth - 60;
     const fits = [...turns.values()].map((row) => (room - 3 * row.length) / row.reduce((sum, block) => sum + length(block), 0));
-    pixels = Math.min(WIDEST, Math.max(NARROWEST, ...(fits.length ? [Math.min(...fits)] : [])));
+    pixels = Math.min(MAX_PIXELS, Math.max(MIN_PIXELS, ...(fits.length ? [Math.min(...fits)] : [])));
     rows.replaceChildren(...[...turns].map(([turn, row]) => el("div", { class: "turn" },
       el("span", { class: "number", "aria-hidden": "true" }, String(turn)), el("div", { class: "cells" }, ...row.map(cell)))));
-    before = new Map(blocks.map((block) => [place(block), block.state]));
-    const all = cells(), same = all.find((one) => one.dataset.place === at);
-    if (!same) at = null;
+    previousStates = new Map(blocks.map((block) => [keyOf(block), block.state]));
+    const all = cells(), same = all.find((one) => one.dataset.place === selectedKey);
+    if (!same) selectedKey = null;
     if (same) choose(same, focused); else if (all.length) all[0].tabIndex = 0;
     inspect();
   }
 
-  const again = new ResizeObserver(() => { if (blocks.length && rows.clientWidth !== drawn) show(blocks); });
-  again.observe(rows);
+  const observer = new ResizeObserver(() => { if (blocks.length && rows.clientWidth !== drawnWidth) show(blocks); });
+  observer.observe(rows);
   return { node: el("div", {}, rows, inspector), show };
 }
 
@@ -146,8 +146,8 @@ export function legend(totals) {
 }
 
 export function bar(totals) {
-  const said = Object.entries(STATES).map(([state, name]) => `${plural(totals[state], "token")} ${name}`);
-  return el("div", { class: "bar", role: "img", "aria-label": said.join(", ") },
+  const parts = Object.entries(STATES).map(([state, name]) => `${plural(totals[state], "token")} ${name}`);
+  return el("div", { class: "bar", role: "img", "aria-label": parts.join(", ") },
     ...Object.keys(STATES).filter((state) => totals[state]).map((state) =>
       el("i", { class: state, css: { "flex-grow": String(totals[state]) } })));
 }

@@ -1,28 +1,28 @@
-// The page: a list of sessions, the chosen one, what happens. Every event makes what it is about be
-// asked for again; nothing is ever computed here that the proxy knows.
+// The operators' page: the list of sessions, the selected session, the latest events. Every event
+// makes the page load its data again; everything it shows comes from the admin API.
 
 import { call, download, follow } from "./api.js";
-import { books, firstTokens, PATHS } from "./charts.js";
-import { ago, byId, bytes, clock, el, number, plural, seconds, spanned } from "./dom.js";
+import { accounting, firstTokens, PATHS } from "./charts.js";
+import { ago, byId, bytes, clock, el, number, plural, seconds, totalLength } from "./dom.js";
 import { bar, blockMap, legend } from "./map.js";
 
-const EVENTS = 200;
+const MAX_EVENTS = 200;
 const state = { sessions: [], shown: null, map: null, connected: false };
-const chosen = () => decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null;
-const called = (session) => session.name ?? session.id;
+const selectedId = () => decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null;
+const displayName = (session) => session.name ?? session.id;
 
-function say(text) {
+function showNotice(text) {
   const notice = byId("notice");
   notice.hidden = !text;
   notice.textContent = text ?? "";
 }
 
-async function trying(work) {
+async function runShowingErrors(work) {
   try {
     await work();
-    say(null);
+    showNotice(null);
   } catch (error) {
-    say(error.message);
+    showNotice(error.message);
   }
 }
 
@@ -42,7 +42,7 @@ async function refreshHead() {
   if (document.activeElement !== budget) budget.value = status.budget ?? "";
 }
 
-// Of several llama-servers: how each is, and a button that has conversations leave it.
+// The servers of a pool: the state of each, and a button that drains it.
 function servers(rows) {
   const section = byId("servers"), focused = document.activeElement?.dataset.server;
   section.hidden = !rows.length;
@@ -52,7 +52,7 @@ function servers(rows) {
     el("td", {}, number(server.in_flight)), el("td", {}, number(server.slots)), el("td", {}, number(server.sessions)),
     el("td", {}, server.mode),
     el("td", {}, el("button", { type: "button", "data-server": server.name, onclick: () => drain(server) },
-      server.draining ? "Use again" : "Drain"))));
+      server.draining ? "Resume" : "Drain"))));
   section.replaceChildren(el("div", { class: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, ...["server", "", "requests", "slots", "sessions", "mode", ""].map((name) => el("th", { scope: "col" }, name)))),
     el("tbody", {}, ...cells))));
@@ -60,7 +60,7 @@ function servers(rows) {
 }
 
 function drain(server) {
-  return trying(async () => {
+  return runShowingErrors(async () => {
     await call("PATCH", `servers/${encodeURIComponent(server.name)}`, { draining: !server.draining });
     await refreshAll();
   });
@@ -68,7 +68,7 @@ function drain(server) {
 
 byId("default-budget").addEventListener("submit", (event) => {
   event.preventDefault();
-  trying(async () => {
+  runShowingErrors(async () => {
     await call("PUT", "budget", { budget: tokens(byId("budget").value) });
     byId("budget").blur();
     await refreshAll();
@@ -102,9 +102,9 @@ function row(session) {
   const used = session.limit ? Math.min(1, session.resident / session.limit) : 0;
   return el("li", {}, el("a", {
     href: `#/${encodeURIComponent(session.id)}`, class: session.busy ? "busy" : null,
-    "aria-current": session.id === chosen() ? "true" : null,
+    "aria-current": session.id === selectedId() ? "true" : null,
   },
-    el("span", { class: "name" }, called(session), session.pinned ? el("em", { title: "pinned" }, "pinned") : null),
+    el("span", { class: "name" }, displayName(session), session.pinned ? el("em", { title: "pinned" }, "pinned") : null),
     el("span", { class: "soft" }, facts.join(" · ")),
     el("span", { class: "soft when" }, ago(session.used)),
     session.limit ? el("span", {
@@ -112,19 +112,19 @@ function row(session) {
     }, el("i", { css: { width: `${(100 * used).toFixed(1)}%` } })) : null));
 }
 
-// ---- the chosen session ------------------------------------------------------------------------
+// ---- the selected session ------------------------------------------------------------------------
 
 async function refreshSession() {
-  const id = chosen(), section = byId("session");
-  if (!id) return blank(section, state.sessions.length ? "Choose a session." : "What sessions keep in the cache is shown here.");
+  const id = selectedId(), section = byId("session");
+  if (!id) return blank(section, state.sessions.length ? "Select a session." : "This part shows what a session keeps in the cache.");
   let session;
   try {
     session = await call("GET", `sessions/${encodeURIComponent(id)}`);
   } catch (error) {
     if (error.status !== 404) throw error;
-    return blank(section, "This session is not there any more.");
+    return blank(section, "This session does not exist any more.");
   }
-  if (chosen() !== id) return;
+  if (selectedId() !== id) return;
   if (state.shown !== id) {
     state.shown = id;
     state.map = blockMap((action, block) => act(id, action, block));
@@ -143,24 +143,24 @@ function skeleton(id) {
   return [
     el("div", { class: "title" }, el("div", {}, el("h2", { id: "name" }), el("p", { id: "about", class: "soft" })),
       el("div", { class: "do" },
-        el("button", { type: "button", id: "keep", onclick: () => trying(() => keep(path)) }, "Pin"),
-        el("button", { type: "button", onclick: () => trying(() => download(`${path}/export`, `${id}.tar`)) }, "Export"),
+        el("button", { type: "button", id: "keep", onclick: () => runShowingErrors(() => keep(path)) }, "Pin"),
+        el("button", { type: "button", onclick: () => runShowingErrors(() => download(`${path}/export`, `${id}.tar`)) }, "Export"),
         el("button", { type: "button", class: "danger", id: "delete", onclick: () => remove(path) }, "Delete"))),
     el("form", { class: "inline", id: "own-budget", onsubmit: (event) => ownBudget(event, path) },
       el("label", { for: "own" }, "Budget of this session"),
-      el("input", { id: "own", inputmode: "numeric", autocomplete: "off", size: "7", placeholder: "as the others" }),
+      el("input", { id: "own", inputmode: "numeric", autocomplete: "off", size: "7", placeholder: "default" }),
       el("button", {}, "Set")),
     el("div", { id: "where" }),
-    el("section", { id: "mapped", "aria-label": "Where its blocks are" }, state.map.node),
+    el("section", { id: "mapped", "aria-label": "Map of its blocks" }, state.map.node),
     el("section", { id: "kept", "aria-label": "Snapshots" }),
     el("div", { class: "two" },
-      el("section", {}, el("h3", {}, "Books of every turn"), el("div", { id: "books" })),
-      el("section", {}, el("h3", {}, "First token, by the way to it"), el("div", { id: "ttft" }))),
+      el("section", {}, el("h3", {}, "Token accounting of every turn"), el("div", { id: "books" })),
+      el("section", {}, el("h3", {}, "Time to first token, by cache path"), el("div", { id: "ttft" }))),
   ];
 }
 
 function fill(session) {
-  byId("name").textContent = called(session);
+  byId("name").textContent = displayName(session);
   byId("about").textContent = about(session);
   byId("keep").textContent = session.pinned ? "Unpin" : "Pin";
   byId("keep").dataset.pinned = session.pinned;
@@ -171,33 +171,33 @@ function fill(session) {
   byId("mapped").hidden = !session.blocks.length;
   state.map.show(session.blocks);
   byId("kept").replaceChildren(...snapshots(session));
-  byId("books").replaceChildren(open(byId("books"), books(session.history)));
+  byId("books").replaceChildren(keepOpen(byId("books"), accounting(session.history)));
   byId("ttft").replaceChildren(firstTokens(session.history));
 }
 
-// A drawing made anew keeps its details open.
-function open(old, made) {
+// Opens the details of a new drawing where they were open in the old one.
+function keepOpen(old, made) {
   if (old.querySelector("details")?.open) made.querySelector("details")?.setAttribute("open", "");
   return made;
 }
 
 function about(session) {
-  const said = [session.name ? session.id : null, plural(session.tokens, "token")];
+  const parts = [session.name ? session.id : null, plural(session.tokens, "token")];
   if (session.live) {
-    said.push(plural(session.turns, "turn"), session.slot === null ? "in no slot" : `slot ${session.slot}`);
-    if (session.policy) said.push(session.policy);
-    said.push(session.limit ? `may keep ${number(session.limit)}` : null);
-  } else said.push("on disk only");
-  if (session.tenant) said.push(`tenant ${session.tenant}`);
-  if (session.fresh === false) said.push("as last seen: llama-server is busy");
-  return said.filter(Boolean).join(" · ");
+    parts.push(plural(session.turns, "turn"), session.slot === null ? "in no slot" : `slot ${session.slot}`);
+    if (session.policy) parts.push(session.policy);
+    parts.push(session.limit ? `budget ${number(session.limit)}` : null);
+  } else parts.push("on disk only");
+  if (session.tenant) parts.push(`tenant ${session.tenant}`);
+  if (session.fresh === false) parts.push("not current: llama-server is busy");
+  return parts.filter(Boolean).join(" · ");
 }
 
 function snapshots(session) {
   const items = session.snapshots;
   if (!items.length) return [];
   const rows = items.map((item) => el("tr", {}, ...[
-    item.kind === "user" ? "after the user" : "latest step", number(item.n_tokens), bytes(item.n_bytes), ago(item.used),
+    item.kind === "user" ? "user message" : "latest step", number(item.n_tokens), bytes(item.n_bytes), ago(item.used),
     item.pinned ? "yes" : "no",
   ].map((value) => el("td", {}, value))));
   return [el("h3", {}, "On disk"), el("div", { class: "scroll" }, el("table", {},
@@ -212,7 +212,7 @@ async function keep(path) {
 
 function ownBudget(event, path) {
   event.preventDefault();
-  trying(async () => {
+  runShowingErrors(async () => {
     const given = tokens(byId("own").value);
     await call("PATCH", path, { budget: given ?? "default" });
     byId("own").blur();
@@ -222,13 +222,13 @@ function ownBudget(event, path) {
 
 function remove(path) {
   const dialog = byId("sure");
-  byId("question").textContent = `Delete ${byId("name").textContent}: what it has in the cache, saved and on disk? Its next request is decoded anew.`;
+  byId("question").textContent = `Delete ${byId("name").textContent}: its cache rows, saved copies and files? Its next request is decoded from the start.`;
   dialog.addEventListener("close", () => {
-    if (dialog.returnValue === "yes") trying(async () => {
+    if (dialog.returnValue === "yes") runShowingErrors(async () => {
       const done = await call("DELETE", path);
       location.hash = "";
       await refreshAll();
-      if (done.left.length) throw new Error(`Not all of it: ${done.left.join("; ")}`);
+      if (done.left.length) throw new Error(`Not deleted: ${done.left.join("; ")}`);
     });
   }, { once: true });
   dialog.returnValue = "";
@@ -236,53 +236,53 @@ function remove(path) {
 }
 
 function act(id, action, block) {
-  return trying(async () => {
+  return runShowingErrors(async () => {
     await call("POST", `sessions/${encodeURIComponent(id)}/blocks`, { action, p0: block.p0, p1: block.p1 });
     await refreshAll();
   });
 }
 
-// ---- what happens ------------------------------------------------------------------------------
+// ---- the events --------------------------------------------------------------------------------
 
-const WORDS = {
-  turn: (facts) => [facts.evicted.length ? `${plural(spanned(facts.evicted), "token")} evicted` : null,
-    facts.recovered.length ? `${plural(spanned(facts.recovered), "token")} recovered` : null],
+const EVENT_TEXTS = {
+  turn: (facts) => [facts.evicted.length ? `${plural(totalLength(facts.evicted), "token")} evicted` : null,
+    facts.recovered.length ? `${plural(totalLength(facts.recovered), "token")} recovered` : null],
   answer: (facts) => [facts.ttft_s === null ? null : `first token after ${seconds(facts.ttft_s)}`, facts.path === "decoded" ? null : PATHS[facts.path],
     `${number(facts.decoded)} of ${number(facts.prompt)} decoded`],
-  block: (facts) => [facts.dropped ? `${plural(spanned(facts.dropped), "token")} dropped` : null,
+  block: (facts) => [facts.dropped ? `${plural(totalLength(facts.dropped), "token")} dropped` : null,
     facts.pinned === true ? "a block pinned" : facts.pinned === false ? "a block unpinned" : null],
   session: (facts) => ["pinned" in facts ? (facts.pinned ? "pinned" : "unpinned") : null,
     "budget" in facts ? `budget ${facts.budget ?? "none"}` : null],
   deleted: () => ["deleted"],
-  forgotten: () => ["forgotten: the longest unused"],
-  budget: (facts) => [`budget of sessions: ${facts.budget ?? "none"}`],
-  server: (facts) => [facts.patched ? `llama-server is there, ${plural(facts.slots, "slot")}` : "llama-server is there, not patched"],
+  forgotten: () => ["forgotten: it was unused for longest"],
+  budget: (facts) => [`default budget: ${facts.budget ?? "none"}`],
+  server: (facts) => [facts.patched ? `llama-server answers, ${plural(facts.slots, "slot")}` : "llama-server answers, not patched"],
   servers: (facts) => [`server ${facts.server} ${facts.state}`],
   stopping: () => ["the proxy is stopping"],
 };
 
-function tell(kind, facts) {
-  const words = (WORDS[kind]?.(facts) ?? [kind]).filter(Boolean);
+function addEvent(kind, facts) {
+  const words = (EVENT_TEXTS[kind]?.(facts) ?? [kind]).filter(Boolean);
   if (!words.length) return;
   const session = state.sessions.find((item) => item.id === facts.session);
-  const who = facts.session ? facts.name ?? (session ? called(session) : facts.session) : null;
-  const moved = kind !== "turn" ? "" : facts.recovered.length ? " came" : " went";
+  const name = facts.session ? facts.name ?? (session ? displayName(session) : facts.session) : null;
+  const moved = kind !== "turn" ? "" : facts.recovered.length ? " recovered" : " evicted";
   const list = byId("events");
-  list.prepend(el("li", { class: `told ${kind}${moved}` }, el("time", {}, clock(facts.at)),
-    who ? el("a", { href: `#/${encodeURIComponent(facts.session)}` }, who) : null, el("span", {}, words.join(" · "))));
-  while (list.children.length > EVENTS) list.lastChild.remove();
+  list.prepend(el("li", { class: `event ${kind}${moved}` }, el("time", {}, clock(facts.at)),
+    name ? el("a", { href: `#/${encodeURIComponent(facts.session)}` }, name) : null, el("span", {}, words.join(" · "))));
+  while (list.children.length > MAX_EVENTS) list.lastChild.remove();
 }
 
-// Many events may come at once: what they are about is asked for once, and not again before it came.
-// A page that nobody sees asks for nothing, and one that waits long for its answers asks less often.
-let asked = false, running = false;
+// Many events may come at once: the data is loaded once for all of them, and one load ends before the
+// next begins. A hidden page loads nothing, and a page whose loads take long loads less often.
+let isStale = false, isLoading = false;
 async function refreshAll() {
-  asked = true;
-  if (running || document.hidden) return;
-  running = true;
+  isStale = true;
+  if (isLoading || document.hidden) return;
+  isLoading = true;
   try {
-    while (asked) {
-      asked = false;
+    while (isStale) {
+      isStale = false;
       const began = performance.now();
       await refreshHead();
       await refreshList();
@@ -291,18 +291,18 @@ async function refreshAll() {
       await new Promise((done) => setTimeout(done, Math.max(150, performance.now() - began)));
     }
   } finally {
-    running = false;
+    isLoading = false;
   }
 }
 
-addEventListener("hashchange", () => trying(refreshAll));
-addEventListener("visibilitychange", () => asked && trying(refreshAll));
-setInterval(() => document.hidden || trying(refreshAll), 20000);
-trying(refreshAll);
+addEventListener("hashchange", () => runShowingErrors(refreshAll));
+addEventListener("visibilitychange", () => isStale && runShowingErrors(refreshAll));
+setInterval(() => document.hidden || runShowingErrors(refreshAll), 20000);
+runShowingErrors(refreshAll);
 follow((kind, facts) => {
-  tell(kind, facts);
-  trying(refreshAll);
+  addEvent(kind, facts);
+  runShowingErrors(refreshAll);
 }, (connected) => {
   state.connected = connected;
-  trying(refreshAll);
+  runShowingErrors(refreshAll);
 });

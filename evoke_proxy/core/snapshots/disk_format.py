@@ -1,0 +1,44 @@
+"""How snapshots and records are written to disk: as they are, or encrypted."""
+
+from __future__ import annotations
+
+import hashlib
+
+_DIGEST_BYTES = 16
+
+
+class DiskFormat:
+    """Writes data as it is; rows get a digest of themselves and of their associated data.
+
+    Associated data (`aad`) says what a row or file belongs to. It is not stored, and decoding fails
+    when it is not the same.
+    """
+
+    # Identifies the key without revealing it; the index states with which key it was written.
+    key_id = 0
+    # What `key_id` was in the format of earlier versions, whose files are not read any more.
+    former_key_id: int | None = None
+
+    def encode_row(self, data: bytes, aad: bytes) -> bytes:
+        """Return the bytes to store for a row."""
+        return _digest(data, aad) + data
+
+    def decode_row(self, stored: bytes, aad: bytes) -> bytes:
+        """Return the data of a stored row; ValueError when data or `aad` were changed."""
+        data = stored[_DIGEST_BYTES:]
+        if stored[:_DIGEST_BYTES] != _digest(data, aad):
+            raise ValueError("a row is not what was written")
+        return data
+
+    def encode_file(self, source: str, target: str, aad: bytes) -> bool:
+        """Write the stored form of a file to `target`; False when the source itself is stored."""
+        return False
+
+    def decode_file(self, source: str, target: str, aad: bytes) -> bool:
+        """Write what a stored file was made of; False when the stored file itself is that."""
+        return False
+
+
+def _digest(data: bytes, aad: bytes) -> bytes:
+    size = len(aad).to_bytes(8, "big")
+    return hashlib.sha256(size + aad + data).digest()[:_DIGEST_BYTES]
