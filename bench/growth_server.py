@@ -18,7 +18,7 @@ import numpy.typing as npt
 import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions
-from evoke_proxy.core.model.append_only import Grown
+from evoke_proxy.core.prompt.append_only import AppendOnlyArray
 
 Tokens = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.bool_]
@@ -36,7 +36,7 @@ class Talk:
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         self.messages: list[dict[str, str]] = []
-        self._said = Grown.of(np.zeros(0, np.int32))
+        self._said = AppendOnlyArray.of(np.zeros(0, np.int32))
         self.ends: list[int] = []
         self.stops: list[int] = []
 
@@ -54,7 +54,7 @@ class Talk:
             if role == "assistant":  # as it was asked for
                 new[at : at + len(_BEGINS)] = _BEGINS
             at += count
-        self._said = self._said.followed(len(self.tokens), new)
+        self._said = self._said.extended(len(self.tokens), new)
 
     @property
     def tokens(self) -> Tokens:

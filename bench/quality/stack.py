@@ -20,7 +20,7 @@ from bench.proxy import tuned_proxy_command
 from bench.quality.sessions import Script
 from evoke_proxy.config import PolicyConfig, keys, put
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.prompt.segment import Draft, cut
+from evoke_proxy.core.prompt.segment import CutOptions, Draft, cut
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.demo.client import resident_now
 from evoke_proxy.demo.processes import free_port, server_command, serving
@@ -130,15 +130,8 @@ def read(upstream: int, script: Script) -> Reading:
 
 def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:
     known, policy = Rendered.parse(rendered), PolicyConfig()
-    return cut(
-        len(known.tokens),
-        known.spans,
-        parse_chat("chat", body).messages,
-        known.generation,
-        policy.block_tokens,
-        cuts=[policy.sink_tokens],
-        stops=known.sentence_starts,
-    )
+    options = CutOptions(policy.block_tokens, [policy.sink_tokens])
+    return cut(known, parse_chat("chat", body).messages, options)
 
 
 def _places(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:

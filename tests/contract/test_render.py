@@ -11,7 +11,7 @@ from llama import Llama, running, story
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.prompt.segment import Shares
+from evoke_proxy.core.prompt.segment import TextAlignment
 from evoke_proxy.server_build.cache import cache_dir
 
 MESSAGES = [
@@ -122,9 +122,9 @@ def test_stops_are_where_sentences_and_lines_begin(one: Llama, text: str) -> Non
     rendered = Rendered.parse(answer)
     assert rendered.sentence_starts.tolist() == answer["stops"]
     for span, message in zip(rendered.spans, messages, strict=False):
-        shares = Shares(message["content"], span.span, rendered.sentence_starts)
-        ends = [*shares.stops, span.span.end][1:]
-        for start, end in zip(shares.stops, ends, strict=True):
+        shares = TextAlignment(message["content"], span.span, rendered.sentence_starts)
+        ends = [*shares.sentence_starts, span.span.end][1:]
+        for start, end in zip(shares.sentence_starts, ends, strict=True):
             tokens = rendered.tokens[start:end].tolist()
             said = one.post("/detokenize", {"tokens": tokens})["content"]
             assert said.split("<|")[0].strip() == shares.of(Span(start, end)).strip()

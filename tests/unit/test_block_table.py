@@ -45,7 +45,10 @@ def test_every_table_is_what_it_was_made_as(steps: list[tuple[int, int, int, int
         marks = [bool(i % 2) for i in range(count)]
         added = BlockTable(more).with_copies(np.array(marks, np.bool_))
         if flavour == 2 and more:
-            added, more = added.named({0: f"n/{n}"}), [replace(more[0], label=f"n/{n}"), *more[1:]]
+            added, more = (
+                added.relabelled({0: f"n/{n}"}),
+                [replace(more[0], label=f"n/{n}"), *more[1:]],
+            )
         made.append((table[:n] + added, blocks[:n] + more, copied[:n] + marks))
     for table, blocks, copied in made:
         check(table, blocks, copied)

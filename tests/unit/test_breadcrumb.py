@@ -36,7 +36,7 @@ def turn_of(
     request = parse_chat(dialect, body)
     spans, at = [], 0
     for i, message in enumerate(request.messages):
-        end = at + len(message.shown.split()) + 1
+        end = at + len(message.printed.split()) + 1
         spans.append(MessageSpan(i, message.role, Span(at, end)))
         at = end
     rendered = Rendered(np.arange(at + 1, dtype=np.int32), at, spans)

@@ -73,7 +73,7 @@ def _only_request_errors(body: dict[str, Any]) -> None:
         is_side_request(request, 10, True, True)
         snapshot_obstacle(request)
         kind_of(request)
-        [message.shown for message in request.messages]
+        [message.printed for message in request.messages]
         settings = NormaliseConfig(billing=True, dates_h=1.0, tools=True)
         Normalizer(settings, Metrics()).apply(text, dialect, "")
     for as_chat in (responses_to_chat, anthropic_to_chat):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, states_of, total
 
+from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.prompt.layout import Layout, SavedRange, labels
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
@@ -31,12 +32,15 @@ def slot(n_common: int, *resident: tuple[int, int], n_tokens: int = 10_000) -> S
     return SlotView(0, 1, n_tokens, n_common, merged(Span(a, b) for a, b in resident), 1000)
 
 
-def begun(layout: Layout, given: Rendered, view: SlotView, turn: int = 1) -> Layout:
-    return layout.reconcile(given, view, MESSAGES, turn, block_tokens=64, sink_tokens=16)
+CONFIG = PolicyConfig(block_tokens=64, sink_tokens=16)
+
+
+def reconciled(layout: Layout, given: Rendered, view: SlotView, turn: int = 1) -> Layout:
+    return layout.reconcile(given, view, MESSAGES, turn, CONFIG)
 
 
 FIRST = rendered(list(range(203)), 40, 200)
-COLD = begun(Layout("s"), FIRST, slot(0))
+COLD = reconciled(Layout("s"), FIRST, slot(0))
 
 
 def spans(layout: Layout) -> list[tuple[int, int]]:
@@ -66,7 +70,7 @@ def test_a_new_prompt_is_cut_at_the_sinks_and_along_its_messages() -> None:
 
 def test_history_that_goes_on_keeps_its_blocks() -> None:
     tokens = [*range(203), *range(900, 950)]
-    longer = begun(COLD, rendered(tokens, 40, 200, 240, 250), slot(230, (0, 230)), turn=2)
+    longer = reconciled(COLD, rendered(tokens, 40, 200, 240, 250), slot(230, (0, 230)), turn=2)
     assert longer.blocks[:5] == COLD.blocks
     assert spans(longer)[5:] == [(200, 230), (230, 240), (240, 250)]
     assert states(longer) == "rrrrrrdd"
@@ -77,7 +81,7 @@ def test_history_that_goes_on_keeps_its_blocks() -> None:
 def test_history_that_changed_loses_what_comes_after() -> None:
     saved = copied(COLD, *COLD.blocks)
     tokens = [*range(110), *range(500, 593)]
-    other = begun(saved, rendered(tokens, 40, 200), slot(110, (0, 203)), turn=2)
+    other = reconciled(saved, rendered(tokens, 40, 200), slot(110, (0, 203)), turn=2)
     assert other.blocks[:3] == COLD.blocks[:3]
     assert spans(other)[3:] == [(104, 110), (110, 174), (174, 200)]
     assert states(other) == "bbbrdd"
@@ -87,18 +91,18 @@ def test_history_that_changed_loses_what_comes_after() -> None:
 
 
 def test_the_last_token_is_always_decoded() -> None:
-    again = begun(COLD, FIRST, slot(203, (0, 260)), turn=2)
+    again = reconciled(COLD, FIRST, slot(203, (0, 260)), turn=2)
     assert (again.n_past, again.divergence) == (202, None)
     assert spans(again) == spans(COLD)
     no_generation = rendered(list(range(200)), 40, 200)
-    again = begun(COLD, no_generation, slot(200, (0, 260)), turn=2)
+    again = reconciled(COLD, no_generation, slot(200, (0, 260)), turn=2)
     assert again.n_past == 199
     assert spans(again)[-2:] == [(168, 199), (199, 200)]
 
 
 def test_a_block_that_is_half_resident_is_split() -> None:
     saved = copied(COLD, COLD.blocks[2])
-    torn = begun(saved, FIRST, slot(203, (0, 50), (60, 260)), turn=2)
+    torn = reconciled(saved, FIRST, slot(203, (0, 50), (60, 260)), turn=2)
     assert spans(torn) == [(0, 16), (16, 40), (40, 50), (50, 60), (60, 104), (104, 168), (168, 200)]
     assert states(torn) == "rrrdrrr"
     assert [block.display_name for block in torn.blocks[2:5]] == [
@@ -111,9 +115,9 @@ def test_a_block_that_is_half_resident_is_split() -> None:
 
 
 def test_numbering_goes_on_behind_a_split_block() -> None:
-    torn = begun(COLD, FIRST, slot(203, (0, 170), (180, 260)), turn=2)
+    torn = reconciled(COLD, FIRST, slot(203, (0, 170), (180, 260)), turn=2)
     tokens = [*range(203), *range(900, 950)]
-    longer = begun(torn, rendered(tokens, 40, 240), slot(203, (0, 170), (180, 203)), turn=3)
+    longer = reconciled(torn, rendered(tokens, 40, 240), slot(203, (0, 170), (180, 203)), turn=3)
     assert [block.display_name for block in longer.blocks[4:]] == [
         "user:1#2.0", "user:1#2.1", "user:1#2.2", "user:1#3", "user:1#4",
     ]  # fmt: skip
@@ -126,7 +130,7 @@ def continued(ranges: tuple[SavedRange, ...], view: SlotView, known: Layout = CO
     """Another turn, with the answer [200, 300) in its history."""
     tokens = [*range(203), *range(900, 1000)]
     known = copied(known, *ranges)
-    return begun(known, rendered(tokens, 40, 200, 301, 303), view, turn=2)
+    return reconciled(known, rendered(tokens, 40, 200, 301, 303), view, turn=2)
 
 
 def test_what_the_engine_saved_of_an_answer_becomes_a_saved_block() -> None:
@@ -153,7 +157,7 @@ def test_copies_of_an_answer_are_believed_when_the_slot_is_lost() -> None:
 def test_copies_of_an_answer_are_not_believed_when_its_question_changed() -> None:
     tokens = [*range(190), *range(700, 713), *range(900, 1000)]
     known = copied(COLD, GENERATED)
-    other = begun(known, rendered(tokens, 40, 200, 301, 303), slot(0), turn=2)
+    other = reconciled(known, rendered(tokens, 40, 200, 301, 303), slot(0), turn=2)
     assert other.stale == {"auto/1"}
 
 
@@ -197,7 +201,7 @@ def test_after_one_wrong_guess_all_later_ones_are_wrong() -> None:
     assert guess.without_saved({"auto/1"}).stale == {"auto/1", "auto/4"}
     assert guess.without_saved({"other"}).saved == {"auto/1", "auto/4"}
     assert continued(more, slot(300, (0, 200))).guessed == frozenset()
-    again = begun(guess, rendered(guess.tokens.tolist(), 40, 200, 301, 303), slot(0), turn=2)
+    again = reconciled(guess, rendered(guess.tokens.tolist(), 40, 200, 301, 303), slot(0), turn=2)
     assert again.guessed == {"auto/1", "auto/4"}
 
 
@@ -211,15 +215,15 @@ def test_where_the_copies_end() -> None:
 
 
 def test_marks_are_those_of_now_and_of_the_turn() -> None:
-    pinned = COLD.marked({1: "pin"}, {})
+    pinned = COLD.with_marks({1: "pin"}, {})
     assert [block.pinned for block in pinned.blocks] == [False, False, True, True, True]
-    preferred = COLD.marked({1: "prefer"}, {1: (False, 3.0)})
+    preferred = COLD.with_marks({1: "prefer"}, {1: (False, 3.0)})
     assert [block.preferred for block in preferred.blocks] == [False, False, True, True, True]
     assert {block.priority for block in preferred.blocks} == {3.0}
-    assert all(block.pinned for block in COLD.marked({}, {1: (True, 1.0)}).blocks)
-    assert preferred.marked({}, {}).blocks == COLD.blocks
+    assert all(block.pinned for block in COLD.with_marks({}, {1: (True, 1.0)}).blocks)
+    assert preferred.with_marks({}, {}).blocks == COLD.blocks
     saved = copied(COLD, COLD.blocks[1], COLD.blocks[3])
-    assert states(saved.marked({1: "pin"}, {})) == states(saved) == "dsdsd"
+    assert states(saved.with_marks({1: "pin"}, {})) == states(saved) == "dsdsd"
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -266,7 +270,7 @@ def test_every_layout_tiles_its_prompt_with_whole_blocks(
         ends = sorted({*data.draw(st.sets(st.integers(1, len(tokens)), max_size=4)), len(tokens)})
         view = data.draw(slots(len(tokens)))
         given_ = rendered(tokens, *ends)
-        before, layout = layout, begun(layout, given_, view, turn)
+        before, layout = layout, reconciled(layout, given_, view, turn)
         _check(before, layout, given_, view)
 
 

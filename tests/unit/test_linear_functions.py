@@ -14,7 +14,7 @@ from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.truncate import truncate_messages
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
-from evoke_proxy.core.prompt.segment import Shares, cut
+from evoke_proxy.core.prompt.segment import TextAlignment, cut
 from evoke_proxy.core.request import normalise
 from evoke_proxy.core.request.chat import is_side_request, parse_chat, strip_own_fields
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
@@ -95,11 +95,16 @@ def _searched(text: str) -> None:
     Index().relevance(Query.of(text), blocks)
 
 
+def _rendered(n: int, spans: list[MessageSpan]) -> Rendered:
+    starts = np.arange(0, n, 3) if len(spans) == 1 else np.zeros(0, np.int64)
+    return Rendered(np.zeros(n, np.int32), n, spans, sentence_starts=starts)
+
+
 def _cut(text: str) -> None:
     spans = [MessageSpan(0, Role.USER, Span(0, 1000))]
     messages = parse_chat("chat", {"messages": [{"role": "user", "content": text}]}).messages
-    cut(1000, spans, messages, 1000, stops=np.arange(0, 1000, 3))
-    Shares(text, Span(0, 1000), np.arange(0, 1000, 3)).of(Span(10, 90))
+    cut(_rendered(1000, spans), messages)
+    TextAlignment(text, Span(0, 1000), np.arange(0, 1000, 3)).of(Span(10, 90))
 
 
 OF_TEXT: dict[str, Callable[[str], object]] = {
@@ -158,7 +163,7 @@ def _truncated(n: int) -> None:
 def _cut_results(n: int) -> None:
     results = [{"role": "tool", "tool_call_id": f"{i}", "content": "x"} for i in range(n)]
     messages = parse_chat("chat", {"messages": results}).messages
-    cut(n, [MessageSpan(i, Role.TOOL, Span(i, i + 1)) for i in range(n)], messages, n)
+    cut(_rendered(n, [MessageSpan(i, Role.TOOL, Span(i, i + 1)) for i in range(n)]), messages)
 
 
 def _bodies(n: int) -> None:

@@ -53,8 +53,8 @@ def test_arguments_given_as_an_object_become_text() -> None:
 
 def test_what_a_message_shows_includes_its_calls() -> None:
     call = ToolCall("c", "read", "{}")
-    assert Message(Role.ASSISTANT, "ok", tool_calls=(call, call)).shown == "ok\nread {}\nread {}"
-    assert Message(Role.ASSISTANT, tool_calls=(call,)).shown == "read {}"
+    assert Message(Role.ASSISTANT, "ok", tool_calls=(call, call)).printed == "ok\nread {}\nread {}"
+    assert Message(Role.ASSISTANT, tool_calls=(call,)).printed == "read {}"
 
 
 def test_a_raw_prompt_is_one_message() -> None:

@@ -1,15 +1,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.model.blocks import Role, Span
-from evoke_proxy.core.prompt.rendered import MessageSpan
-from evoke_proxy.core.prompt.segment import Draft, cut, next_numbers
+from evoke_proxy.core.prompt import segment
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
+from evoke_proxy.core.prompt.segment import CutOptions, Draft, next_numbers
 from evoke_proxy.core.request.messages import Message, ToolCall
+
+
+def cut(
+    n_tokens: int,
+    spans: Sequence[MessageSpan],
+    messages: Sequence[Message],
+    generation: int,
+    *options: Any,
+    sentence_starts: Sequence[int] = (),
+    **more: Any,
+) -> list[Draft]:
+    rendered = Rendered(
+        tokens=np.zeros(n_tokens, np.int32),
+        generation=generation,
+        spans=spans,
+        sentence_starts=np.array(sentence_starts, np.int64),
+    )
+    return segment.cut(rendered, messages, CutOptions(*options, **more))
 
 
 def spans_of(*lengths: int, role: Role = Role.USER) -> list[MessageSpan]:
@@ -42,7 +64,7 @@ def test_blocks_tile_what_they_are_cut_from(
 
 
 def test_blocks_begin_at_their_message_and_after_a_cut() -> None:
-    drafts = cut(250, spans_of(100, 140), [], 240, 64, cuts=[110])
+    drafts = cut(250, spans_of(100, 140), [], 240, 64, boundaries=[110])
     assert [(draft.span.start, draft.span.end) for draft in drafts] == [
         (0, 64), (64, 100), (100, 110), (110, 174), (174, 238), (238, 240),
     ]  # fmt: skip
@@ -117,10 +139,10 @@ def test_an_identity_holds_whatever_a_text_may_call_it() -> None:
 def test_numbering_goes_on_after_the_keys_that_are_taken() -> None:
     numbers = next_numbers(["user:0#0", "user:0#1", "user:0#2.1", "file:a#b#7"], {"tool:x": 2})
     assert numbers == {"user:0": 3, "file:a#b": 8, "tool:x": 2}
-    drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, numbers=numbers)
+    drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, next_numbers=numbers)
     assert [draft.display_name for draft in drafts] == ["user:0#3"]
     named_message = [Message(Role.USER, block_name="file:a#b")]
-    [draft] = cut(10, spans_of(10), named_message, 10, numbers=numbers)
+    [draft] = cut(10, spans_of(10), named_message, 10, next_numbers=numbers)
     assert draft.display_name == "file:a#b#8"
 
 
@@ -146,7 +168,7 @@ def test_blocks_end_with_a_sentence_and_hold_its_text() -> None:
     whole, stops = Span(0, 124), range(14, 124, 10)
     drafts = cut(
         124, [MessageSpan(0, Role.USER, whole)], [Message(Role.USER, " ".join(SENTENCES))], 124,
-        64, stops=list(stops),
+        64, sentence_starts=list(stops),
     )  # fmt: skip
     assert [draft.span for draft in drafts] == [Span(0, 64), Span(64, 124)]
     assert [draft.text.strip() for draft in drafts] == [
@@ -157,7 +179,7 @@ def test_blocks_end_with_a_sentence_and_hold_its_text() -> None:
 
 def test_a_sentence_longer_than_half_a_block_is_cut_in_two() -> None:
     spans = [MessageSpan(0, Role.USER, Span(0, 200))]
-    drafts = cut(200, spans, [], 200, 64, stops=[20, 100, 130])
+    drafts = cut(200, spans, [], 200, 64, sentence_starts=[20, 100, 130])
     assert [draft.span.end for draft in drafts] == [64, 100, 164, 200]
 
 
@@ -171,7 +193,7 @@ def test_stops_change_where_blocks_end_and_nothing_else(
     lengths: list[int], stops: set[int], cuts: list[int], block_tokens: int
 ) -> None:
     end, spans = sum(lengths), spans_of(*lengths)
-    drafts = cut(end, spans, [], end, block_tokens, cuts, stops=sorted(stops))
+    drafts = cut(end, spans, [], end, block_tokens, cuts, sentence_starts=sorted(stops))
     assert [at for d in drafts for at in range(d.span.start, d.span.end)] == list(range(end))
     hard = {*cuts, *(item.span.end for item in spans)}
     for draft in drafts:
@@ -184,7 +206,7 @@ def test_stops_change_where_blocks_end_and_nothing_else(
 def test_a_text_with_other_sentences_than_its_tokens_is_known_by_length() -> None:
     text = " ".join(SENTENCES)
     spans, message = [MessageSpan(0, Role.USER, Span(0, 124))], Message(Role.USER, text)
-    drafts = cut(124, spans, [message], 124, 64, stops=[14, 24])
+    drafts = cut(124, spans, [message], 124, 64, sentence_starts=[14, 24])
     assert drafts[0].span.end == 64
     assert drafts[0].text == text[: 64 * len(text) // 124 + 40]
 

@@ -31,7 +31,7 @@ def truncate(dialect: str, body: Json, limit: int) -> tuple[Json, list[str]]:
     parsed: Json = json.loads(edited)
     # What is said to be left is what a reader of the shorter request finds.
     assert left == tuple(parse_chat(dialect, parsed).messages)
-    return parsed, [message.shown for message in left]
+    return parsed, [message.printed for message in left]
 
 
 def truncated(roles: str, limit: int) -> str:

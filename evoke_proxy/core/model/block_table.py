@@ -1,20 +1,15 @@
-"""The blocks of a prompt, with what is asked of all of them at once as arrays.
-
-A conversation has many more blocks than a turn changes: a table is made from the one before by
-taking its beginning and adding what is new, and nothing is computed twice.
-"""
+"""The blocks of a prompt as a sequence, with one numpy array for each attribute."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
-from typing import Any, overload
+from itertools import takewhile
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.model.append_only import Grown
 from evoke_proxy.core.model.blocks import Block, Role, Span
 
 Mask = npt.NDArray[np.bool_]
@@ -22,112 +17,135 @@ Positions = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
-# So many labels are compared at once.
-_STRIDE = 512
 _CODE = {role: code for code, role in enumerate(ROLES)}
+# Labels are compared in strides: nearly all are equal, and equal slices compare fast.
+_STRIDE = 512
 
 
-class _Run:
-    """Blocks that tables begin with: only ever added to. `at` is where each label is."""
+class _Columns(NamedTuple):
+    """One value per block; see `BlockTable`."""
 
-    __slots__ = ("at", "blocks", "labels")
+    starts: Positions
+    ends: Positions
+    messages: Positions
+    turns: Positions
+    roles: Positions
+    pinned: Mask
+    preferred: Mask
+    priority: FloatArray
 
-    def __init__(self, blocks: Iterable[Block]) -> None:
-        self.blocks: list[Block] = []
-        self.labels: list[str] = []
-        self.at: dict[str, int] = {}
-        self.add(blocks)
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> _Columns:
+        return cls(
+            starts=np.array([block.span.start for block in blocks], np.int64),
+            ends=np.array([block.span.end for block in blocks], np.int64),
+            messages=np.array([block.message for block in blocks], np.int64),
+            turns=np.array([block.turn for block in blocks], np.int64),
+            roles=np.array([_CODE[block.role] for block in blocks], np.int64),
+            pinned=np.array([block.pinned for block in blocks], np.bool_),
+            preferred=np.array([block.preferred for block in blocks], np.bool_),
+            priority=np.array([block.priority for block in blocks], np.float64),
+        )
 
-    def add(self, blocks: Iterable[Block]) -> None:
-        first = len(self.blocks)
-        self.blocks += blocks
-        self.labels += [block.label for block in self.blocks[first:]]
-        self.at.update(zip(self.labels[first:], range(first, len(self.blocks)), strict=True))
+    def sliced(self, part: slice) -> _Columns:
+        columns: list[Any] = [column[part] for column in self]
+        return _Columns(*columns)
+
+    def followed_by(self, more: _Columns) -> _Columns:
+        columns: list[Any] = [np.concatenate(pair) for pair in zip(self, more, strict=True)]
+        return _Columns(*columns)
 
 
 class BlockTable(Sequence[Block]):
-    """Blocks in ascending order that do not overlap; immutable, and so are its arrays.
+    """Blocks in ascending order that do not overlap.
 
-    Each array has one value a block: `starts` and `ends` positions, `messages` and `turns` numbers,
-    `roles` indexes into ROLES. `copied` says which blocks have a copy in the host pool; in a new
-    table none has. Slices and sums are tables again; what is added to one that nobody has gone on
-    from otherwise is put behind it in the same memory.
+    Tables are immutable; slices, sums and tables with other copies or labels are new tables that
+    share what they have in common. Nobody may write to the arrays.
+
+    Attributes:
+        starts, ends: token positions of each block [n].
+        messages: index of the message that each block belongs to [n].
+        turns: turn that cut each block [n].
+        roles: role of each block as an index into ROLES [n].
+        pinned, preferred: the client's marks [n].
+        priority: factor of each block's keep-score [n].
+        copied: whether the host pool has a copy of each block [n]; false in a new table.
     """
 
-    __slots__ = ("_columns", "_count", "_run", "copied")
+    __slots__ = ("_blocks", "_columns", "_indexes", "_labels", "copied")
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
-        self._run = _Run(blocks)
-        given, self._count = self._run.blocks, len(self._run.blocks)
-        values = (
-            (np.int64, [block.span.start for block in given]),
-            (np.int64, [block.span.end for block in given]),
-            (np.int64, [block.message for block in given]),
-            (np.int64, [block.turn for block in given]),
-            (np.int64, [_CODE[block.role] for block in given]),
-            (np.bool_, [block.pinned for block in given]),
-            (np.bool_, [block.preferred for block in given]),
-            (np.float64, [block.priority for block in given]),
-        )
-        self._columns = tuple([Grown.of(np.array(column, kind)) for kind, column in values])
-        self.copied: Mask = np.zeros(len(given), np.bool_)
+        own = tuple(blocks)
+        labels = tuple([block.label for block in own])
+        self._set(own, labels, _Columns.of(own), np.zeros(len(own), np.bool_))
 
-    def _column(self, number: int) -> npt.NDArray[Any]:
-        return self._columns[number].rows[: self._count]
+    @classmethod
+    def _made_of(
+        cls, blocks: tuple[Block, ...], labels: tuple[str, ...], columns: _Columns, copied: Mask
+    ) -> BlockTable:
+        table = cls.__new__(cls)
+        table._set(blocks, labels, columns, copied)
+        return table
+
+    def _set(
+        self, blocks: tuple[Block, ...], labels: tuple[str, ...], columns: _Columns, copied: Mask
+    ) -> None:
+        self._blocks, self._labels, self._columns, self.copied = blocks, labels, columns, copied
+        self._indexes: dict[str, int] | None = None
 
     @property
     def starts(self) -> Positions:
-        """Where each block begins."""
-        return self._column(0)
+        """First position of each block [n]."""
+        return self._columns.starts
 
     @property
     def ends(self) -> Positions:
-        """Where each block ends."""
-        return self._column(1)
+        """Position after the last of each block [n]."""
+        return self._columns.ends
 
     @property
     def messages(self) -> Positions:
-        """Which message each block is of."""
-        return self._column(2)
+        """Index of each block's message [n]."""
+        return self._columns.messages
 
     @property
     def turns(self) -> Positions:
-        """The turn that has cut each block."""
-        return self._column(3)
+        """Turn that cut each block [n]."""
+        return self._columns.turns
 
     @property
     def roles(self) -> Positions:
-        """Who each block is from, as an index into ROLES."""
-        return self._column(4)
+        """Role of each block as an index into ROLES [n]."""
+        return self._columns.roles
 
     @property
     def pinned(self) -> Mask:
-        """Which blocks are pinned."""
-        return self._column(5)
+        """Which blocks must stay resident [n]."""
+        return self._columns.pinned
 
     @property
     def preferred(self) -> Mask:
-        """Which blocks are preferred."""
-        return self._column(6)
+        """Which blocks the client marked "prefer" [n]."""
+        return self._columns.preferred
 
     @property
     def priority(self) -> FloatArray:
-        """The priority of each block."""
-        return self._column(7)
+        """Priority of each block [n]."""
+        return self._columns.priority
 
     @property
     def labels(self) -> Sequence[str]:
-        """The name of each block; a copy, of many blocks better not in every turn."""
-        return self._run.labels[: self._count]
+        """Label of each block."""
+        return self._labels
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._blocks)
 
     def __iter__(self) -> Iterator[Block]:
-        return islice(self._run.blocks, self._count)
+        return iter(self._blocks)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockTable) and list(self) == list(other)
+        return isinstance(other, BlockTable) and self._blocks == other._blocks
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -137,62 +155,56 @@ class BlockTable(Sequence[Block]):
     def __getitem__(self, at: slice) -> BlockTable: ...
     def __getitem__(self, at: int | slice) -> Block | BlockTable:
         if not isinstance(at, slice):
-            return self._run.blocks[range(self._count)[at]]
-        start, stop, step = at.indices(self._count)
-        if start or step != 1:
-            return BlockTable(self._run.blocks[start:stop:step]).with_copies(self.copied[at])
-        part = self.with_copies(self.copied[at])
-        part._count = len(part.copied)
-        return part
+            return self._blocks[at]
+        blocks = self._blocks[at]
+        if len(blocks) == len(self) and at.step in (None, 1):
+            return self
+        columns, copied = self._columns.sliced(at), self.copied[at]
+        return self._made_of(blocks, self._labels[at], columns, copied)
 
     def __add__(self, more: BlockTable) -> BlockTable:
         if not more or not self:
             return self if self else more
-        count, added, run = self._count, list(more), self._run
-        both = BlockTable.__new__(BlockTable)
-        if run.blocks[count : count + len(added)] != added:
-            if len(run.blocks) > count:
-                run = _Run(run.blocks[:count])
-            run.add(added)
-        both._run, both._count = run, count + len(added)
-        columns = enumerate(self._columns)
-        both._columns = tuple([own.followed(count, more._column(i)) for i, own in columns])
-        both.copied = np.concatenate([self.copied, more.copied])
-        return both
+        table = self._made_of(
+            self._blocks + more._blocks,
+            self._labels + more._labels,
+            self._columns.followed_by(more._columns),
+            np.concatenate([self.copied, more.copied]),
+        )
+        if self._indexes is not None:  # a copy is faster than a new index
+            added = range(len(self), len(table))
+            table._indexes = self._indexes | dict(zip(more._labels, added, strict=True))
+        return table
 
     def same_blocks(self, other: BlockTable) -> bool:
-        """Whether another table is known to have the very same blocks."""
-        return self._run is other._run and self._count == other._count
+        """Whether another table shares this one's blocks; false does not mean that they differ."""
+        return self._blocks is other._blocks
 
     def with_copies(self, copied: Mask) -> BlockTable:
-        """The same blocks, these of them with a copy."""
-        other = BlockTable.__new__(BlockTable)
-        other._run, other._count, other._columns = self._run, self._count, self._columns
-        other.copied = copied
-        return other
+        """The same blocks; `copied` says which of them have a copy in the host pool [n]."""
+        table = self._made_of(self._blocks, self._labels, self._columns, copied)
+        table._indexes = self._indexes
+        return table
 
-    def named(self, labels: Mapping[int, str]) -> BlockTable:
-        """The same with other labels for the blocks of these indexes."""
-        blocks = list(self)
+    def relabelled(self, labels: Mapping[int, str]) -> BlockTable:
+        """The same blocks and copies, with other labels for the blocks of these indexes."""
+        blocks, names = list(self._blocks), list(self._labels)
         for i, label in labels.items():
-            blocks[i] = replace(blocks[i], label=label)
-        changed = self.with_copies(self.copied)
-        changed._run = _Run(blocks)
-        return changed
+            blocks[i], names[i] = replace(blocks[i], label=label), label
+        return self._made_of(tuple(blocks), tuple(names), self._columns, self.copied)
 
     @property
     def lengths(self) -> Positions:
-        """How many tokens each block has."""
+        """Number of tokens of each block [n]."""
         return self.ends - self.starts
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
-        """The blocks of a mask, or those of these indexes in their order."""
+        """The blocks that a mask selects, or those of an array of indexes, in its order."""
         at = np.flatnonzero(wanted) if wanted.dtype == np.bool_ else wanted
-        blocks = self._run.blocks
-        return [blocks[i] for i in at.tolist()]
+        return [self._blocks[i] for i in at.tolist()]
 
     def within(self, spans: Sequence[Span]) -> Mask:
-        """Which blocks lie wholly in these ascending, disjoint spans."""
+        """Which blocks lie entirely in these ascending, disjoint spans."""
         inside = np.zeros(len(self), np.bool_)
         firsts = self.starts.searchsorted([span.start for span in spans], "left")
         ends = self.ends.searchsorted([span.end for span in spans], "right")
@@ -202,22 +214,26 @@ class BlockTable(Sequence[Block]):
 
     def labelled(self, labels: frozenset[str]) -> Mask:
         """Which blocks have one of these labels."""
-        having, count, at = np.zeros(len(self), np.bool_), len(self), self._run.at
-        having[[i for label in labels if (i := at.get(label, count)) < count]] = True
-        return having
+        mask, index = np.zeros(len(self), np.bool_), self._index()
+        mask[[index[label] for label in labels if label in index]] = True
+        return mask
 
     def has(self, label: str) -> bool:
         """Whether a block has this label."""
-        return self._run.at.get(label, len(self)) < len(self)
+        return label in self._index()
 
     def index_of(self, label: str) -> int | None:
-        """The index of the block of this label; None when there is none."""
-        at = self._run.at.get(label, len(self))
-        return at if at < len(self) else None
+        """The index of the block with this label; None when there is none."""
+        return self._index().get(label)
 
-    def crossing(self, edges: Iterable[int]) -> list[int]:
+    def _index(self) -> dict[str, int]:
+        if self._indexes is None:
+            self._indexes = dict(zip(self._labels, range(len(self._labels)), strict=True))
+        return self._indexes
+
+    def crossing(self, positions: Iterable[int]) -> list[int]:
         """Indexes, ascending, of the blocks that one of these positions would split."""
-        at = np.array(sorted(edges), np.int64)
+        at = np.array(sorted(positions), np.int64)
         if not len(self) or not len(at):
             return []
         covering = self.starts.searchsorted(at, "left") - 1
@@ -225,25 +241,25 @@ class BlockTable(Sequence[Block]):
         return sorted(set(covering[split].tolist()))
 
     def find(self, span: Span) -> int | None:
-        """The index of the block of exactly this span; None when there is none."""
+        """The index of the block with exactly this span; None when there is none."""
         at = int(self.starts.searchsorted(span.start))
-        return at if at < len(self) and self._run.blocks[at].span == span else None
+        return at if at < len(self) and self._blocks[at].span == span else None
 
     def adjacent(self) -> Positions:
-        """Indexes of blocks that touch the next one and are of one message with it."""
+        """Indexes of blocks that touch the next one and belong to the same message."""
         touch = self.ends[:-1] == self.starts[1:]
         return np.flatnonzero(touch & (self.messages[:-1] == self.messages[1:]))
 
 
 def shared_labels(one: BlockTable, other: BlockTable) -> int:
-    """How many labels two tables begin with alike: nearly always the very same objects."""
+    """How many labels, from the first on, two tables have in common."""
     count = min(len(one), len(other))
-    if one._run is other._run:
+    if one.same_blocks(other):
         return count
-    at, ours, theirs = 0, one._run.labels, other._run.labels
-    while at < count and ours[at : at + _STRIDE] == theirs[at : at + _STRIDE]:
+    at, first, second = 0, one.labels, other.labels
+    while at < count and first[at : at + _STRIDE] == second[at : at + _STRIDE]:
         at += _STRIDE
-    pairs = zip(ours[at : at + _STRIDE], theirs[at : at + _STRIDE], strict=False)
+    pairs = zip(first[at : at + _STRIDE], second[at : at + _STRIDE], strict=False)
     return min(count, at + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 

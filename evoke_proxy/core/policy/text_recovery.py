@@ -21,7 +21,7 @@ from evoke_proxy.core.policy.planner import by_score, candidates_of, room_for_bl
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan
-from evoke_proxy.core.prompt.segment import Shares
+from evoke_proxy.core.prompt.segment import TextAlignment
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_edit import prepend
 from evoke_proxy.core.request.json_parsing import parsed_json
@@ -150,8 +150,8 @@ def _text_of(run: Sequence[Block], request: ChatRequest, spans: Sequence[Message
     item = spans[min(bisect_right(spans, part.start, key=_span_end), len(spans) - 1)]
     if not (item.index == run[0].message < len(request.messages) and item.span.encloses(part)):
         return " ".join(block.text for block in run)
-    message = request.messages[item.index].shown
-    text = Shares(message, item.span).of(part)
+    message = request.messages[item.index].printed
+    text = TextAlignment(message, item.span).of(part)
     if not message.startswith(text):
         text = text.partition(" ")[2] or text
     if not message.endswith(text):

@@ -1,7 +1,8 @@
-"""What is where of one session's prompt: its blocks, which are resident, which have a copy.
+"""Layout of one session's prompt: its blocks, which are resident, which have a copy.
 
-A layout never changes; a turn makes the next one from what llama-server says now. Residency is
-always the server's word. Which labels have a copy is remembered, and corrected when a call fails.
+A layout is immutable; each turn makes the next one from llama-server's rendering and slot state.
+Residency always comes from the server. Which labels have a copy is remembered here, and corrected
+when a call fails.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ from itertools import compress
 
 import numpy as np
 
+from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable, Mask, shared_labels
 from evoke_proxy.core.model.blocks import Block, Span, clipped
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
-from evoke_proxy.core.prompt.segment import Draft, Shares, cut, inside, next_numbers
+from evoke_proxy.core.prompt.segment import (
+    CutOptions,
+    Draft,
+    TextAlignment,
+    cut,
+    inside,
+    next_numbers,
+)
 from evoke_proxy.core.request.messages import Message
 
-_MAX_SESSION_BYTES = 100  # of the 200 bytes llama-server allows for a name
+_MAX_SESSION_BYTES = 100  # of the 200 bytes that llama-server allows for a label
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRange:
-    """A copy in the host pool that is no block of the prompt yet: tokens that were generated."""
+    """A copy in the host pool of generated tokens, which no block of the prompt covers yet."""
 
     label: str
     span: Span
@@ -32,12 +41,20 @@ class SavedRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Blocks tile [0, generation) of `tokens`; each is resident as a whole or not at all.
+    """Blocks tile [0, generation) of a prompt; each is resident as a unit or not at all.
 
-    `resident` are the rows below `n_past`, `ranges` copies from outside the blocks, `stale` labels
-    of copies that are of no use any more, `guessed` those of `saved` whose tokens only llama-server
-    knows. `divergence` is where the prompt left what was known before, None when it only went on.
-    `numbers` are the next ones of block names.
+    Attributes:
+        session: id of the session.
+        tokens: the prompt [n_tokens].
+        generation: position where the answer begins.
+        blocks: the blocks, with the mask of those that have a copy.
+        ranges: copies that belong to no block.
+        stale: labels of copies that are of no further use.
+        guessed: labels of copies whose tokens only llama-server can compare.
+        resident: rows below `n_past` in the slot.
+        n_past: leading positions that will not be decoded.
+        divergence: position where the prompt left the previous one; None when it extends it.
+        numbers: next number of each block name.
     """
 
     session: str
@@ -54,22 +71,22 @@ class Layout:
 
     @property
     def in_cache(self) -> Mask:
-        """Which blocks are resident."""
+        """Which blocks are resident [n_blocks]."""
         return self.blocks.within(self.resident)
 
     @property
     def in_pool(self) -> Mask:
-        """Which blocks have a copy."""
+        """Which blocks have a copy [n_blocks]."""
         return self.blocks.copied
 
     @property
     def saved(self) -> frozenset[str]:
-        """The labels of the blocks that have a copy."""
+        """Labels of the blocks that have a copy."""
         return frozenset(compress(self.blocks.labels, self.in_pool.tolist()))
 
     @property
     def n_copies(self) -> int:
-        """How many labels llama-server may have a copy of."""
+        """Number of labels that llama-server may have a copy of."""
         others = self.stale.union(item.label for item in self.ranges)
         return int(np.count_nonzero(self.in_pool)) + len(others)
 
@@ -79,47 +96,41 @@ class Layout:
         view: SlotView,
         messages: Sequence[Message],
         turn: int,
-        block_tokens: int,
-        sink_tokens: int,
+        config: PolicyConfig,
     ) -> Layout:
-        """The layout of the next prompt, on this slot.
+        """Make the layout of the next prompt on this slot.
 
-        Blocks wholly inside the common prefix stay, label and copy included; the rest is cut anew.
-        Blocks are split where residency or a saved range begins or ends, and around a held row:
-        it must not keep the whole block it is in.
+        Blocks inside the common prefix stay, with label and copy; the rest is cut anew. Blocks are
+        split where residency or a saved range begins or ends, and around non-evictable rows, which
+        must not keep a full block resident.
         """
-        shared = common_prefix(self.tokens, rendered.tokens)
-        n_past = view.n_past(len(rendered.tokens)) if len(rendered.tokens) else 0
+        tokens = rendered.tokens
+        shared = common_prefix(self.tokens, tokens)
+        n_past = view.n_past(len(tokens)) if len(tokens) else 0
         resident = clipped(view.resident, Span(0, n_past))
-        held = clipped(view.non_evictable, Span(0, n_past))
-        edges = {at for span in (*resident, *held) for at in (span.start, span.end)}
-        kept = self._kept(min(shared, rendered.generation), edges, rendered.tokens)
-        ranges = [item for item in self.ranges if self._may_hold(item, shared, view)]
-        edges |= {at for item in ranges for at in (item.span.start, item.span.end)}
-        whole = len(kept) >= len(self.blocks)
-        numbers = self.numbers if whole else next_numbers(block.display_name for block in kept)
-        drafts = cut(
-            len(rendered.tokens),
-            rendered.spans,
-            messages,
-            rendered.generation,
-            block_tokens,
-            edges | {sink_tokens},
-            start=kept[-1].span.end if kept else 0,
-            numbers=numbers,
-            stops=rendered.sentence_starts,
-        )
-        new = self._named([_block(d, turn) for d in drafts], rendered.tokens, kept)
-        # Each for itself: names for some of the new ones copy none of those that stay.
-        (before, of_kept), (new, of_new) = _with_ranges(kept, ranges), _with_ranges(new, ranges)
-        taken = (*of_kept, *of_new)
-        stale = self._left_behind(kept).difference(item.label for item in taken)
-        guessed = {i.label for i in taken if i.span.end > max(shared, view.n_common)}
+        boundaries = _ends((*resident, *clipped(view.non_evictable, Span(0, n_past))))
+        kept = self._kept_prefix(min(shared, rendered.generation), boundaries, tokens)
+        ranges = [item for item in self.ranges if self._may_match(item, shared, view)]
+        boundaries |= _ends(item.span for item in ranges)
+        keeps_all = len(kept) >= len(self.blocks)
+        numbers = self.numbers if keeps_all else next_numbers(b.display_name for b in kept)
+        start = kept[-1].span.end if kept else 0
+        options = CutOptions(config.block_tokens, boundaries | {config.sink_tokens}, start, numbers)
+        drafts = cut(rendered, messages, options)
+        tail = self._with_labels([_block(draft, turn) for draft in drafts], tokens, kept)
+        unused = self._copies_outside(kept)
+        # Claimed separately: relabelling the tail must not copy the blocks that stay.
+        kept, claimed_by_kept = _claim_ranges(kept, ranges)
+        tail, claimed_by_tail = _claim_ranges(tail, ranges)
+        claimed = (*claimed_by_kept, *claimed_by_tail)
+        stale = unused.difference(item.label for item in claimed)
+        compared_end = max(shared, view.n_common)
+        guessed = {item.label for item in claimed if item.span.end > compared_end}
         return Layout(
             session=self.session,
-            tokens=rendered.tokens,
+            tokens=tokens,
             generation=rendered.generation,
-            blocks=before + new,
+            blocks=kept + tail,
             stale=stale,
             guessed=(self.guessed - stale) | guessed,
             resident=resident,
@@ -129,8 +140,8 @@ class Layout:
         )
 
     def with_saved(self, copies: Iterable[tuple[str, Span]]) -> Layout:
-        """The same with more copies, by label: of blocks, or of ranges that are none."""
-        copied, own = self.in_pool.copy(), set[str]()
+        """The layout with more copies, as pairs of label and span."""
+        copied, of_blocks = self.in_pool.copy(), set[str]()
         ranges = {item.label: item for item in self.ranges}
         starts, ends = self.blocks.starts, self.blocks.ends
         for label, span in copies:
@@ -139,35 +150,41 @@ class Layout:
                 ranges[label] = SavedRange(label, span)
             elif starts[at] == span.start and ends[at] == span.end:
                 copied[at] = True
-                own.add(label)
+                of_blocks.add(label)
         return replace(
             self,
             blocks=self.blocks.with_copies(copied),
             ranges=tuple(ranges.values()),
-            stale=self.stale - own - ranges.keys(),
+            stale=self.stale - of_blocks - ranges.keys(),
         )
 
     def without_saved(self, labels: Collection[str]) -> Layout:
-        """The same after these copies turned out to be gone, or to be of other tokens.
+        """The layout without copies that are missing or turned out to have other tokens.
 
-        If one was guessed, then the answer reads differently from there on: so are those after it.
+        When a guessed copy is among them, the answer's tokens differ from there on, so all guessed
+        copies after it become stale.
         """
-        gone = frozenset(labels)
-        if not gone:
+        missing = frozenset(labels)
+        if not missing:
             return self
         guesses = [block for block in self.blocks if block.label in self.guessed]
-        wrong = [block.span.start for block in guesses if block.label in gone]
+        wrong = [block.span.start for block in guesses if block.label in missing]
         stale = {block.label for block in guesses if wrong and block.span.start >= min(wrong)}
         return replace(
             self,
-            blocks=self.blocks.with_copies(self.in_pool & ~self.blocks.labelled(gone | stale)),
-            ranges=tuple(item for item in self.ranges if item.label not in gone),
-            stale=(self.stale - gone) | stale,
-            guessed=self.guessed - gone - stale,
+            blocks=self.blocks.with_copies(self.in_pool & ~self.blocks.labelled(missing | stale)),
+            ranges=tuple(item for item in self.ranges if item.label not in missing),
+            stale=(self.stale - missing) | stale,
+            guessed=self.guessed - missing - stale,
         )
 
-    def marked(self, keeps: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]) -> Layout:
-        """The same with the client's marks: messages by index, turns by (pinned, priority)."""
+    def with_marks(
+        self, keeps: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]
+    ) -> Layout:
+        """The layout with the client's marks.
+
+        `keeps` has "pin" or "prefer" by message index, `turns` (pinned, priority) by turn number.
+        """
         if not turns and not keeps:
             blocks = self.blocks
             if not (blocks.pinned | blocks.preferred | (blocks.priority != 1.0)).any():
@@ -177,99 +194,112 @@ class Layout:
 
     @property
     def copies_end(self) -> int:
-        """Where the last copy ends; 0 when no block has one."""
+        """End of the last copy; 0 when no block has one."""
         ends = self.blocks.ends[self.in_pool]
         return max([int(ends[-1]), *(item.span.end for item in self.ranges)]) if len(ends) else 0
 
     def saved_end(self, limit: int) -> int:
-        """Where the copies end that cover the prompt from 0 on without a gap; `limit` at most."""
+        """End, at most `limit`, of the copies that cover the prompt from 0 without a gap."""
         counted = self.in_pool & (self.blocks.ends <= limit)
         n = len(counted) if counted.all() else int(counted.argmin())
         return int(self.blocks.ends[n - 1]) if n else 0
 
-    def _kept(self, limit: int, edges: Collection[int], tokens: Tokens) -> BlockTable:
+    def _kept_prefix(self, limit: int, boundaries: Collection[int], tokens: Tokens) -> BlockTable:
+        """The blocks that end at or before `limit`, split at these positions."""
         kept = self.blocks[: int(self.blocks.ends.searchsorted(limit, "right"))]
-        for i in reversed(kept.crossing(edges)):
-            pieces = self._named(_split(kept[i], sorted(edges)), tokens, kept[:i])
+        for i in reversed(kept.crossing(boundaries)):
+            pieces = self._with_labels(_split(kept[i], sorted(boundaries)), tokens, kept[:i])
             kept = kept[:i] + pieces + kept[i + 1 :]
         return kept
 
-    def _may_hold(self, item: SavedRange, shared: int, view: SlotView) -> bool:
-        """Whether the tokens of a saved range can be those of the new prompt.
+    def _may_match(self, item: SavedRange, shared: int, view: SlotView) -> bool:
+        """Whether the tokens of a saved range can equal the new prompt's.
 
-        While the slot still has the session it says so itself. Otherwise nobody here knows the
-        generated tokens: llama-server compares them when the range is loaded.
+        While the slot still has the session, its common tokens decide. Otherwise the generated
+        tokens are unknown here, and llama-server compares them when the range is loaded.
         """
         if view.n_common >= shared:
             return item.span.end <= view.n_common
         return shared == len(self.tokens)
 
-    def _named(self, blocks: Sequence[Block], tokens: Tokens, behind: BlockTable) -> BlockTable:
-        """These blocks, which follow others, with the labels of their tokens."""
-        before = behind[-1].label if behind else ""
-        names = labels(self.session, tokens, [block.span for block in blocks], before)
+    def _with_labels(
+        self, blocks: Sequence[Block], tokens: Tokens, before: BlockTable
+    ) -> BlockTable:
+        """Label blocks that follow those of `before`."""
+        previous = before[-1].label if before else ""
+        names = labels(self.session, tokens, [block.span for block in blocks], previous)
         pairs = zip(blocks, names, strict=True)
         return BlockTable(replace(block, label=name) for block, name in pairs)
 
-    def _left_behind(self, kept: BlockTable) -> frozenset[str]:
-        """The copies of no use when only these blocks stay, and no range."""
-        useless = self.stale.union(item.label for item in self.ranges)
+    def _copies_outside(self, kept: BlockTable) -> frozenset[str]:
+        """Labels of all copies that belong to none of these blocks."""
+        unused = self.stale.union(item.label for item in self.ranges)
         shared = shared_labels(kept, self.blocks)
         if shared == len(self.blocks):
-            return useless
-        left = self.blocks[shared:]
-        labels = compress(left.labels, left.copied.tolist())
-        return useless.union(label for label in labels if not kept.has(label))
+            return unused
+        rest = self.blocks[shared:]
+        copied = compress(rest.labels, rest.copied.tolist())
+        return unused.union(label for label in copied if not kept.has(label))
 
 
-def _with_ranges(
+def _ends(spans: Iterable[Span]) -> set[int]:
+    return {position for span in spans for position in (span.start, span.end)}
+
+
+def _claim_ranges(
     blocks: BlockTable, ranges: Iterable[SavedRange]
 ) -> tuple[BlockTable, Sequence[SavedRange]]:
-    """A block that is a saved range, and has no copy of its own, takes its name and its copy over;
-    also these ranges."""
-    taken = {i: item for item in ranges if (i := blocks.find(item.span)) is not None}
-    taken = {i: item for i, item in taken.items() if not blocks.copied[i]}
-    if not taken:
+    """Give saved ranges to the blocks with the same span that have no copy.
+
+    Such a block takes over the range's label and copy. Also returns the ranges used.
+    """
+    claimed = {i: item for item in ranges if (i := blocks.find(item.span)) is not None}
+    claimed = {i: item for i, item in claimed.items() if not blocks.copied[i]}
+    if not claimed:
         return blocks, ()
     copied = blocks.copied.copy()
-    copied[list(taken)] = True
-    named = blocks.named({i: item.label for i, item in taken.items()})
-    return named.with_copies(copied), tuple(taken.values())
+    copied[list(claimed)] = True
+    relabelled = blocks.relabelled({i: item.label for i, item in claimed.items()})
+    return relabelled.with_copies(copied), tuple(claimed.values())
 
 
 def wire_name(session: str) -> str:
-    """What a session is called in labels: its id, or a hash of one too long for the wire."""
+    """The session's name in labels: its id, or a hash when the id is too long for the wire."""
     if len(session.encode()) <= _MAX_SESSION_BYTES:
         return session
     return hashlib.blake2b(session.encode(), digest_size=12).hexdigest()
 
 
 def labels(session: str, tokens: Tokens, spans: Sequence[Span], before: str = "") -> list[str]:
-    """A name for each of these ascending spans: it says whose and where, and changes with any token
-    up to the span's end. `before` is the name of the block the first of them follows."""
+    """Make a label for each of these ascending spans.
+
+    A label contains session, span and a hash of all tokens up to the span's end. `before` is the
+    label of the block before the first span.
+    """
     owner = wire_name(session)
     hashed = hashlib.blake2b(before.encode(), digest_size=8)
-    at, found = spans[0].start if before and spans else 0, []
+    at, names = spans[0].start if before and spans else 0, list[str]()
     for span in spans:
         hashed.update(np.ascontiguousarray(tokens[at : span.end], dtype="<i4").tobytes())
         at = span.end
-        found.append(f"{owner}/{span.start}-{span.end}-{hashed.hexdigest()}")
-    return found
+        names.append(f"{owner}/{span.start}-{span.end}-{hashed.hexdigest()}")
+    return names
 
 
-def _split(block: Block, edges: Sequence[int]) -> list[Block]:
-    found = inside(edges, block.span)
-    if not found:
+def _split(block: Block, boundaries: Sequence[int]) -> list[Block]:
+    cuts = inside(boundaries, block.span)
+    if not cuts:
         return [block]
-    ends, shares = [*found, block.span.end], Shares(block.text, block.span)
-    spans = [Span(a, b) for a, b in zip([block.span.start, *found], ends, strict=True)]
+    text = TextAlignment(block.text, block.span)
+    starts, ends = [block.span.start, *cuts], [*cuts, block.span.end]
+    spans = [Span(start, end) for start, end in zip(starts, ends, strict=True)]
     return [
         replace(
             block,
             display_name=f"{block.display_name}.{number}",
             label="",
             span=span,
-            text=shares.of(span),
+            text=text.of(span),
         )
         for number, span in enumerate(spans)
     ]

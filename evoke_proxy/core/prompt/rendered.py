@@ -1,4 +1,4 @@
-"""What llama-server says about a request and its slots: tokens, messages, residency."""
+"""Renderings of requests by llama-server: tokens, message spans, state of slots."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from evoke_proxy.core.model.append_only import Grown, same_memory
 from evoke_proxy.core.model.block_table import ROLES, Positions
 from evoke_proxy.core.model.blocks import Role, Span, merged, parse_role
+from evoke_proxy.core.prompt.append_only import AppendOnlyArray, same_memory
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
 
-# So many tokens are compared at once, at first and then.
+# Number of tokens compared in the first step and in each later one.
 _COMPARED_FIRST, _COMPARED = 512, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Where one message lies in the prompt; `index` counts the messages llama-server sees."""
+    """Where one message lies in the prompt; `index` counts messages as llama-server does."""
 
     index: int
     role: Role
@@ -59,9 +59,9 @@ class SlotView:
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> SlotView:
-        """From an element of `slots`, or from `GET /slots/{id}/blocks`, where nothing is common.
+        """Read an element of `slots`, or the answer of `GET /slots/{id}/blocks`.
 
-        Raises UpstreamProtocolError when it is of another shape.
+        The latter has no common tokens. Raises UpstreamProtocolError on another shape.
         """
         try:
             return cls(
@@ -76,23 +76,23 @@ class SlotView:
                 n_reusable=int(answer["n_reusable"]) if "n_reusable" in answer else None,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise UpstreamProtocolError(f"a slot is not described as agreed: {error!r}") from error
+            raise UpstreamProtocolError(f"a slot has an unknown shape: {error!r}") from error
 
     @property
     def adoptable_end(self) -> int | None:
-        """Where the rows end that another conversation may go on from; None when all of those that
-        are common are such rows. Behind it a row is missing, or was decoded behind a missing one.
+        """End of the common rows that another conversation may adopt; None when it may adopt all.
+
+        After this position a row is missing, or was decoded while an earlier row was missing.
         """
-        edge = next((span.end for span in self.resident if span.start == 0), 0)
-        edge = edge if self.n_reusable is None else min(edge, self.n_reusable)
-        behind = any(edge < span.end and span.start < self.n_common for span in self.resident)
-        return edge if behind and edge < self.n_common else None
+        end = next((span.end for span in self.resident if span.start == 0), 0)
+        end = end if self.n_reusable is None else min(end, self.n_reusable)
+        rows_after = any(end < span.end and span.start < self.n_common for span in self.resident)
+        return end if rows_after and end < self.n_common else None
 
     def n_past(self, n_prompt: int) -> int:
-        """How many positions of a prompt of `n_prompt` tokens will not be decoded.
+        """Number of leading positions of an `n_prompt`-token prompt that need no decoding.
 
-        The server's rule: the last token is always decoded, and only a resident row can be the
-        one that decoding goes on from.
+        llama-server always decodes the last token, and continues only after a resident row.
         """
         limit = min(self.n_common, n_prompt - 1)
         ends = [min(limit, span.end) for span in self.resident if span.start < limit]
@@ -121,46 +121,58 @@ class Rendered:
     sentence_starts: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
     message_hashes: tuple[tuple[int, str], ...] = ()
     instance: str = ""
-    _memory: tuple[Grown, Grown] | None = None  # of tokens and stops
+    _memory: tuple[AppendOnlyArray, AppendOnlyArray] | None = None  # of tokens and stops
 
     @classmethod
-    def parse(cls, answer: Mapping[str, Any], known: Rendered | None = None) -> Rendered:
-        """From the answer of `POST /evoke/render`, compact or not; UpstreamProtocolError on another
-        shape. An answer that leaves out what it shares with `known` is completed with it."""
+    def parse(cls, answer: Mapping[str, Any], previous: Rendered | None = None) -> Rendered:
+        """Read the answer of `POST /evoke/render`, compact or not.
+
+        An answer that omits the tokens it shares with `previous` is completed from it. Raises
+        UpstreamProtocolError when the answer has another shape.
+        """
         try:
-            since = int(answer.get("from", 0))
-            tokens, stops, memory = _went_on(_tokens(answer), _stops(answer) + since, since, known)
+            start = int(answer.get("from", 0))
+            tokens, starts, memory = _completed(
+                _tokens(answer), _sentence_starts(answer) + start, start, previous
+            )
             generation = int(answer.get("generation", len(tokens)))
-            before = known.spans if known is not None and since else None
-            spans = _message_spans(answer.get("spans") or (), generation, since, before)
+            earlier = previous.spans if previous is not None and start else None
+            spans = _message_spans(answer.get("spans") or (), generation, start, earlier)
             slots = answer.get("slots") or ()
-            edges = tuple((int(end), str(hashed)) for end, hashed in answer.get("edges") or ())
+            hashes = tuple((int(end), str(hashed)) for end, hashed in answer.get("edges") or ())
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise UpstreamProtocolError(f"a rendering is not as agreed: {error!r}") from error
+            raise UpstreamProtocolError(f"a rendering has an unknown shape: {error!r}") from error
         if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
-            raise UpstreamProtocolError("a rendering is not as agreed: no list of tokens")
-        views = tuple(SlotView.parse(slot) for slot in slots)
-        instance = str(answer.get("instance") or "")
-        return cls(tokens, generation, spans, views, stops, edges, instance, memory)
+            raise UpstreamProtocolError("a rendering has an unknown shape: no list of tokens")
+        return cls(
+            tokens=tokens,
+            generation=generation,
+            spans=spans,
+            slots=tuple(SlotView.parse(slot) for slot in slots),
+            sentence_starts=starts,
+            message_hashes=hashes,
+            instance=str(answer.get("instance") or ""),
+            _memory=memory,
+        )
 
     @property
     def user_ends(self) -> Positions:
-        """Where each of the user's messages ends, ascending."""
+        """End positions of the user's messages, ascending."""
         if isinstance(self.spans, _Columns):
             return self.spans.ends_of(Role.USER)
         return np.array([s.span.end for s in self.spans if s.role is Role.USER], np.int64)
 
     def slot(self, id: int) -> SlotView | None:
-        """The slot of this number; None when the server has none."""
+        """The slot with this number; None when the server has none."""
         return next((slot for slot in self.slots if slot.id == id), None)
 
 
 def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    """How many tokens two prompts share at their beginning, or bytes two texts."""
+    """Length of the common prefix of two arrays of tokens or bytes."""
     n, at, step = min(len(one), len(other)), 0, _COMPARED_FIRST
     if same_memory(one, other):
         return n
-    while at < n:  # most that differ do so early, and long ones are faster in parts
+    while at < n:  # most arrays differ early; comparing in steps avoids reading the rest
         differs = one[at : min(n, at + step)] != other[at : min(n, at + step)]
         first = int(differs.argmax())
         if differs[first]:
@@ -169,8 +181,8 @@ def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     return n
 
 
-def _ranges(given: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
-    return merged([Span(int(a), int(b)) for a, b in given])
+def _ranges(pairs: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+    return merged([Span(int(start), int(end)) for start, end in pairs])
 
 
 def _tokens(answer: Mapping[str, Any]) -> Tokens:
@@ -180,70 +192,76 @@ def _tokens(answer: Mapping[str, Any]) -> Tokens:
     return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
 
 
-def _stops(answer: Mapping[str, Any]) -> Positions:
+def _sentence_starts(answer: Mapping[str, Any]) -> Positions:
     if "stops_b64" not in answer:
         return np.asarray(answer.get("stops", ()), dtype=np.int64)
     bits = np.frombuffer(pybase64.b64decode(answer["stops_b64"], validate=True), np.uint8)
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
 
-def _went_on(
-    tokens: Tokens, stops: Positions, since: int, known: Rendered | None
-) -> tuple[Tokens, Positions, tuple[Grown, Grown] | None]:
-    """Tokens and stops behind the first `since` tokens of what is known."""
-    if not since:
-        return tokens, stops, None
-    if known is None or not 0 < since <= len(known.tokens):
-        raise ValueError("it goes on from what nobody knows")
-    before, stopped = known._memory or (Grown.of(known.tokens), Grown.of(known.sentence_starts))
-    first = int(known.sentence_starts.searchsorted(since, "left"))
-    memory = before.followed(since, tokens), stopped.followed(first, stops)
+def _completed(
+    tokens: Tokens, starts: Positions, start: int, previous: Rendered | None
+) -> tuple[Tokens, Positions, tuple[AppendOnlyArray, AppendOnlyArray] | None]:
+    """Put the first `start` tokens of the previous rendering before these tokens and starts."""
+    if not start:
+        return tokens, starts, None
+    if previous is None or not 0 < start <= len(previous.tokens):
+        raise ValueError("the answer continues a rendering that is not at hand")
+    old_tokens, old_starts = previous._memory or (
+        AppendOnlyArray.of(previous.tokens),
+        AppendOnlyArray.of(previous.sentence_starts),
+    )
+    first = int(previous.sentence_starts.searchsorted(start, "left"))
+    memory = old_tokens.extended(start, tokens), old_starts.extended(first, starts)
     return memory[0].rows, memory[1].rows, memory
 
 
 def _message_spans(
-    answer: Any, generation: int, since: int, known: Sequence[MessageSpan] | None
+    answer: Any, generation: int, start: int, earlier: Sequence[MessageSpan] | None
 ) -> Sequence[MessageSpan]:
     if not isinstance(answer, dict):
-        return _listed(answer, generation)
-    before = known if isinstance(known, _Columns) else None
-    if since and before is None:
-        raise ValueError("there are no spans to go on from")
-    return _Columns(answer, generation, since, before)
+        return _listed_spans(answer, generation)
+    columns = earlier if isinstance(earlier, _Columns) else None
+    if start and columns is None:
+        raise ValueError("there are no spans to continue")
+    return _Columns(answer, generation, start, columns)
 
 
 class _Columns(Sequence[MessageSpan]):
-    """Spans as they come in a compact answer; one becomes an object when it is asked for."""
+    """Spans of a compact answer, as columns; a `MessageSpan` is made on access."""
 
     __slots__ = ("_ends", "_index", "_role")
 
     def __init__(
-        self, answer: Mapping[str, Any], generation: int, since: int, before: _Columns | None
+        self, answer: Mapping[str, Any], generation: int, start: int, earlier: _Columns | None
     ) -> None:
-        index, ends = _whole_numbers(answer["index"]), _whole_numbers(answer["end"])
+        index, ends = _integers(answer["index"]), _integers(answer["end"])
         names = answer["role"]
         if not len(index) == len(names) == len(ends):
             raise ValueError("columns of spans differ in length")
-        edges = np.concatenate([[since], ends])
-        if (edges[1:] < edges[:-1]).any() or (len(edges) > 1 and edges[-1] != generation):
+        positions = np.concatenate([[start], ends])
+        ascending = (positions[1:] >= positions[:-1]).all()
+        if not ascending or (len(positions) > 1 and positions[-1] != generation):
             raise ValueError("spans do not ascend to the generation prompt")
         code = {name: ROLES.index(parse_role(str(name))) for name in set(names)}
         roles = np.array([code[name] for name in names], np.int8)
-        if before is None:
-            self._index, self._role, self._ends = Grown.of(index), Grown.of(roles), Grown.of(ends)
+        if earlier is None:
+            self._index = AppendOnlyArray.of(index)
+            self._role = AppendOnlyArray.of(roles)
+            self._ends = AppendOnlyArray.of(ends)
             return
-        at = int(before._ends.rows.searchsorted(since, "right"))
-        if not at or before._ends.rows[at - 1] != since:
-            raise ValueError("no span ends where the answer goes on")
-        self._index = before._index.followed(at, index)
-        self._role = before._role.followed(at, roles)
-        self._ends = before._ends.followed(at, ends)
+        at = int(earlier._ends.rows.searchsorted(start, "right"))
+        if not at or earlier._ends.rows[at - 1] != start:
+            raise ValueError("no span ends where the answer continues")
+        self._index = earlier._index.extended(at, index)
+        self._role = earlier._role.extended(at, roles)
+        self._ends = earlier._ends.extended(at, ends)
 
     def __len__(self) -> int:
         return len(self._index.rows)
 
     def ends_of(self, role: Role) -> Positions:
-        """Where the messages of a role end, without making an object of each."""
+        """End positions of a role's messages, without an object for each."""
         ends: Positions = self._ends.rows[self._role.rows == ROLES.index(role)]
         return ends
 
@@ -259,14 +277,14 @@ class _Columns(Sequence[MessageSpan]):
         return MessageSpan(int(self._index.rows[at]), ROLES[self._role.rows[at]], Span(start, end))
 
 
-def _whole_numbers(given: Sequence[int]) -> Positions:
-    numbers = np.asarray(given)
+def _integers(values: Sequence[int]) -> Positions:
+    numbers = np.asarray(values)
     if len(numbers) and numbers.dtype.kind != "i":
-        raise ValueError("columns of spans are whole numbers")
+        raise ValueError("columns of spans must be integers")
     return numbers.astype(np.int64)
 
 
-def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
+def _listed_spans(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
     spans = tuple(
         MessageSpan(
             int(item["index"]),
@@ -275,10 +293,10 @@ def _listed(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[Messa
         )
         for item in answer
     )
-    edges = [0, *(item.span.end for item in spans)]
-    if [item.span.start for item in spans] != edges[:-1]:
+    ends = [0, *(item.span.end for item in spans)]
+    if [item.span.start for item in spans] != ends[:-1]:
         raise ValueError("spans leave gaps or overlap")
-    if spans and edges[-1] != generation:
+    if spans and ends[-1] != generation:
         raise ValueError("spans do not end at the generation prompt")
     return spans
 
@@ -288,27 +306,27 @@ _BYTES_A_TOKEN = 4
 
 
 class RenderingLimit:
-    """Counts the tokens of a compact rendering, the answer of `POST /evoke/render`, piece by piece.
+    """Counts the tokens of an arriving compact answer of `POST /evoke/render`.
 
-    A rendering of `limit` tokens is never refused, also when it leaves out what is known already.
+    A rendering of `limit` tokens is never refused, even when the answer omits shared tokens.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._end = b""  # of what has arrived, before the tokens begin
+        self._tail = b""  # last bytes before the tokens
         self._n_characters = 0
         self._inside = False
         self._ended = False
 
     def feed(self, piece: bytes) -> None:
-        """Count the next piece; raises PromptTooLong once there are more tokens than the limit."""
+        """Count the next piece; PromptTooLong once there are more tokens than the limit."""
         if self._ended:
             return
         if not self._inside:
-            text = self._end + piece
+            text = self._tail + piece
             at = text.find(_TOKENS)
             if at < 0:
-                self._end = text[-len(_TOKENS) :]
+                self._tail = text[-len(_TOKENS) :]
                 return
             self._inside, piece = True, text[at + len(_TOKENS) :]
         end = piece.find(b'"')
@@ -321,7 +339,7 @@ class RenderingLimit:
 
 
 class TokenListLimit:
-    """Counts the tokens of a JSON list of them, the answer of `POST /tokenize`, piece by piece.
+    """Counts the tokens of an arriving answer of `POST /tokenize`, a JSON list.
 
     A list of `limit` tokens is never refused.
     """
@@ -331,7 +349,7 @@ class TokenListLimit:
         self._n_commas = 0
 
     def feed(self, piece: bytes) -> None:
-        """Count the next piece; raises PromptTooLong once there are more tokens than the limit."""
+        """Count the next piece; PromptTooLong once there are more tokens than the limit."""
         self._n_commas += piece.count(b",")
         if self._n_commas > self._limit:
             raise PromptTooLong(self._limit)

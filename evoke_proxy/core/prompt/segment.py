@@ -1,22 +1,24 @@
-"""Cuts a rendered prompt into blocks: along messages, and small enough to be moved one by one."""
+"""Cuts a rendered prompt into named blocks along messages and sentences."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span
-from evoke_proxy.core.prompt.rendered import MessageSpan
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.messages import Message, ToolCall
 
-_TEXT_OVERLAP = 40  # characters: where tokens fall in the text is only known roughly
+# Characters added at ends of a part whose position in the text is an estimate.
+_TEXT_OVERLAP = 40
 _MAX_NAME = 100
-_MOST_MAPS = 64
-# What is between a sentence or a line and the next, as server_blocks_text::stops has it.
+# More maps than this are merged into one.
+_MAX_MAPS = 64
+# The gap between two sentences or lines; server_blocks_text::stops in patches/ has the same rule.
 _GAP = re.compile(
     r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
     r"|(?<![ \t\r\n])[ \t\r]*\n[ \t\r\n]*)(?=[^ \t\r\n])"
@@ -25,7 +27,7 @@ _GAP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A block before it has a label; the fields are those of `Block`."""
+    """A block that has no label yet; its fields are those of `Block`."""
 
     display_name: str
     span: Span
@@ -36,126 +38,144 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
+class CutOptions:
+    """How a prompt is cut.
+
+    Attributes:
+        block_tokens: most tokens of a block.
+        boundaries: positions that no block may cross.
+        start: position of the first block; what is before it has blocks already.
+        next_numbers: next number of each name that blocks before `start` use.
+    """
+
+    block_tokens: int = 64
+    boundaries: Collection[int] = ()
+    start: int = 0
+    next_numbers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class _Name:
     base: str
     aliases: tuple[str, ...]
 
 
 def cut(
-    n_tokens: int,
-    spans: Sequence[MessageSpan],
-    messages: Sequence[Message],
-    generation: int,
-    block_tokens: int = 64,
-    cuts: Iterable[int] = (),
-    start: int = 0,
-    numbers: Mapping[str, int] | None = None,
-    stops: Sequence[int] | Positions = (),
+    rendered: Rendered, messages: Sequence[Message], options: CutOptions | None = None
 ) -> list[Draft]:
-    """Blocks of at most `block_tokens` tokens that cover [start, generation) without gaps.
+    """Cut [start, generation) of a prompt into blocks that leave no gap.
 
-    None crosses the end of a message or a position of `cuts`. They end, if they can, at one of
-    `stops`, ascending positions where a sentence or a line begins. `numbers` says for names that
-    blocks before `start` have where their numbering goes on. Without spans the prompt is one
-    message. What a block's text is: see `Shares`.
+    No block crosses the end of a message or a boundary. A block ends with a sentence or line when
+    that does not halve it. A prompt without spans is cut as one message. The text of a block is an
+    estimate, see `TextAlignment`.
     """
-    end = min(generation, n_tokens)
-    given = spans if len(spans) else (MessageSpan(0, Role.USER, Span(0, end)),)
-    first = bisect_right(given, start, key=_span_end)
+    options = options or CutOptions()
+    end = min(rendered.generation, len(rendered.tokens))
+    spans = rendered.spans if len(rendered.spans) else (MessageSpan(0, Role.USER, Span(0, end)),)
+    first = bisect_right(spans, options.start, key=_span_end)
     names = _Names(messages)
     drafts: list[Draft] = []
-    edges = sorted(cuts)
-    taken, before = dict[str, int](), numbers or {}
-    for item in given[first:]:
+    numbers = dict[str, int]()
+    for item in spans[first:]:
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
-        shares = Shares(message.shown, item.span, stops)
-        for span in _pieces(item.span.clipped(end), start, edges, block_tokens, shares.stops):
-            number = taken.get(name.base, before.get(name.base, 0))
-            taken[name.base] = number + 1
-            key = f"{name.base}#{number}"
-            drafts.append(Draft(key, span, item.role, item.index, shares.of(span), name.aliases))
+        text = TextAlignment(message.printed, item.span, rendered.sentence_starts)
+        for span in _pieces(item.span.clipped(end), options, text.sentence_starts):
+            number = numbers.get(name.base, options.next_numbers.get(name.base, 0))
+            numbers[name.base] = number + 1
+            display_name = f"{name.base}#{number}"
+            drafts.append(
+                Draft(display_name, span, item.role, item.index, text.of(span), name.aliases)
+            )
     return drafts
 
 
-def _pieces(
-    span: Span, start: int, cuts: Sequence[int], block_tokens: int, stops: Sequence[int]
-) -> Iterator[Span]:
-    first = min(max(span.start, start), span.end)
-    edges = sorted({first, span.end, *inside(cuts, Span(first, span.end))})
+def _pieces(span: Span, options: CutOptions, sentence_starts: Sequence[int]) -> Iterator[Span]:
+    first = min(max(span.start, options.start), span.end)
+    boundaries = inside(sorted(options.boundaries), Span(first, span.end))
+    edges = sorted({first, span.end, *boundaries})
     for at, stop in zip(edges, edges[1:], strict=False):
-        while stop - at > block_tokens:
-            end = _whole(at, block_tokens, stops)
+        while stop - at > options.block_tokens:
+            end = _block_end(at, options.block_tokens, sentence_starts)
             yield Span(at, end)
             at = end
         if stop > at:
             yield Span(at, stop)
 
 
-def _whole(at: int, block_tokens: int, stops: Sequence[int]) -> int:
-    """Where the block that begins at a position ends: with its last sentence, unless that would
-    halve it."""
-    last = bisect_right(stops, at + block_tokens) - 1
-    found = stops[last] if last >= 0 else 0
-    return int(found) if found > at + block_tokens // 2 else at + block_tokens
+def _block_end(start: int, block_tokens: int, sentence_starts: Sequence[int]) -> int:
+    """End of a block: the last sentence start in its second half, or its full length."""
+    last = bisect_right(sentence_starts, start + block_tokens) - 1
+    end = sentence_starts[last] if last >= 0 else 0
+    return int(end) if end > start + block_tokens // 2 else start + block_tokens
 
 
-def inside(edges: Sequence[int], span: Span) -> Sequence[int]:
-    """Of these ascending positions those that would split a span."""
-    return edges[bisect_right(edges, span.start) : bisect_left(edges, span.end)]
+def inside(positions: Sequence[int], span: Span) -> Sequence[int]:
+    """Those of ascending positions that would split a span."""
+    return positions[bisect_right(positions, span.start) : bisect_left(positions, span.end)]
 
 
-class Shares:
-    """What each part of a message's tokens says; `stops` are the positions where a sentence or a
-    line begins behind the first, as llama-server sees them.
+class TextAlignment:
+    """Maps token ranges of a message to its text.
 
-    Where the message's text has as many, its parts begin and end exactly there. Between two of
-    them, or if it has not, a part is known by its length, with some overlap at both ends.
+    When the text has as many sentence and line gaps as `sentence_starts` has positions inside the
+    message, these are aligned exactly. Between them, or when the numbers differ, positions in the
+    text are interpolated, and parts overlap a little at both ends.
     """
 
-    def __init__(self, text: str, whole: Span, stops: Sequence[int] | Positions = ()) -> None:
-        first, end = bisect_right(stops, whole.start), bisect_left(stops, whole.end)
-        self.stops = [int(at) for at in stops[first:end]]
-        gaps = _GAP.finditer(text) if self.stops else ()
-        begins = [gap.end() for gap in gaps if gap.start() > 0]
-        known = self.stops if len(begins) == len(self.stops) else []
+    def __init__(
+        self, text: str, span: Span, sentence_starts: Sequence[int] | Positions = ()
+    ) -> None:
+        first = bisect_right(sentence_starts, span.start)
+        end = bisect_left(sentence_starts, span.end)
+        self.sentence_starts = [int(at) for at in sentence_starts[first:end]]
+        gaps = _GAP.finditer(text) if self.sentence_starts else ()
+        text_starts = [gap.end() for gap in gaps if gap.start() > 0]
+        aligned = self.sentence_starts if len(text_starts) == len(self.sentence_starts) else []
         self._text = text
-        self._edges = [whole.start, *known, max(whole.end, whole.start + 1)]
-        self._begins = [0, *begins[: len(known)], len(text)]
+        self._positions = [span.start, *aligned, max(span.end, span.start + 1)]
+        self._characters = [0, *text_starts[: len(aligned)], len(text)]
 
     def of(self, part: Span) -> str:
         """The text of these tokens."""
-        (begin, before), (end, behind) = self._at(part.start), self._at(part.end)
-        return self._text[max(0, begin - before) : end + behind]
+        start, margin_before = self._at(part.start)
+        end, margin_after = self._at(part.end)
+        return self._text[max(0, start - margin_before) : end + margin_after]
 
     def _at(self, position: int) -> tuple[int, int]:
-        """Where in the text a position is, and how many characters on that may be wrong."""
-        i = max(0, bisect_right(self._edges, position, hi=len(self._edges) - 1) - 1)
-        begin, edge = self._begins[i], self._edges[i]
-        if position == edge and i:
-            return begin, 0
-        per_token = (self._begins[i + 1] - begin) / (self._edges[i + 1] - edge)
-        return begin + int((position - edge) * per_token), _TEXT_OVERLAP
+        """The character of a token position, and how many characters it may be off."""
+        last = len(self._positions) - 1
+        i = max(0, bisect_right(self._positions, position, hi=last) - 1)
+        character, aligned = self._characters[i], self._positions[i]
+        if position == aligned and i:
+            return character, 0
+        per_token = (self._characters[i + 1] - character) / (self._positions[i + 1] - aligned)
+        return character + int((position - aligned) * per_token), _TEXT_OVERLAP
 
 
-def next_numbers(keys: Iterable[str], known: Mapping[str, int] | None = None) -> Mapping[str, int]:
-    """The next free number of each name; keys are `name#2`, or `name#2.1` of a split block."""
-    before = [dict(known or {})] if not isinstance(known, ChainMap) else known.maps
-    if len(before) > _MOST_MAPS:  # else every name would be copied in every turn
-        before = [dict(ChainMap(*before))]
-    numbers = ChainMap[str, int]({}, *before)
-    for key in keys:
-        base, _, rest = key.rpartition("#")
+def next_numbers(
+    display_names: Iterable[str], previous: Mapping[str, int] | None = None
+) -> Mapping[str, int]:
+    """The next free number of each base name, after these display names.
+
+    A display name is `name#2`, or `name#2.1` for a piece of a split block.
+    """
+    maps = [dict(previous or {})] if not isinstance(previous, ChainMap) else previous.maps
+    if len(maps) > _MAX_MAPS:  # a chain avoids copying every name in every turn
+        maps = [dict(ChainMap(*maps))]
+    numbers = ChainMap[str, int]({}, *maps)
+    for display_name in display_names:
+        base, _, rest = display_name.rpartition("#")
         numbers[base] = max(numbers.get(base, 0), int(rest.partition(".")[0]) + 1)
     return numbers
 
 
 class _Names:
-    """What the blocks of each message are called; asked for few of many."""
+    """Names of the blocks of each message, computed on demand."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages
-        # Calls by their id, of the messages from this index on.
+        # Tool calls by id, of the messages from `_read_from` on.
         self._calls: dict[str, ToolCall] = {}
         self._read_from = len(messages)
 
@@ -167,7 +187,7 @@ class _Names:
         return _name(item.index, message, call)
 
     def _call(self, id: str) -> ToolCall | None:
-        """The latest call with this id."""
+        """The latest tool call with this id."""
         while id and id not in self._calls and self._read_from:
             self._read_from -= 1
             for call in reversed(self._messages[self._read_from].tool_calls):
@@ -176,11 +196,11 @@ class _Names:
 
 
 def _name(index: int, message: Message, call: ToolCall | None) -> _Name:
-    called = [call] if call is not None else list(message.tool_calls)
-    identity = [part for item in called for part in _call_identity(item)]
-    identity += [message.block_name, message.name, message.tool_call_id]
+    calls = [call] if call is not None else list(message.tool_calls)
+    aliases = [alias for item in calls for alias in _call_aliases(item)]
+    aliases += [message.block_name, message.name, message.tool_call_id]
     base = message.block_name or _base(index, message, call)
-    return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(part for part in identity if part)))
+    return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(alias for alias in aliases if alias)))
 
 
 def _base(index: int, message: Message, call: ToolCall | None) -> str:
@@ -192,7 +212,7 @@ def _base(index: int, message: Message, call: ToolCall | None) -> str:
     return f"tool:{(call.name if call is not None else '') or message.name or index}"
 
 
-def _call_identity(call: ToolCall) -> Iterator[str]:
+def _call_aliases(call: ToolCall) -> Iterator[str]:
     if path := call.path:
         yield path
         yield _basename(path)

@@ -60,8 +60,8 @@ class Message:
     block_name: str = ""
 
     @property
-    def shown(self) -> str:
-        """Everything of it that a template prints, roughly."""
+    def printed(self) -> str:
+        """Roughly all that a chat template prints of the message."""
         calls = (f"{call.name} {call.arguments}" for call in self.tool_calls)
         return "\n".join(part for part in (self.text, *calls) if part)
 

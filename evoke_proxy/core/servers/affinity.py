@@ -45,7 +45,7 @@ def prefix_hashes(messages: Iterable[Message]) -> PrefixHashes:
     text there are none."""
     digest, n_bytes, begun, found = hashlib.blake2b(digest_size=16), 0, False, []
     for message in messages:
-        text = f"{message.role.value}\0{message.shown}\0".encode("utf-8", "surrogatepass")
+        text = f"{message.role.value}\0{message.printed}\0".encode("utf-8", "surrogatepass")
         digest.update(text)
         n_bytes, begun = n_bytes + len(text), begun or message.role is Role.USER
         if begun and n_bytes >= MIN_SHARED * _TOKEN_BYTES:

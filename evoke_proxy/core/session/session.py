@@ -241,10 +241,8 @@ class Session:
         config: PolicyConfig,
     ) -> tuple[Layout, int]:
         def on(slot: SlotView) -> Layout:
-            layout = self.layout.reconcile(
-                rendered, slot, request.messages, number, config.block_tokens, config.sink_tokens
-            )
-            return layout.marked(request.keeps, self._turn_marks)
+            layout = self.layout.reconcile(rendered, slot, request.messages, number, config)
+            return layout.with_marks(request.keeps, self._turn_marks)
 
         n_past = view.n_past(len(rendered.tokens))
         # Copies that end before that cannot take an adopted slot any further than it is.
