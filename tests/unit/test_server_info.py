@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo, saves_itself
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 
 FEATURES = ["blocks", "plan", "render", "reuse", "stream", "something-new"]
 
@@ -68,23 +68,3 @@ def test_the_layers_it_can_capture(evoke: object, layers: tuple[int, ...]) -> No
 )
 def test_the_context_of_a_slot_is_what_the_server_says(evoke: object, n_ctx: int | None) -> None:
     assert ServerInfo.parse({"evoke": evoke}).n_ctx == n_ctx
-
-
-@pytest.mark.parametrize(
-    ("props", "own"),
-    [
-        ({}, False),
-        ({"cache_disk": "/var/cache"}, True),
-        ({"disk_cache": {"bytes": 0}}, True),
-        ({"disk_cache": {"enabled": False}}, False),
-        ({"kv_cache_disk_path": ""}, False),
-        ({"cache_disk_size": 0}, False),
-        ({"params": {"cache-disk": "/var/cache"}}, True),
-        ({"evoke": {"limits": {"disk_bytes": 1 << 30}}}, False),
-        ({"disk_free": 1 << 30, "cache_ram": 8192}, False),
-    ],
-)
-def test_a_disk_cache_of_the_server_itself_is_known_by_its_name(
-    props: dict[str, object], own: bool
-) -> None:
-    assert saves_itself(props) == own

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply import observer as observer_module
+from evoke_proxy.core.reply.event_stream import LineReader
 from evoke_proxy.core.reply.observer import KeyIndex, ReplyObserver
 
 TIMINGS = {"cache_n": 40, "prompt_n": 2, "evoke": {"epoch": 7, "omitted": 3}}
@@ -205,7 +206,7 @@ def test_many_data_lines_of_one_event_are_bounded(monkeypatch: pytest.MonkeyPatc
     observer = ReplyObserver()
     for _ in range(50):
         observer.feed(b'data: "0123456789"\n')
-        assert len(observer._event) <= 100
+        assert len(observer._events._event) <= 100
 
 
 LARGE = {
@@ -258,3 +259,19 @@ def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
     began = time.thread_time()
     observer.close()
     assert time.thread_time() - began < 0.006
+
+
+@given(
+    pieces=st.lists(st.sampled_from([b"data: a", b"b" * 12, b"\n", b"\r\n", b"\r", b""])),
+    step=st.integers(1, 9),
+)
+def test_lines_keep_every_byte_of_a_stream_however_it_is_cut(
+    pieces: list[bytes], step: int
+) -> None:
+    stream = b"".join(pieces)
+    reader = LineReader(max_bytes=16)
+    chunks = [stream[at : at + step] for at in range(0, len(stream), step)]
+    lines = [line for chunk in chunks for line in reader.feed(chunk)] + reader.close()
+    assert b"".join(line.data for line in lines) == stream
+    whole = [line for line in stream.splitlines(keepends=True) if len(line) <= 16]
+    assert [line.data for line in lines if line.is_whole] == whole

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evoke_proxy.core.reply.event_stream import EventReader
+
 # A longer answer is no use: nobody waits for its look-ahead.
 _MAX_BYTES = 4 * 1024 * 1024
 
@@ -41,16 +43,11 @@ class AnswerReader:
     def _parts(self) -> list[Mapping[str, Any]]:
         """The message, or its deltas."""
         data = bytes(self._data)
-        texts = [data]
+        documents = [data]
         if not data.lstrip().startswith(b"{"):
-            lines = data.replace(b"\r\n", b"\n").split(b"\n")
-            texts = [line[5:] for line in lines if line.startswith(b"data:")]
-        found = []
-        for text in texts:
-            part = _part(text)
-            if part is not None:
-                found.append(part)
-        return found
+            events = EventReader(_MAX_BYTES)
+            documents = [*events.feed(data), *events.close()]
+        return [part for part in map(_part, documents) if part is not None]
 
 
 def _part(text: bytes) -> Mapping[str, Any] | None:

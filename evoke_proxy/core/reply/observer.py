@@ -1,20 +1,22 @@
-"""Watches the bytes of a reply go by and keeps what they say about the turn; changes nothing.
+"""Observes the bytes of a reply: its timings, usage, finish reason and error.
 
-Works on event streams and on whole JSON bodies, of any dialect, cut anywhere into chunks.
+Works on event streams and JSON documents of every dialect, cut anywhere into chunks.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-# A document up to this size is parsed as a whole, in a few milliseconds.
+from evoke_proxy.core.reply.event_stream import EventReader
+
+# Documents up to this size are parsed whole, which takes a few milliseconds.
 MAX_PARSED_BYTES = 1024 * 1024
-# What is read of a larger one.
+# The bytes at both ends of a larger document that are searched for keys.
 HEAD_BYTES, TAIL_BYTES = 64 * 1024, 1024 * 1024
-# Of a key that stands in a text more than once, the last occurrences that are looked at.
+# The number of occurrences of a key that are tried, from the last one on.
 _TRIES = 4
 _KEYS = re.compile(
     rb'"(timings|usage|error|stop_reason|stop_type|status|finish_reason)"\s{0,8}:\s{0,8}'
@@ -35,7 +37,7 @@ class KeyIndex:
             self._values.setdefault(found[1].decode(), []).append(found.end())
 
     def last_object(self, key: str) -> tuple[int, dict[str, Any]] | None:
-        """The last object that is a value of `key`, and where its brace opens; None without one."""
+        """The last object that is a value of `key`, with its offset; None without one."""
         for at in self._values.get(key, [])[: -_TRIES - 1 : -1]:
             value = _object(self._data[at:]) if self._data.startswith(b"{", at) else None
             if value is not None:
@@ -59,21 +61,27 @@ def _object(data: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-# A stream's chunk is small; only the first of a verbose server is not.
+# Events of a stream are small; only the first event of a verbose server is larger.
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
-# Most events are text deltas, not worth parsing. Quotes inside a JSON string are escaped, so this
-# can only match keys, or values that are such a word.
-_TELLING = re.compile(
+# Selects the events that are parsed; most are text deltas without any of these keys. Quotes inside
+# a JSON string are escaped, so this matches only keys, or values that equal such a word.
+_RELEVANT = re.compile(
     rb'"(?:timings|usage|error|status|stop_reason|stop_type)"|"message_stop"'
     rb'|"finish_reason"\s*:\s*"|"stop"\s*:\s*true'
 )
 
 
 class ReplyObserver:
-    """Feed it a reply's bytes; read the attributes at any time.
+    """Reads how a reply ended from a copy of its bytes: an event stream, or one JSON document.
 
-    `timings` and `usage` are the last such objects seen, `finish` the last reason for stopping,
-    `error` the last error object, `done` whether the reply said that it is complete.
+    The attributes can be read at any time.
+
+    Attributes:
+        timings: The last `timings` object; None while there is none.
+        usage: The `usage` objects, merged; None while there is none.
+        finish: The last reason for the end of the generation.
+        error: The last `error` object.
+        done: Whether the reply has said that it is complete.
     """
 
     def __init__(self) -> None:
@@ -82,50 +90,46 @@ class ReplyObserver:
         self.finish: str | None = None
         self.error: dict[str, Any] | None = None
         self.done = False
-        self._is_body: bool | None = None
-        self._line = bytearray()
-        self._event = bytearray()
+        # Whether the reply is one document; None before its first byte that is no white space.
+        self._is_document: bool | None = None
+        self._events = EventReader(_MAX_EVENT_BYTES)
         self._body = bytearray()
-        self._skip_line = False
-        self._after_return = False
         self._head = b""
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes, decoded of any content-encoding; memory stays bounded."""
+        """Take the next bytes, without content encoding; memory stays bounded."""
         if not data:
             return
-        if self._is_body is None:
+        if self._is_document is None:
             start = data.lstrip(b" \t\r\n\xef\xbb\xbf")
             if not start:
                 return
-            self._is_body = start[:1] in (b"{", b"[")
-        if self._is_body:
+            self._is_document = start[:1] in (b"{", b"[")
+        if self._is_document:
             self._feed_body(data)
         else:
-            self._feed_stream(data)
+            self._take_events(self._events.feed(data))
 
     def close(self) -> None:
-        """No more bytes come: a body is read now, and an event without its blank line too."""
-        if self._is_body:
+        """Read what is left: a document, or the last event of a stream without a blank line."""
+        if self._is_document:
             if self._head:
                 self._take_ends(self._head, bytes(self._body))
             else:
                 self._take(bytes(self._body))
             self._body.clear()
-            return
-        if self._line:
-            self._end_line()
-        self._end_event()
+        else:
+            self._take_events(self._events.close())
 
     def _feed_body(self, data: bytes) -> None:
-        """Keep a body, of a large one its two ends."""
+        """Keep a document; only the two ends of a large one."""
         self._body += data
         if len(self._body) > MAX_PARSED_BYTES + TAIL_BYTES:
             self._head = self._head or bytes(self._body[:HEAD_BYTES])
             del self._body[:-TAIL_BYTES]
 
     def _take_ends(self, head: bytes, tail: bytes) -> None:
-        """Note what the two ends of a large document say."""
+        """Read the two ends of a large document."""
         at_the_end = KeyIndex(tail)
         found = {key: at_the_end.last_object(key) for key in ("timings", "usage", "error")}
         part: dict[str, Any] = {key: it[1] for key, it in found.items() if it is not None}
@@ -136,45 +140,14 @@ class ReplyObserver:
                 part["choices"] = [{"finish_reason": word}]
         if "status" in part:
             part["object"] = "response"
-        self._note(part)
+        self._read(part)
 
-    def _feed_stream(self, data: bytes) -> None:
-        second_half = self._after_return and data.startswith(b"\n")  # of a \r\n cut in two
-        self._after_return = data.endswith(b"\r")
-        lines = data[1:] if second_half else data
-        *ended, rest = lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        for piece in ended:
-            self._extend_line(piece)
-            self._end_line()
-        self._extend_line(rest)
-
-    def _extend_line(self, piece: bytes) -> None:
-        self._line += piece
-        if len(self._line) > _MAX_EVENT_BYTES:
-            self._skip_line = True
-        if self._skip_line:
-            self._line.clear()
-
-    def _end_line(self) -> None:
-        line, skipped = bytes(self._line), self._skip_line
-        self._line.clear()
-        self._skip_line = False
-        if skipped:
-            return
-        if not line:
-            self._end_event()
-        elif line.startswith(b"data:"):
-            self._event += line[5:] + b"\n"
-            if len(self._event) > _MAX_EVENT_BYTES:
-                self._event.clear()
-
-    def _end_event(self) -> None:
-        event = bytes(self._event).strip()
-        self._event.clear()
-        if event == b"[DONE]":
-            self.done = True
-        elif _TELLING.search(event):
-            self._take(event)
+    def _take_events(self, events: Sequence[bytes]) -> None:
+        for event in events:
+            if event == b"[DONE]":
+                self.done = True
+            elif _RELEVANT.search(event):
+                self._take(event)
 
     def _take(self, text: bytes) -> None:
         if len(text) > MAX_PARSED_BYTES:
@@ -186,31 +159,33 @@ class ReplyObserver:
             return
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, dict):
-                self._note(part)
+                self._read(part)
 
-    def _note(self, part: Mapping[str, Any]) -> None:
-        self._note_objects(part)
+    def _read(self, part: Mapping[str, Any]) -> None:
+        self._read_objects(part)
         for key in ("response", "message"):
             nested = part.get(key)
             if isinstance(nested, dict):
-                self._note_objects(nested)
-        self._note_end(part)
+                self._read_objects(nested)
+        self._read_end(part)
 
-    def _note_objects(self, part: Mapping[str, Any]) -> None:
+    def _read_objects(self, part: Mapping[str, Any]) -> None:
         if isinstance(part.get("timings"), dict):
             self.timings = part["timings"]
         if isinstance(part.get("usage"), dict):
-            # messages: the first event has the input side, the last one the output side
+            # In the messages dialect the first event has the input tokens, the last the output.
             self.usage = (self.usage or {}) | part["usage"]
         if isinstance(part.get("error"), dict):
             self.error = part["error"]
 
-    def _note_end(self, part: Mapping[str, Any]) -> None:
+    def _read_end(self, part: Mapping[str, Any]) -> None:
         finish = _finish(part)
         if finish is not None:
             self.finish = finish
         last = part.get("type") in ("message_stop", "response.completed")
-        self.done = self.done or last or part.get("stop") is True or bool(self._is_body and finish)
+        self.done = (
+            self.done or last or part.get("stop") is True or bool(self._is_document and finish)
+        )
 
 
 def _finish(part: Mapping[str, Any]) -> str | None:

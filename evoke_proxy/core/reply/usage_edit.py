@@ -1,7 +1,7 @@
-"""Puts the books of a turn into the `usage` of its reply; every other byte stays as it was.
+"""Adds the token accounting of a turn to the `usage` of its reply; other bytes stay unchanged.
 
-Only for a client that asked: books and usage stand in one JSON document, in every dialect the last
-event of a stream that has usage, or the whole answer.
+Accounting and usage are in one JSON document: the whole answer, or in every dialect the last event
+of a stream that has a usage.
 """
 
 from __future__ import annotations
@@ -10,101 +10,87 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from evoke_proxy.core.reply.event_stream import DATA_FIELD, Line, LineReader
 from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, KeyIndex
 from evoke_proxy.core.request.json_edit import edit_nested
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.errors import RequestError
 
-# Of chat and messages, and of whole responses; then of the event `response.completed`.
+# The paths of the usage: in all documents but the event `response.completed`, and in that.
 _USAGES = (("usage",), ("response", "usage"))
-# A longer line carries no usage.
+# Longer lines have no usage.
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 
 
-def with_accounting(document: bytes, more: Mapping[str, Any]) -> bytes:
-    """A JSON document with `evoke`, the books and `more`, in its `usage`; as it was when it lacks
-    books or usage."""
+def with_accounting(document: bytes, extra: Mapping[str, Any]) -> bytes:
+    """A JSON document with the token accounting and `extra` as `usage.evoke`.
+
+    A document without accounting or usage is returned unchanged.
+    """
     if b'"usage"' not in document or b'"evoke"' not in document:
         return document
     if len(document) > MAX_PARSED_BYTES:
-        return with_accounting_in_tail(document, more)
+        return with_accounting_in_tail(document, extra)
     try:
         value = json.loads(document)
     except (ValueError, RecursionError):
         return document
-    books = TokenAccounting.parse(value.get("timings")) if isinstance(value, dict) else None
+    accounting = TokenAccounting.parse(value.get("timings")) if isinstance(value, dict) else None
     path = next((path for path in _USAGES if isinstance(_at(value, path), dict)), None)
-    if books is None or path is None:
+    if accounting is None or path is None:
         return document
     try:
-        return edit_nested(document, path, {"evoke": _written(books, more)})
+        return edit_nested(document, path, {"evoke": _encoded(accounting, extra)})
     except RequestError:
         return document
 
 
-def with_accounting_in_tail(tail: bytes, more: Mapping[str, Any]) -> bytes:
-    """As `with_accounting`, of a large document of which this is the end: it is not parsed."""
+def with_accounting_in_tail(tail: bytes, extra: Mapping[str, Any]) -> bytes:
+    """Like `with_accounting`, for the end of a large document, which is not parsed."""
     keys = KeyIndex(tail)
     timings, usage = keys.last_object("timings"), keys.last_object("usage")
-    books = (
-        TokenAccounting.parse({"evoke": timings[1].get("evoke")}) if timings is not None else None
-    )
-    if books is None or usage is None:
+    fields = {"evoke": timings[1].get("evoke")} if timings is not None else None
+    accounting = TokenAccounting.parse(fields)
+    if accounting is None or usage is None:
         return tail
     at = usage[0] + 1
     comma = b"," if usage[1] else b""
-    return b'%b"evoke":%b%b%b' % (tail[:at], _written(books, more), comma, tail[at:])
+    return b'%b"evoke":%b%b%b' % (tail[:at], _encoded(accounting, extra), comma, tail[at:])
 
 
 class UsageEditor:
-    """Edits an event stream cut anywhere into pieces; each waits only for the end of a line.
+    """Adds the token accounting to the usage of an event stream; a line waits only for its end."""
 
-    `more` is added to the books.
-    """
-
-    def __init__(self, more: Mapping[str, Any]) -> None:
-        self._more = more
-        self._line = bytearray()
-        self._too_long = False
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        self._extra = extra
+        self._lines = LineReader(_MAX_LINE_BYTES)
 
     def feed(self, data: bytes) -> bytes:
-        """What can go to the client now."""
-        *ended, rest = data.split(b"\n")
-        out = bytearray()
-        for piece in ended:
-            self._line += piece + b"\n"
-            out += self._take()
-            self._too_long = False
-        self._line += rest
-        if self._too_long or len(self._line) > _MAX_LINE_BYTES:
-            self._too_long = True
-            out += self._take()
-        return bytes(out)
+        """The bytes to send now."""
+        return b"".join(map(self._edited, self._lines.feed(data)))
 
     def close(self) -> bytes:
-        """What was left waiting for the end of a line."""
-        return self._take()
+        """The last line, when the stream ends without a line end."""
+        return b"".join(map(self._edited, self._lines.close()))
 
-    def _take(self) -> bytes:
-        line = bytes(self._line)
-        self._line.clear()
-        if self._too_long or not line.startswith(b"data:"):
-            return line
-        return line[:5] + with_accounting(line[5:], self._more)
+    def _edited(self, line: Line) -> bytes:
+        if not line.is_whole or not line.data.startswith(DATA_FIELD):
+            return line.data
+        return DATA_FIELD + with_accounting(line.data[len(DATA_FIELD) :], self._extra)
 
 
-def _written(books: TokenAccounting, more: Mapping[str, Any]) -> bytes:
-    return json.dumps(_shown(books) | dict(more), separators=(",", ":")).encode()
+def _encoded(accounting: TokenAccounting, extra: Mapping[str, Any]) -> bytes:
+    return json.dumps(_fields(accounting) | dict(extra), separators=(",", ":")).encode()
 
 
-def _shown(books: TokenAccounting) -> dict[str, int | None]:
+def _fields(accounting: TokenAccounting) -> dict[str, int | None]:
     return {
-        "decoded": books.decoded,
-        "recovered": books.recovered,
-        "resident_before": books.resident_before,
-        "omitted": books.omitted,
-        "resident_peak": books.n_resident_peak,
-        "budget": books.budget or None,
+        "decoded": accounting.decoded,
+        "recovered": accounting.recovered,
+        "resident_before": accounting.resident_before,
+        "omitted": accounting.omitted,
+        "resident_peak": accounting.n_resident_peak,
+        "budget": accounting.budget or None,
     }
 
 

@@ -77,28 +77,6 @@ class ServerInfo:
 UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
 
 
-def saves_itself(props: Mapping[str, Any]) -> bool:
-    """Whether a server says in `GET /props` that it has a disk cache of its own, and uses it.
-
-    None that is known has one. It would be named by both words, as the proposals for it are
-    (`cache_disk`, `disk_cache`, `kv_cache_disk_path`), at the top, among the settings of the server
-    or as an object; one that is empty, 0 or not `enabled` is off.
-    """
-    shown = [props, *(props.get(name) for name in ("params", "cache", "settings"))]
-    named = [
-        (key, value) for item in shown if isinstance(item, Mapping) for key, value in item.items()
-    ]
-    return any({"cache", "disk"} <= set(_words(key)) and _used(value) for key, value in named)
-
-
-def _words(key: str) -> list[str]:
-    return key.lower().replace("-", "_").split("_")
-
-
-def _used(value: object) -> bool:
-    return bool(value.get("enabled", True)) if isinstance(value, Mapping) else bool(value)
-
-
 def _n_ctx(evoke: object) -> int | None:
     limits = evoke.get("limits") if isinstance(evoke, dict) else None
     n_ctx = limits.get("n_ctx_logical") if isinstance(limits, dict) else None
