@@ -15,8 +15,8 @@ from prometheus_client import (
 
 from evoke_proxy import __version__
 from evoke_proxy.core.request.normalise import WHAT
+from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.drift import CAUSES
-from evoke_proxy.core.session.turn_record import PATHS
 
 # Local prefill of a long history takes minutes, a block plan takes microseconds.
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -15,7 +15,7 @@ from typing import Any
 
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import load
-from evoke_proxy.core.session.recorded import read
+from evoke_proxy.core.session.codec import decode
 from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -122,8 +122,8 @@ def _rows(repository: SnapshotRepository) -> list[dict[str, Any]]:
 def _record_row(record: Record, n_bytes: int) -> dict[str, Any]:
     tokens, pinned = 0, False
     try:
-        session_record = read(zlib.decompress(record.packed))
-        tokens, pinned = len(session_record.session.layout.tokens), session_record.orders.pinned
+        session_record = decode(zlib.decompress(record.packed))
+        tokens, pinned = len(session_record.session.layout.tokens), session_record.overrides.pinned
     except (ValueError, zlib.error):  # another version; it can still be deleted
         pass
     return {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.block_map import STATES
-from evoke_proxy.core.session.turn_record import PATHS
 from evoke_proxy.web.admin_api import ROUTES
 
 TEXT = (Path(__file__).parents[2] / "docs/admin-api.md").read_text("utf-8")

@@ -17,7 +17,8 @@ from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.llama.stock_api import PrefillResult
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.core.session.recorded import Orders, read
+from evoke_proxy.core.session.codec import OperatorOverrides
+from evoke_proxy.core.session.codec import decode as decode_record
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
@@ -173,7 +174,7 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
 def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
     tmp_path: Path,
 ) -> None:
-    async def written() -> Orders:
+    async def written() -> OperatorOverrides:
         engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
         async with engine.shared, engine.keeper:
             engine.conversations.recall(seated())
@@ -188,6 +189,6 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             Admin(engine).pin(known.id, True)
             await task
             (record,) = engine.keeper.repository.records(known.id)
-            return read(zlib.decompress(record.packed)).orders
+            return decode_record(zlib.decompress(record.packed)).overrides
 
     assert asyncio.run(written()).pinned

@@ -17,7 +17,7 @@ from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.core.session.outcome import outcome
+from evoke_proxy.core.session.accounting import usage_outcome
 from evoke_proxy.core.session.session import Session
 
 CONFIG = PolicyConfig(
@@ -197,15 +197,17 @@ def test_the_outcome_names_what_is_unknown_and_what_is_missing() -> None:
     quoted = [block for block in turn.view.blocks if block.message == 1]
     (asked_first,) = {block.span for block in turn.view.blocks if block.message == 0}
     out = next(block for block in turn.view.blocks if block.message == 2)
-    assert outcome(turn, Plan(), quoted) == {
+    assert usage_outcome(turn, Plan(), quoted) == {
         "as_text": {"blocks": 1, "tokens": 7},
         "recover": {"unknown": ["nobody"], "missing": ["user:0"]},
     }
     plan = Plan(loads=(Load(turn.view.blocks[0].label, asked_first),),
                 evicts=(Evict(out.span, out.label),))  # fmt: skip
     restoring = replace(turn, config=replace(CONFIG, recovery="kv_restore"))
-    assert outcome(restoring, plan, ()) == {
+    assert usage_outcome(restoring, plan, ()) == {
         "recover": {"unknown": ["nobody"], "missing": ["assistant:1", "user:2"]}
     }
     silent = turn_of("chat", {"messages": talk(user(ASKS))}, ())
-    assert outcome(replace(silent, config=replace(CONFIG, recovery="discard")), plan, ()) == {}
+    assert (
+        usage_outcome(replace(silent, config=replace(CONFIG, recovery="discard")), plan, ()) == {}
+    )

@@ -127,16 +127,16 @@ class House:
 
     def hand_over(self, to: Sequence[int] = (1,) * 300) -> None:
         """Another session gets the slot: what is resident is saved first."""
-        plan = self.session.save_all(self.slot.view([]))
+        plan = self.session.plan_save_all(self.slot.view([]))
         self.slot.run(plan, [])
-        self.session.saved_all(plan)
+        self.session.saved(plan)
         self.slot.taken_by(to, epoch=self.slot.epoch + 1)
 
     def copy_behind(self) -> None:
         """Nobody needs the server: what the blocks of the last prompt have in the slot is saved."""
         plan = Plan(saves=tuple(self.session.unsaved(self.slot.view([]))))
         self.slot.run(plan, [])
-        self.session.saved_all(plan)
+        self.session.saved(plan)
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -274,7 +274,7 @@ def test_where_copies_do_not_bring_a_session_back_it_is_decoded_again() -> None:
     house.turn(talk, words(9, 100))
     talk.say(Role.USER, words(10, 30))
     house.turn(talk, words(10, 100))
-    assert house.session.decoded_again == 0
+    assert house.session.redecoded == 0
     before = len(house.session.tokens)
     saved = set(house.slot.store)
     house.hand_over()
@@ -282,7 +282,7 @@ def test_where_copies_do_not_bring_a_session_back_it_is_decoded_again() -> None:
     talk.say(Role.USER, words(11, 30))
     books = house.turn(talk, words(11, 20))
     assert books.decoded == books.n_prompt
-    assert house.session.decoded_again == before
+    assert house.session.redecoded == before
     assert books.n_resident_peak <= 512
 
 
@@ -322,7 +322,7 @@ def test_after_a_restart_everything_is_decoded_again() -> None:
     talk = talk_of(300, 300, 300)
     house.turn(talk, words(9, 100))
     house.slot = SlotModel(n_cells=4096, epoch=50)
-    house.session.lost(adopts=True)
+    house.session.on_server_restart(adopts=True)
     talk.say(Role.USER, words(10, 30))
     books = house.turn(talk, words(11, 20))
     assert books.decoded == books.n_prompt
@@ -534,15 +534,15 @@ def test_save_all_copies_each_resident_row_once() -> None:
     house = House()
     talk = talk_of(700)
     house.turn(talk, words(9, 150))
-    plan = house.session.save_all(house.slot.view([]))
+    plan = house.session.plan_save_all(house.slot.view([]))
     house.slot.run(plan, [])
-    house.session.saved_all(plan)
+    house.session.saved(plan)
     rows = {p for s in house.slot.view([]).resident for p in range(s.start, s.end)}
     copies = [p for span, _ in house.slot.store.values() for p in range(span.start, span.end)]
     assert len(copies) == len(set(copies))
     assert rows <= set(copies)
     assert any(save.label.endswith("/gen") for save in plan.saves)
-    assert house.session.save_all(house.slot.view([])).saves == ()
+    assert house.session.plan_save_all(house.slot.view([])).saves == ()
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -572,7 +572,7 @@ def test_labels_of_a_very_long_session_fit_the_wire() -> None:
 
 
 def test_nothing_is_saved_of_a_session_that_has_nothing() -> None:
-    assert Session("s", "", CONFIG).save_all(SlotModel(10).view([])).saves == ()
+    assert Session("s", "", CONFIG).plan_save_all(SlotModel(10).view([])).saves == ()
 
 
 def test_a_slot_does_not_keep_the_budget_of_the_session_before() -> None:
@@ -641,7 +641,7 @@ def happen(house: House, talk: Talk, event: str, seed: int) -> None:
     elif event == "restart":
         cells, recurrent = house.slot.n_cells, house.slot.recurrent
         house.slot = SlotModel(n_cells=cells, epoch=seed, recurrent=recurrent)
-        house.session.lost(adopts=not recurrent)
+        house.session.on_server_restart(adopts=not recurrent)
     elif event == "forget a copy" and house.slot.store:
         names = sorted(house.slot.store)
         del house.slot.store[names[seed % len(names)]]

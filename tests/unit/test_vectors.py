@@ -89,7 +89,7 @@ def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
     assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
     fake.done[b"me/The first one is here."] = EAST
     fake.done[known.awaited["s/1"][0]] = EAST
-    known.session.take(stacked(vectors.arrived(known)))
+    known.session.add_vectors(stacked(vectors.arrived(known)))
     assert [block.label for block in known.session.index.without_vectors(9)] == ["s/1"]
     fake.submitted.clear()
     vectors.submit(known)
@@ -101,7 +101,7 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
     monkeypatch.setattr("evoke_proxy.engine.embedding.block_vectors._AT_ONCE", 2)
-    known.session.take(stacked(vectors_of(fake).arrived(known)))
+    known.session.add_vectors(stacked(vectors_of(fake).arrived(known)))
     assert len(known.embedded) == 2 and not known.session.index.without_vectors(9)
 
 

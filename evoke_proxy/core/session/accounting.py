@@ -1,23 +1,50 @@
-"""How each prompt token of a turn was there: as planned, and as llama-server counted it."""
+"""Token accounting of a turn: how each prompt token was provided, as planned and as measured.
+
+A prompt token is exactly one of *decoded*, *recovered*, *resident before* and *omitted*.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from evoke_proxy.core.model.blocks import Span, count
+import numpy as np
+
+from evoke_proxy.core.model.block_table import Mask, blocks_named, unknown_names
+from evoke_proxy.core.model.blocks import Block, Span, count
 from evoke_proxy.core.model.counts import is_count, token_count
 from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.registry import quotes_evicted
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
+
+# How a turn got the tokens before its tail: resident in its slot, some of them recovered into it,
+# all adopted by another slot, restored from a file, found in llama-server's own RAM cache, or
+# decoded.
+PATHS = ("resident", "recovered", "adopted", "restored", "ram", "decoded")
+_STOCK_PATHS = {"live": "resident", "ram": "ram", "restored": "restored"}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAccounting:
-    """Tokens of one turn. The first four are disjoint and sum to the prompt.
+    """Tokens of one turn; `decoded` to `omitted` are disjoint and sum to the prompt.
 
-    `decoded_hidden` were decoded and evicted again before the first output token, and count as
-    decoded. `auto_evicted` are ranges the engine evicted itself; one without a label is gone.
+    Attributes:
+        decoded: Tokens decoded in this turn.
+        recovered: Tokens whose rows were copied back.
+        resident_before: Tokens whose rows were in the slot.
+        omitted: Tokens without rows.
+        n_prompt: Length of the prompt.
+        decoded_hidden: Tokens decoded and evicted again before the first output token; also counted
+            as decoded.
+        n_resident: Rows in the slot when the reply ended.
+        n_resident_peak: The most rows that were in the slot.
+        budget: The budget that llama-server held; 0 for none.
+        epoch: The epoch of the slot.
+        marker: What llama-server made of the request's marker.
+        auto_evicted: Ranges that llama-server evicted itself, with the label of their copy; the
+            rows of one without a label are lost.
     """
 
     decoded: int
@@ -35,22 +62,22 @@ class TokenAccounting:
 
     @classmethod
     def parse(cls, timings: Mapping[str, Any] | None) -> TokenAccounting | None:
-        """From a reply's `timings`; None when they carry no books of the agreed shape."""
-        given = (timings or {}).get("evoke")
-        if not isinstance(given, Mapping):
+        """Read the `evoke` object of a reply's `timings`; None when it has another form."""
+        value = (timings or {}).get("evoke")
+        if not isinstance(value, Mapping):
             return None
         try:
-            counts = {name: _count(given.get(name, 0)) for name in _COUNTS}
+            counts = {name: _parse_count(value.get(name, 0)) for name in _COUNTS}
             evicted = tuple(
                 (Span(int(start), int(end)), name if isinstance(name, str) else None)
-                for start, end, name in given.get("auto_evicted", ())
+                for start, end, name in value.get("auto_evicted", ())
             )
         except (TypeError, ValueError, OverflowError):
             return None
-        epoch = given.get("epoch", 0)
+        epoch = value.get("epoch", 0)
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             return None
-        return cls(**counts, epoch=epoch, marker=str(given.get("marker", "")), auto_evicted=evicted)
+        return cls(**counts, epoch=epoch, marker=str(value.get("marker", "")), auto_evicted=evicted)
 
 
 _COUNTS = (
@@ -66,45 +93,152 @@ _COUNTS = (
 )
 
 
-def _count(value: object) -> int:
+def _parse_count(value: object) -> int:
     if not is_count(value):
         raise ValueError(f"{value!r:.40} is not a count")
     return token_count(value)
 
 
 def forecast(view: PolicyView, plan: Plan) -> TokenAccounting:
-    """What the books must say if the plan is run and the engine evicts nothing by itself."""
-    cursor = plan.adopt.n_tokens if plan.adopt is not None else view.n_past
+    """Return the accounting of a turn if the plan runs and llama-server evicts nothing itself."""
+    start = plan.adopt.n_tokens if plan.adopt is not None else view.n_past
     if plan.adopt is not None:
-        recovered, before = count(plan.adopt.spans), 0
+        recovered, resident = count(plan.adopt.spans), 0
     else:
-        recovered = _below(cursor, (load.span for load in plan.loads))
-        evicted = _below(cursor, (evict.span for evict in plan.evicts))
-        before = count(view.reused_rows) - evicted
+        recovered = _n_before(start, (load.span for load in plan.loads))
+        evicted = _n_before(start, (evict.span for evict in plan.evicts))
+        resident = count(view.reused_rows) - evicted
     return TokenAccounting(
-        decoded=view.n_tokens - cursor,
+        decoded=view.n_tokens - start,
         recovered=recovered,
-        resident_before=before,
-        omitted=cursor - recovered - before,
+        resident_before=resident,
+        omitted=start - recovered - resident,
         n_prompt=view.n_tokens,
-        n_resident=view.n_tokens - cursor + recovered + before,
+        n_resident=view.n_tokens - start + recovered + resident,
         budget=plan.stream.budget if plan.stream is not None else 0,
     )
 
 
-def agree(planned: TokenAccounting, books: TokenAccounting, exact: bool) -> bool:
-    """Whether what was to stay or come back did; what the engine evicted is no contradiction.
+def agrees(forecast: TokenAccounting, measured: TokenAccounting, is_exact: bool) -> bool:
+    """Return whether what a plan kept or recovered was there; automatic eviction is allowed.
 
-    Windows and recurrent states may have to go further back than rows alone: then not `exact`.
+    With attention windows and recurrent states, llama-server may have to continue from an earlier
+    position than rows alone require: then `is_exact` is false.
     """
-    hidden = sum(len(span) for span, _ in books.auto_evicted)
-    promised = planned.recovered + planned.resident_before
-    kept = books.recovered + books.resident_before
-    if not exact and planned.decoded < books.decoded:
-        return kept <= promised
-    return planned.decoded == books.decoded and promised - hidden <= kept <= promised
+    hidden = sum(len(span) for span, _ in measured.auto_evicted)
+    promised = forecast.recovered + forecast.resident_before
+    provided = measured.recovered + measured.resident_before
+    if not is_exact and forecast.decoded < measured.decoded:
+        return provided <= promised
+    return forecast.decoded == measured.decoded and promised - hidden <= provided <= promised
 
 
-def _below(cursor: int, spans: Iterable[Span]) -> int:
-    """How many positions of these disjoint spans are before the cursor."""
-    return sum([min(span.end, cursor) - min(span.start, cursor) for span in spans])
+def _n_before(end: int, spans: Iterable[Span]) -> int:
+    """Return how many positions of disjoint spans are before `end`."""
+    return sum([min(span.end, end) - min(span.start, end) for span in spans])
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One turn of a conversation in the admin API: numbers and ranges, without text.
+
+    Attributes:
+        number: The number of the turn.
+        at: When it ended, seconds since the epoch.
+        path: How it got the tokens before its tail, one of PATHS.
+        decision: The decision that the log gives for it.
+        ttft_s: Seconds to the first byte; None without an answer.
+        prompt: Tokens of the prompt, the sum of the next four.
+        decoded: Tokens decoded.
+        recovered: Tokens whose rows were copied back.
+        resident_before: Tokens whose rows were in the slot.
+        omitted: Tokens without rows.
+        resident: Rows in the slot when the turn ended.
+        peak: The most rows that were in the slot.
+        budget: The budget; None without one.
+        evicted: Ranges that left the slot for this turn.
+        recovered_spans: Ranges that were copied back for it.
+    """
+
+    number: int
+    at: float
+    path: str
+    decision: str
+    ttft_s: float | None
+    prompt: int
+    decoded: int
+    recovered: int
+    resident_before: int
+    omitted: int
+    resident: int = 0
+    peak: int = 0
+    budget: int | None = None
+    evicted: tuple[Span, ...] = ()
+    recovered_spans: tuple[Span, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        spans = {
+            name: [[span.start, span.end] for span in getattr(self, name)]
+            for name in ("evicted", "recovered_spans")
+        }
+        return {field.name: getattr(self, field.name) for field in fields(self)} | spans
+
+
+def moved_spans(
+    plan: Plan, accounting: TokenAccounting | None
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return the ranges that were evicted, by plan or by llama-server, and those recovered."""
+    evicted = [evict.span for evict in plan.evicts]
+    evicted += [span for span, _ in accounting.auto_evicted] if accounting is not None else []
+    recovered = [load.span for load in plan.loads]
+    recovered += list(plan.adopt.spans if plan.adopt else ())
+    return tuple(evicted), tuple(recovered)
+
+
+def path_of(plan: Plan, accounting: TokenAccounting) -> str:
+    """Return how a budgeted turn got the tokens before its tail."""
+    if plan.adopt is not None:
+        return "adopted"
+    if accounting.recovered:
+        return "recovered"
+    return "resident" if accounting.resident_before else "decoded"
+
+
+def stock_path(decision: str, n_cached: int) -> str:
+    """Return how a turn of an unpatched server got the tokens before its tail."""
+    return _STOCK_PATHS.get(decision, "resident") if n_cached else "decoded"
+
+
+def usage_outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str, Any]:
+    """Return what `usage.evoke` reports beside the accounting.
+
+    `as_text`, when the turn recovers by text: the number of quoted blocks, and of the tokens they
+    have at their own positions. `recover`, when the request names blocks: names that match no block
+    of the conversation, and names of blocks that are not complete when the answer begins.
+    """
+    outcome: dict[str, Any] = {}
+    if quotes_evicted(turn.config):
+        tokens = sum(len(block.span) for block in quoted)
+        outcome["as_text"] = {"blocks": len(quoted), "tokens": tokens}
+    names = turn.request.tags.recover
+    if names:
+        blocks = turn.view.blocks
+        unknown = unknown_names(blocks, names)
+        is_out = ~_visible_blocks(turn, plan, quoted)
+        missing = [name for name in names if (blocks_named(blocks, (name,)) & is_out).any()]
+        outcome["recover"] = {"unknown": unknown, "missing": missing}
+    return outcome
+
+
+def _visible_blocks(turn: Turn, plan: Plan, quoted: Collection[Block]) -> Mask:
+    """Return the blocks that the model sees: resident after the plan, decoded or quoted."""
+    view, start = turn.view, turn.view.n_past
+    if plan.adopt is not None:
+        resident, start = np.zeros(len(view.blocks), np.bool_), plan.adopt.n_tokens
+    else:
+        evicted = frozenset(evict.label for evict in plan.evicts if evict.label is not None)
+        resident = view.in_cache & ~view.blocks.labelled(evicted)
+    labels = {load.label for load in plan.loads} | {block.label for block in quoted}
+    labels |= set(plan.adopt.labels if plan.adopt is not None else ())
+    return resident | view.blocks.labelled(frozenset(labels)) | (view.blocks.starts >= start)

@@ -1,14 +1,14 @@
-"""One conversation: what of it is where, and what its next turn needs.
+"""One conversation: where its blocks are, and what its next turn needs.
 
-A turn goes begin, plan, applied (or failed, and begin again), finish. Between turns `save_all` says
-what must be copied before the slot is given to somebody else. Nothing here knows what time it is or
-how calls are made.
+A turn calls `begin`, `plan`, then `applied` (or `failed`, and `begin` again), then `finish`.
+Between turns `plan_save_all` says what to copy before another session gets the slot. Nothing here
+knows the time or how calls are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import ROLES
 from evoke_proxy.core.model.blocks import Role, Span, clipped
 from evoke_proxy.core.model.plan import Plan, Save
-from evoke_proxy.core.policy import pins
 from evoke_proxy.core.policy.attention import AttentionTracker
+from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
 from evoke_proxy.core.policy.registry import decide, saves_evicted
 from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView, Task
@@ -27,41 +27,80 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import query_of
-from evoke_proxy.core.session.accounting import TokenAccounting, agree, forecast
-from evoke_proxy.core.session.recorded import Recorded
+from evoke_proxy.core.session.accounting import TokenAccounting, agrees, forecast
+from evoke_proxy.core.session.codec import SessionState
 
-# For this many turns a recovered block has a higher margin against being evicted again.
+# For this many turns a recovered block has a higher margin against being evicted.
 _RESIDENCY_TURNS = 1
+# Of a turn whether the client has pinned it, and its priority.
+_Mark = tuple[bool, float]
+_NO_MARK: _Mark = (False, 1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BegunTurn:
+    """What `begin` computes a turn from.
+
+    Attributes:
+        number: The number of the turn.
+        request: The parsed request.
+        rendered: Its prompt.
+        slot: The slot as llama-server described it.
+        config: The policy as the request wants it.
+        marks: The marks of all turns, with this one's.
+    """
+
+    number: int
+    request: ChatRequest
+    rendered: Rendered
+    slot: SlotView
+    config: PolicyConfig
+    marks: Mapping[int, _Mark]
 
 
 class Session:
-    """Mutable, with one owner who makes no two calls at once.
+    """The state of one conversation. Mutable; its owner makes one call at a time.
 
-    `config` is the policy of its turns where no request wants another one, `pins` are what an
-    operator has pinned; both may be replaced. `decided` is the latest turn that was planned.
+    Attributes:
+        id: The id of the session.
+        tenant: The tenant it belongs to.
+        turns: How many turns have finished.
+        redecoded: Tokens of the prompt before that the latest turn decoded once more.
+        layout: The layout of the latest prompt.
+        config: The policy of turns whose request does not change it; may be replaced.
+        index: The search index of its blocks.
+        attention: The attention that its blocks got.
+        pins: Ranges that an operator has pinned; may be replaced.
+        decided: The latest turn with a plan; None before the first.
     """
 
     def __init__(self, id: str, tenant: str, config: PolicyConfig, adopts: bool = True) -> None:
-        """`adopts`: see ServerInfo."""
+        """Create a new session; `adopts` says whether its server adopts blocks, see ServerInfo."""
         self.id = id
         self.tenant = tenant
         self.turns = 0
-        self.decoded_again = 0
+        self.redecoded = 0
         self.layout = Layout(id)
         self.config = config
-        self._adopts = adopts
-        self._decoded: Tokens = self.layout.tokens
         self.index = Index()
-        self._task = Task()
         self.attention = AttentionTracker()
-        self._recovered: dict[str, int] = {}
-        self._turn_marks: dict[int, tuple[bool, float]] = {}
-        self.pins: pins.Pins = ()
+        self.pins: Pins = ()
         self.decided: DecidedTurn | None = None
+        self._adopts = adopts
+        self._task = Task()
+        # The tokens of the latest finished prompt.
+        self._decoded: Tokens = self.layout.tokens
+        # The turn in which a block was last recovered, by label.
+        self._recovered: dict[str, int] = {}
+        self._turn_marks: dict[int, _Mark] = {}
         self._planned: tuple[PolicyView, Plan] | None = None
-        self._doubtful: dict[str, Span] = {}
-        self._left: tuple[Span, ...] = ()
-        self._lost: dict[str, Span] = {}
+        # Blocks that llama-server may have saved and evicted in a reply that broke off, by label.
+        self._unconfirmed: dict[str, Span] = {}
+        # Rows that the slot had before a restart of the proxy.
+        self._pre_restart_resident: tuple[Span, ...] = ()
+        # Copies that llama-server may have lost in a restart, by label.
+        self._possibly_lost: dict[str, Span] = {}
+        # Labels of copies that are older than the rows of their blocks.
         self._outdated: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
@@ -72,20 +111,31 @@ class Session:
         )
 
     @classmethod
-    def recalled(cls, recorded: Recorded, config: PolicyConfig) -> Session:
-        """One that was written down; what is there of it is not known before `found`."""
-        session = cls(recorded.id, recorded.tenant, config)
-        session.turns, session._task = recorded.turns, recorded.task
-        session.layout, session._left = recorded.layout, recorded.left
-        session._decoded = recorded.layout.tokens
-        session._turn_marks, session._recovered = dict(recorded.marks), dict(recorded.recovered)
+    def from_state(cls, state: SessionState, config: PolicyConfig) -> Session:
+        """Create a session from a record; its copies are unknown until `confirm_copies`."""
+        session = cls(state.id, state.tenant, config)
+        session.turns = state.turns
+        session.layout = state.layout
+        session._task = state.task
+        session._decoded = state.layout.tokens
+        session._pre_restart_resident = state.resident
+        session._turn_marks = dict(state.marks)
+        session._recovered = dict(state.recovered)
         return session
 
-    def recorded(self, view: SlotView) -> Recorded:
-        """What outlives a restart. `view` must show the slot as the last reply left it."""
-        self._left, marks = view.resident, (dict(self._turn_marks), dict(self._recovered))
-        known = (self.id, self.tenant, self.turns, self.layout)
-        return Recorded(*known, self._left, self._task, *marks)
+    def state(self, view: SlotView) -> SessionState:
+        """Return what outlives a restart; `view` is the slot as the last reply left it."""
+        self._pre_restart_resident = view.resident
+        return SessionState(
+            id=self.id,
+            tenant=self.tenant,
+            turns=self.turns,
+            layout=self.layout,
+            resident=view.resident,
+            task=self._task,
+            marks=dict(self._turn_marks),
+            recovered=dict(self._recovered),
+        )
 
     @property
     def tokens(self) -> Tokens:
@@ -99,218 +149,240 @@ class Session:
         request: ChatRequest,
         vectors: Mapping[str, Vectors | None] | None = None,
     ) -> Turn:
-        """Take in a request, rendered, to be run on the slot `view` shows; `vectors` are those of
-        the parts of what it asks, by text (`question.asked`).
+        """Return the turn of a rendered request on the slot that `view` shows.
 
-        Calling it again for the same request is no new turn. Raises BudgetTooSmall or
-        PinBudgetExceeded, and then has changed nothing that a later request would notice.
+        `vectors` are those of the query's clauses, by text. Calling it again for the same request
+        begins the same turn. Raises BudgetTooSmall or PinBudgetExceeded, and then changes nothing.
         """
-        config = effective_config(self.config, request)
         number = self.turns + 1
-        marks = (request.tags.pinned, request.tags.priority)
-        self._turn_marks = {k: v for k, v in self._turn_marks.items() if k != number}
-        if marks != (False, 1.0):
-            self._turn_marks[number] = marks
-        layout, adopt_to = self._reconciled(rendered, view, request, number, config)
-        before = self.pins
-        kept = pins.valid_pins(before, layout)
-        shown = pins.with_pins(layout, kept, config)
-        self.layout = layout
-        if self.pins is before:  # an operator may have changed them meanwhile
-            self.pins = kept
-        self._doubtful = self._doubtful if adopt_to else {}
-        question = query_of(request)
-        question = question.embedded([(vectors or {}).get(clause) for clause in question.clauses])
-        task = self._task.after(question.topic, self._boundary(layout, request, number))
-        return Turn(
+        begun = _BegunTurn(
             number=number,
             request=request,
             rendered=rendered,
             slot=view,
-            view=self.attention.annotated(self._policy_view(shown, view, request, adopt_to, task)),
-            config=config,
+            config=effective_config(self.config, request),
+            marks=self._marks_with(number, request),
+        )
+        layout, adopt_to = self._reconcile(begun)
+        pins_before = self.pins
+        pins = valid_pins(pins_before, layout)
+        pinned_layout = with_pins(layout, pins, begun.config)
+        query = query_of(request)
+        query = query.embedded([(vectors or {}).get(clause) for clause in query.clauses])
+        task = self._task.after(query.topic, _task_boundary(layout, begun))
+        policy_view = self._policy_view(begun, pinned_layout, adopt_to, task)
+        turn = Turn(
+            number=number,
+            request=request,
+            rendered=rendered,
+            slot=view,
+            view=self.attention.annotated(policy_view),
+            config=begun.config,
             divergence=layout.divergence,
-            query=question,
+            query=query,
             task=task,
         )
+        self._turn_marks = dict(begun.marks)
+        self.layout = layout
+        if self.pins is pins_before:  # an operator may have changed them meanwhile
+            self.pins = pins
+        if not adopt_to:
+            self._unconfirmed = {}
+        return turn
 
     def plan(self, turn: Turn) -> Plan:
-        """What to do before the turn's prompt is decoded; changes nothing."""
+        """Return what to do before the turn's prompt is decoded; changes nothing."""
         return decide(turn.view, turn.query, turn.config)
 
     def applied(self, turn: Turn, plan: Plan) -> None:
-        """llama-server has run the whole plan."""
-        self._moved(plan)
-        # What is decoded from here on is newer than the copies that there are of it.
-        cursor = plan.adopt.n_tokens if plan.adopt is not None else turn.view.n_past
-        again = self.layout.in_pool & (self.layout.blocks.ends > cursor)
-        older = {label for label in self._outdated if self.layout.blocks.has(label)}
-        self._outdated = frozenset(older.union(b.label for b in self.layout.blocks.pick(again)))
+        """Take into account that llama-server has run the complete plan."""
+        self._update_copies(plan)
+        # What is decoded from here on is newer than its copies.
+        start = plan.adopt.n_tokens if plan.adopt is not None else turn.view.n_past
+        blocks = self.layout.blocks
+        to_decode = self.layout.in_pool & (blocks.ends > start)
+        outdated = {label for label in self._outdated if blocks.has(label)}
+        self._outdated = frozenset(outdated.union(b.label for b in blocks.pick(to_decode)))
         self.layout = replace(self.layout, guessed=frozenset())
-        self._planned, self._left = (turn.view, plan), ()
+        self._planned = (turn.view, plan)
+        self._pre_restart_resident = ()
         self.decided = DecidedTurn(turn.view, turn.query, turn.config)
         self._task = turn.task
+        oldest = turn.number - _RESIDENCY_TURNS
+        self._recovered = {k: number for k, number in self._recovered.items() if number >= oldest}
         self._recovered |= dict.fromkeys(turn.view.recovered_labels(plan), turn.number)
 
     def failed(self, unknown: Collection[str] = ()) -> None:
-        """llama-server refused a plan and changed nothing; these labels it does not know, or knows
-        of other tokens. Begin again to plan without them."""
+        """Take into account that llama-server refused a plan and changed nothing.
+
+        It has no copies with the labels in `unknown`, or has them of other tokens. Call `begin`
+        again to plan without them.
+        """
         self.layout = self.layout.without_saved(unknown)
 
-    def finish(self, books: TokenAccounting | None) -> bool:
-        """The reply is over; False when the server's books contradict what was planned.
+    def finish(self, accounting: TokenAccounting | None) -> bool:
+        """End a turn; return False when the server's accounting contradicts the plan.
 
-        None when nobody knows what the engine evicted: the reply broke off before it said so.
-        `decoded_again` then tells how many tokens of the prompt before had no rows to go on from.
+        `accounting` is None if the reply broke off before reporting evictions. Sets `redecoded`.
         """
         self.turns += 1
-        planned, self._planned, self.decoded_again = self._planned, None, 0
-        if books is None:
+        planned, self._planned, self.redecoded = self._planned, None, 0
+        if accounting is None:
             stream = planned[1].stream if planned is not None else None
             order = stream.order if stream is not None else ()
-            self._doubtful |= {block.label: block.span for block in order}
+            self._unconfirmed |= {block.label: block.span for block in order}
             return True
-        evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
-        self.learn(evicted)
-        before = common_prefix(self._decoded, self.layout.tokens[:-1])
-        self.decoded_again = max(0, before - (books.n_prompt - books.decoded))
+        evicted = [(label, span) for span, label in accounting.auto_evicted if label is not None]
+        self.add_copies(evicted)
+        n_shared = common_prefix(self._decoded, self.layout.tokens[:-1])
+        self.redecoded = max(0, n_shared - (accounting.n_prompt - accounting.decoded))
         self._decoded = self.layout.tokens
-        return planned is None or agree(forecast(*planned), books, self._adopts)
+        return planned is None or agrees(forecast(*planned), accounting, self._adopts)
 
-    def learn(self, ranges: Iterable[tuple[str, Span]]) -> None:
-        """These labels have copies of these ranges of this session's slot, as its rows are now."""
-        known = tuple(ranges)
-        if not known:
+    def add_copies(self, copies: Iterable[tuple[str, Span]]) -> None:
+        """Add copies, by label, of ranges of this session's slot as its rows are now."""
+        added = tuple(copies)
+        if not added:
             return
-        self._outdated -= {label for label, _ in known}
-        self.layout = self.layout.with_saved(known)
+        self._outdated -= {label for label, _ in added}
+        self.layout = self.layout.with_saved(added)
 
-    def lost(self, adopts: bool) -> None:
-        """llama-server restarted: every row is gone, and so are the copies that are not `found`."""
+    def on_server_restart(self, adopts: bool) -> None:
+        """Take into account that llama-server restarted.
+
+        All rows are lost, and so are copies that `confirm_copies` does not find.
+        """
         self._adopts = adopts
         blocks = self.layout.blocks
-        self._lost |= {block.label: block.span for block in blocks.pick(blocks.copied)}
-        self._lost |= {item.label: item.span for item in self.layout.ranges}
+        self._possibly_lost |= {block.label: block.span for block in blocks.pick(blocks.copied)}
+        self._possibly_lost |= {item.label: item.span for item in self.layout.ranges}
         blocks = blocks.with_copies(np.zeros(len(blocks), np.bool_))
         self.layout = replace(
             self.layout, blocks=blocks, ranges=(), stale=frozenset(), resident=(), n_past=0
         )
-        self._doubtful = {}
+        self._unconfirmed = {}
 
-    def found(self, copies: Mapping[str, Span]) -> None:
-        """llama-server has these copies, by label, of those that it may have lost."""
-        lost, self._lost = self._lost, {}
-        self.learn((label, span) for label, span in lost.items() if copies.get(label) == span)
+    def confirm_copies(self, copies: Mapping[str, Span]) -> None:
+        """Keep the possibly lost copies that llama-server reports, by label, with their range."""
+        lost, self._possibly_lost = self._possibly_lost, {}
+        self.add_copies((label, span) for label, span in lost.items() if copies.get(label) == span)
 
     def unsaved(self, view: SlotView) -> list[Save]:
-        """Copies of the resident blocks that have none that is as new as their rows.
+        """Return saves of the resident blocks without a current copy.
 
-        `view` must show the slot as this session's last reply left it."""
+        `view` is the slot as this session's last reply left it.
+        """
         layout = self.layout
         current = layout.in_pool & ~layout.blocks.labelled(self._outdated)
         missing = layout.blocks.within(view.resident) & ~current
         return [Save(block.label, block.span) for block in layout.blocks.pick(missing)]
 
-    def save_all(self, view: SlotView) -> Plan:
-        """Copies of every resident row that has none, the generated ones too: before another
-        session gets this slot. `view` must show the slot as this session's last reply left it.
-        Nothing where copies alone do not bring a session back."""
+    def plan_save_all(self, view: SlotView) -> Plan:
+        """Return a plan that copies all resident rows without a current copy, generated ones too.
+
+        For when another session gets the slot. `view` is the slot as this session's last reply left
+        it. The plan is empty where a server cannot adopt copies.
+        """
         if not self._adopts:
             return Plan.EMPTY
         blocks = self.layout.blocks
         saves = self.unsaved(view)
-        for span in self._generated(view, blocks[-1].span.end if len(blocks) else 0):
+        for span in self._generated_spans(view, blocks[-1].span.end if len(blocks) else 0):
             label = f"{wire_name(self.id)}/{span.start}-{span.end}-t{self.turns}/gen"
             saves.append(Save(label, span))
         return Plan(saves=tuple(saves), reason="the slot is given to another session")
 
-    def saved_all(self, plan: Plan) -> None:
-        """llama-server has run a plan of `save_all`, or some of `unsaved`."""
-        self._moved(plan)
+    def saved(self, plan: Plan) -> None:
+        """Take into account that llama-server has run a plan of saves."""
+        self._update_copies(plan)
 
-    def _moved(self, plan: Plan) -> None:
-        self.learn((save.label, save.span) for save in plan.saves)
+    def add_vectors(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
+        """Add vectors [k, d] of the chunks of blocks, by label."""
+        added = list(vectors)
+        if added and self.index.is_empty:  # the session comes from a record
+            self.index.update(self.layout.blocks)
+        self.index.add_vectors(added)
+
+    def _update_copies(self, plan: Plan) -> None:
+        self.add_copies((save.label, save.span) for save in plan.saves)
         self.layout = self.layout.without_saved([drop.label for drop in plan.drops])
 
-    def _reconciled(
-        self,
-        rendered: Rendered,
-        view: SlotView,
-        request: ChatRequest,
-        number: int,
-        config: PolicyConfig,
-    ) -> tuple[Layout, int]:
-        def on(slot: SlotView) -> Layout:
-            layout = self.layout.reconcile(rendered, slot, request.messages, number, config)
-            return layout.with_marks(request.keeps, self._turn_marks)
+    def _marks_with(self, number: int, request: ChatRequest) -> dict[int, _Mark]:
+        """Return the marks of all turns, with those of a request as turn `number`."""
+        marks = {turn: mark for turn, mark in self._turn_marks.items() if turn != number}
+        mark = (request.tags.pinned, request.tags.priority)
+        return marks if mark == _NO_MARK else {**marks, number: mark}
 
-        n_past = view.n_past(len(rendered.tokens))
-        # Copies that end before that cannot take an adopted slot any further than it is.
-        far = self.layout.copies_end >= n_past + config.block_tokens
-        if self._adopts and far and saves_evicted(config):
-            # On a slot that holds somebody else a few tokens may agree by chance: blocks are
-            # not to be split there when their copies are to come back.
-            empty = on(replace(view, n_common=0, resident=()))
-            adopt_to = empty.saved_end(len(rendered.tokens) - 1)
-            if adopt_to >= n_past + config.block_tokens:
-                return empty, adopt_to
-        return self._with_doubtful(on(view)), 0
+    def _reconcile(self, begun: _BegunTurn) -> tuple[Layout, int]:
+        """Return the layout of the turn's prompt, and up to where the slot adopts saved blocks."""
 
-    def _with_doubtful(self, layout: Layout) -> Layout:
-        """Blocks the engine was told to save before evicting, and that are out, have a copy."""
-        if not self._doubtful:
+        def layout_on(slot: SlotView) -> Layout:
+            layout = self.layout.reconcile(
+                begun.rendered, slot, begun.request.messages, begun.number, begun.config
+            )
+            return layout.with_marks(begun.request.keeps, begun.marks)
+
+        view, n_tokens = begun.slot, len(begun.rendered.tokens)
+        n_past, block_tokens = view.n_past(n_tokens), begun.config.block_tokens
+        # Adopting pays only when the copies reach at least one block further than the slot does.
+        reaches_further = self.layout.copies_end >= n_past + block_tokens
+        if self._adopts and reaches_further and saves_evicted(begun.config):
+            # On a slot of another session a few tokens may agree by chance: blocks are not split
+            # there when their copies are to be adopted.
+            adopting = layout_on(replace(view, n_common=0, resident=()))
+            adopt_to = adopting.saved_end(n_tokens - 1)
+            if adopt_to >= n_past + block_tokens:
+                return adopting, adopt_to
+        return self._with_unconfirmed(layout_on(view)), 0
+
+    def _with_unconfirmed(self, layout: Layout) -> Layout:
+        """Return the layout with copies of the blocks that llama-server was to save and evict."""
+        if not self._unconfirmed:
             return layout
-        out = ~layout.in_cache & (layout.blocks.ends <= layout.n_past)
-        blocks = layout.blocks.pick(out)
-        there = [(block.label, block.span) for block in blocks]
-        return layout.with_saved(pair for pair in there if pair in self._doubtful.items())
+        is_out = ~layout.in_cache & (layout.blocks.ends <= layout.n_past)
+        pairs = [(block.label, block.span) for block in layout.blocks.pick(is_out)]
+        return layout.with_saved(pair for pair in pairs if pair in self._unconfirmed.items())
 
     def _policy_view(
-        self, layout: Layout, view: SlotView, request: ChatRequest, adopt_to: int, task: Task
+        self, begun: _BegunTurn, layout: Layout, adopt_to: int, task: Task
     ) -> PolicyView:
-        oldest = self.turns + 1 - _RESIDENCY_TURNS
-        self._recovered = {k: turn for k, turn in self._recovered.items() if turn >= oldest}
+        oldest = begun.number - _RESIDENCY_TURNS
+        recovered = frozenset(k for k, number in self._recovered.items() if number >= oldest)
+        is_outdated = layout.in_cache & layout.blocks.labelled(self._outdated)
         return PolicyView(
             blocks=layout.blocks,
             in_cache=layout.in_cache,
-            in_pool=layout.in_pool & ~(layout.in_cache & layout.blocks.labelled(self._outdated)),
+            in_pool=layout.in_pool & ~is_outdated,
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
-            resident=view.resident,
-            non_evictable=view.non_evictable,
-            n_free=view.n_free,
-            max_tokens=request.max_tokens,
+            resident=begun.slot.resident,
+            non_evictable=begun.slot.non_evictable,
+            n_free=begun.slot.n_free,
+            max_tokens=begun.request.max_tokens,
             adopt_to=adopt_to,
-            pre_restart_resident=self._left if adopt_to else (),
+            pre_restart_resident=self._pre_restart_resident if adopt_to else (),
             stale=tuple(sorted(layout.stale)),
             index=self.index,
             task=task,
-            recovered=layout.blocks.labelled(frozenset(self._recovered)),
+            recovered=layout.blocks.labelled(recovered),
         )
 
-    def _boundary(self, layout: Layout, request: ChatRequest, number: int) -> int | None:
-        """Where the new task of a request begins: with the first user message of its own."""
-        if not request.tags.task_boundary:
-            return None
-        blocks = layout.blocks
-        own = (blocks.turns == number) & (blocks.roles == ROLES.index(Role.USER))
-        return int(blocks.starts[own][0]) if own.any() else layout.generation
-
-    def take(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
-        """Vectors [k, d] of the `pieces` of blocks that the index lacks, by label."""
-        given = list(vectors)
-        if given and self.index.is_empty:  # the session was recalled from its record
-            self.index.update(self.layout.blocks)
-        self.index.add_vectors(given)
-
-    def _generated(self, view: SlotView, start: int) -> list[Span]:
-        """Resident rows behind the last block, in pieces of a block, without saved ranges."""
-        taken = {item.span for item in self.layout.ranges}
+    def _generated_spans(self, view: SlotView, start: int) -> list[Span]:
+        """Return resident rows behind the last block in spans of a block, without saved ones."""
+        saved = {item.span for item in self.layout.ranges}
         size = self.config.block_tokens
-        spans = clipped(view.resident, Span(start, max(start, view.n_tokens)))
-        pieces = [
+        spans = [
             Span(at, min(at + size, span.end))
-            for span in spans
+            for span in clipped(view.resident, Span(start, max(start, view.n_tokens)))
             for at in range(span.start, span.end, size)
         ]
-        return [piece for piece in pieces if piece not in taken]
+        return [span for span in spans if span not in saved]
+
+
+def _task_boundary(layout: Layout, begun: _BegunTurn) -> int | None:
+    """Return where a new task begins: with the first user message of its request; None: nowhere."""
+    if not begun.request.tags.task_boundary:
+        return None
+    blocks = layout.blocks
+    is_first = (blocks.turns == begun.number) & (blocks.roles == ROLES.index(Role.USER))
+    return int(blocks.starts[is_first][0]) if is_first.any() else layout.generation

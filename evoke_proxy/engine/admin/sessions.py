@@ -142,7 +142,7 @@ class SessionAdmin:
                 "fresh": is_fresh,
                 "blocks": blocks,
                 "totals": totals(blocks),
-                "history": [turn.shown() for turn in conversation.history],
+                "history": [turn.to_json() for turn in conversation.history],
             }
         )
 
@@ -227,7 +227,7 @@ class SessionAdmin:
                 "fresh": is_fresh,
                 "prompt": conversation.tokens.tolist(),
                 "blocks": await self._block_map(conversation, where, names=True),
-                "history": [turn.shown() for turn in conversation.history],
+                "history": [turn.to_json() for turn in conversation.history],
             }
         return archive(directory, items, {"session": about})
 

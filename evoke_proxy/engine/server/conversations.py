@@ -18,10 +18,10 @@ from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest, is_side_request
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.servers.slot_pool import SlotPool
+from evoke_proxy.core.session.accounting import TurnRecord
+from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
 from evoke_proxy.core.session.identity import Hint, find
-from evoke_proxy.core.session.recorded import Orders, Seated
 from evoke_proxy.core.session.session import Session
-from evoke_proxy.core.session.turn_record import TurnRecord
 from evoke_proxy.core.snapshots.conversation_state import SnapshotState
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
@@ -184,10 +184,12 @@ class Conversation:
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
 
     @property
-    def orders(self) -> Orders:
+    def orders(self) -> OperatorOverrides:
         """What an operator has said of it."""
         session, own = self.session, self.own_budget
-        return Orders(self.pinned, own, session.config.budget if own else None, session.pins)
+        return OperatorOverrides(
+            self.pinned, own, session.config.budget if own else None, session.pins
+        )
 
     async def computed(self, work: Callable[[], T], long: bool) -> T:
         """What `work` computes with the session, in a thread when that takes long. It ends before
@@ -282,17 +284,17 @@ class Conversations:
         self._known[known.id] = known
         return known
 
-    def recall(self, seated: Seated) -> Conversation:
+    def recall(self, seated: SessionRecord) -> Conversation:
         """One that was written down, the latest used now; nothing of it is certain."""
-        session = Session.recalled(seated.session, self._policy)
+        session = Session.from_state(seated.session, self._policy)
         layout = session.layout
         prompt = PromptIdentity(layout.tokens, *seated.edges, layout.generation)
         known = Conversation(session, prompt, is_committed=True, hint=seated.hint)
         known.epoch, known.was_in, known.unsure = seated.epoch, seated.slot, True
-        known.pinned, known.own_budget = seated.orders.pinned, seated.orders.own_budget
-        session.pins = seated.orders.pins
+        known.pinned, known.own_budget = seated.overrides.pinned, seated.overrides.own_budget
+        session.pins = seated.overrides.pins
         if known.own_budget:
-            session.config = replace(self._policy, budget=seated.orders.budget)
+            session.config = replace(self._policy, budget=seated.overrides.budget)
         self._known[known.id] = known
         return known
 
@@ -300,7 +302,7 @@ class Conversations:
         """One that was at another llama-server, the latest used now: nothing of it is here, which
         is told it as by a restart. The one that is given stays what it was."""
         session = copy(known.session)
-        session.lost(self._adopts)
+        session.on_server_restart(self._adopts)
         made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
         made.epoch = made.was_in = made.capture = made.spoken = made.kept = None
         made.snapshots = replace(made.snapshots, contents=None)
@@ -387,7 +389,7 @@ class Conversations:
         self._adopts = adopts
         left = {known.id: known.was_in for known in self if known.was_in is not None}
         for known in self:
-            known.session.lost(adopts)
+            known.session.on_server_restart(adopts)
             known.epoch = known.epoch if known.was_in is not None else None
             known.n_resident, known.unsure, known.was_in = 0, True, None
         return left

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from evoke_proxy.adapters.metrics import TOKEN_KINDS, Metrics
-from evoke_proxy.core.session.turn_record import TurnRecord
+from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.snapshots.costs import is_odd
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.feed import EventFeed

@@ -309,7 +309,7 @@ class Server:
         """Nobody comes any more: have on disk what is to be found there by the next proxy."""
         for engine in (self, *self._models):
             if engine._helped:
-                await engine.keeper.save_all()
+                await engine.keeper.plan_save_all()
 
     def adjust(self, config: Config) -> None:
         """Run on with another configuration, of the keys that can be taken over."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from evoke_proxy.core.session.accounting import TurnRecord, moved_spans, path_of, stock_path
 from evoke_proxy.core.session.block_map import spans
-from evoke_proxy.core.session.turn_record import TurnRecord, moved, path_of, stock_path
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.turns.forwarding import Forwarding
@@ -16,7 +16,7 @@ def begun(way: Forwarding, feed: EventFeed) -> None:
     known = way.conversation
     if known is None or known.passing:
         return
-    gone, back = moved(way.plan, None)
+    gone, back = moved_spans(way.plan, None)
     feed.publish(
         "turn",
         session=known.id,
@@ -38,7 +38,7 @@ def ended(way: Forwarding, feed: EventFeed) -> TurnRecord | None:
     known.answered += 1
     record = _record(way, known.answered)
     known.history.append(record)
-    feed.publish("answer", session=known.id, name=known.name, **record.shown())
+    feed.publish("answer", session=known.id, name=known.name, **record.to_json())
     return record
 
 
@@ -46,7 +46,7 @@ def _record(way: Forwarding, number: int) -> TurnRecord:
     books, budget = way.books, way.budget
     if books is None:
         return _unbooked(way, number)
-    gone, back = moved(way.plan, books)
+    gone, back = moved_spans(way.plan, books)
     return TurnRecord(
         *(number, round(time.time(), 3), path_of(way.plan, books), way.decision, _ttft(way)),
         *(books.n_prompt, books.decoded, books.recovered, books.resident_before, books.omitted),

@@ -116,14 +116,14 @@ class SlotAssignment:
         if victim is None or victim.epoch != view.epoch:
             return
         victim.epoch, victim.n_resident = None, 0
-        plan = victim.session.save_all(view)
+        plan = victim.session.plan_save_all(view)
         try:
             await self._blocks.run_plan(PlanCall(plan, view, victim.owner), client)
         except PlanRefused as refused:
             self._metrics.plan_failures.labels(reason=refused.type).inc()
             _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
         else:
-            victim.session.saved_all(plan)
+            victim.session.saved(plan)
 
     async def drop(self, gone: Conversation, client: Mapping[str, str]) -> None:
         """Nobody goes on from a conversation any more: its copies are of no use.

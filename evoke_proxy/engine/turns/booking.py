@@ -23,6 +23,6 @@ def book(way: Forwarding, known: Conversation, books: TokenAccounting, metrics: 
     if way.budget is not None and books.n_resident_peak > way.budget:
         metrics.breaches.inc()
     known.n_resident, known.timings = books.n_resident, way.observer.timings
-    metrics.decoded_again.inc(max(0, known.session.decoded_again))
+    metrics.decoded_again.inc(max(0, known.session.redecoded))
     metrics.evicted.inc(len(books.auto_evicted))
     metrics.count_tokens({kind: getattr(books, kind) for kind in TOKEN_KINDS})

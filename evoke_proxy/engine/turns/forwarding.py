@@ -18,9 +18,8 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.reply.observer import ReplyObserver
 from evoke_proxy.core.request.json_edit import edit_top_level, inserted
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.session.accounting import TokenAccounting, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, forecast, usage_outcome
 from evoke_proxy.core.session.identity import Hint
-from evoke_proxy.core.session.outcome import outcome
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
@@ -168,7 +167,7 @@ class Forwarding:
             "X-Evoke-Recovered": _counted(loads),
             "X-Evoke-Omitted": f"tokens={forecast(turn.view, plan).omitted}",
         }
-        self.outcome = outcome(turn, plan, quoted)
+        self.outcome = usage_outcome(turn, plan, quoted)
         if self.probe is not None:
             self.outcome["probe"] = self.probe.summary(plan)
         if "as_text" in self.outcome:

@@ -306,7 +306,7 @@ class Planner:
         session, vectors = way.conversation.session, self._vectors.arrived(way.conversation)
 
         def work() -> tuple[Turn, Plan]:
-            session.take(stacked(vectors))
+            session.add_vectors(stacked(vectors))
             turn = session.begin(rendered, view, request, way.vectors)
             return turn, session.plan(turn)
 

@@ -131,7 +131,7 @@ class Prober:
         books = TokenAccounting.parse(timings)
         if books is not None:
             evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
-            known.session.learn(evicted)
+            known.session.add_copies(evicted)
         return sum(token_count(timings.get(name)) for name in ("prompt_n", "predicted_n"))
 
     async def _sought(self, turn: Turn, known: Conversation, client: Client) -> FloatArray | None:

@@ -31,7 +31,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
-from evoke_proxy.core.session.recorded import Seated, read, reordered, written
+from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
 from evoke_proxy.engine.server.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.shared import Shared
@@ -99,7 +99,7 @@ class SessionPersistence:
 
         def changed(record: Record) -> Record:
             try:
-                written_now = reordered(zlib.decompress(record.packed), orders)
+                written_now = with_operator_overrides(zlib.decompress(record.packed), orders)
             except zlib.error as error:
                 raise ValueError(str(error)) from error
             return replace(record, packed=zlib.compress(written_now, 1))
@@ -147,9 +147,9 @@ class SessionPersistence:
         if self._vault is None:
             return
         edges = (known.head, known.settled, known.n_users)
-        session = known.session.recorded(view)
+        session = known.session.state(view)
         home, orders = self._upstream.url, known.orders
-        seated = Seated(session, known.hint, edges, view.id, view.epoch, home, orders)
+        seated = SessionRecord(session, known.hint, edges, view.id, view.epoch, home, orders)
         if self._server.spills:
             layout = known.session.layout
             copies = layout.saved.union(item.label for item in layout.ranges)
@@ -206,7 +206,7 @@ class SessionPersistence:
         """After a restart: which copies of a session are still there. Raises UpstreamError."""
         answer = await self._blocks.slot(slot, known.tenant, client)
         copies = copies_in(answer).items()
-        known.session.found({name: Span(copy["p0"], copy["p1"]) for name, copy in copies})
+        known.session.confirm_copies({name: Span(copy["p0"], copy["p1"]) for name, copy in copies})
         known.unsure = False
 
     async def restored(
@@ -225,7 +225,7 @@ class SessionPersistence:
         self._whole.record_reuse(match, int(answer.get("n_tokens") or 0))
         return True
 
-    def _is_mine(self, seated: Seated) -> bool:
+    def _is_mine(self, seated: SessionRecord) -> bool:
         """Those of a server that is there no more are the first one's: it will say what it has."""
         if not self._homes:
             return True
@@ -243,9 +243,9 @@ class SessionPersistence:
             self._vault.remove_record(id)
 
 
-def _unpacked(packed: bytes) -> Seated:
-    return read(zlib.decompress(packed))
+def _unpacked(packed: bytes) -> SessionRecord:
+    return decode(zlib.decompress(packed))
 
 
-def _packed(seated: Seated) -> bytes:
-    return zlib.compress(written(seated), 1)
+def _packed(seated: SessionRecord) -> bytes:
+    return zlib.compress(encode(seated), 1)

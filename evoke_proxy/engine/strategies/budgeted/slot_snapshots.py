@@ -56,7 +56,7 @@ class SlotSnapshots:
                 conversation.epoch = None
                 return
             evicted = [(label, span) for span, label in accounting.auto_evicted if label]
-            conversation.session.learn(evicted)
+            conversation.session.add_copies(evicted)
             conversation.n_resident = accounting.n_resident
 
     async def save(self, slot: int, conversation: Conversation, headers: Headers) -> None:

@@ -129,7 +129,7 @@ class WriteBack:
         expect = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = known.session
         # To come back after a restart it needs what was generated, too.
-        everything = session.save_all(view).saves if self._records.on else ()
+        everything = session.plan_save_all(view).saves if self._records.on else ()
         saves = everything or session.unsaved(view)
         for batch in _batches(saves[: _room(answer, saves)]):
             lease.check()
@@ -137,7 +137,7 @@ class WriteBack:
             call = {"epoch": view.epoch, "ops": ops, "expect": expect, **known.owner}
             await self._blocks.run(slot, "block-plan", call, client)
             self._metrics.written_behind.inc(len(batch))
-            known.session.saved_all(Plan(saves=batch))
+            known.session.saved(Plan(saves=batch))
             self._records.copied(known, [save.label for save in batch])
         lease.check()
         await self._records.keep(known, view, answer, client, lease)

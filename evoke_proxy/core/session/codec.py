@@ -1,0 +1,306 @@
+"""Encodes a budgeted session, so that it continues after a restart as if there had been none.
+
+A record holds the blocks of the session, the labels of their copies, and the rows its slot had. It
+does not hold what the model attended to, which is measured anew, nor vectors, which have files of
+their own. Version 2 names every value; version 1, which used lists, is still read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.policy.view import Task
+from evoke_proxy.core.prompt.layout import Layout, SavedRange
+from evoke_proxy.core.prompt.segment import next_numbers
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.session.identity import Hint
+
+_VERSION = 2
+# The values of a block, in the order of a row of the record; also that of version 1.
+_BLOCK_FIELDS = (
+    "display_name",
+    "label",
+    "start",
+    "end",
+    "role",
+    "turn",
+    "message",
+    "text",
+    "aliases",
+    "pinned",
+    "preferred",
+    "priority",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionState:
+    """A session between two turns.
+
+    Attributes:
+        id: The id of the session.
+        tenant: The tenant it belongs to.
+        turns: How many turns it has had.
+        layout: The layout of its latest prompt.
+        resident: The rows its slot had when the session was recorded.
+        task: The task of its latest turn.
+        marks: Of turns that the client has marked whether they are pinned, and their priority.
+        recovered: The turn in which a block was last recovered, by label.
+    """
+
+    id: str
+    tenant: str
+    turns: int
+    layout: Layout
+    resident: tuple[Span, ...]
+    task: Task
+    marks: Mapping[int, tuple[bool, float]]
+    recovered: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorOverrides:
+    """What an operator has set for a session.
+
+    Attributes:
+        pinned: Whether the session is never removed.
+        own_budget: Whether `budget` replaces the configured one.
+        budget: The budget in tokens; None for none.
+        pins: Positions that stay in the cache.
+    """
+
+    pinned: bool = False
+    own_budget: bool = False
+    budget: int | None = None
+    pins: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionRecord:
+    """A session, and what is needed to find it and its rows.
+
+    Attributes:
+        session: The session.
+        hint: What its client calls it.
+        edges: Its `head`, `last_user_end` and `n_users`, see `identity.SessionPrompt`.
+        slot: The slot its rows were left in.
+        epoch: The epoch of that slot.
+        home: The URL of the server with that slot; empty in records of earlier versions.
+        overrides: What an operator has set for it.
+    """
+
+    session: SessionState
+    hint: Hint | None
+    edges: tuple[int, int, int]
+    slot: int
+    epoch: int
+    home: str = ""
+    overrides: OperatorOverrides = OperatorOverrides()
+
+
+def encode(record: SessionRecord) -> bytes:
+    """Encode a record as JSON; it contains everything that was said in the session."""
+    session, layout, hint = record.session, record.session.layout, record.hint
+    head, last_user_end, n_users = record.edges
+    focus = session.task.focus
+    value = {
+        "version": _VERSION,
+        "id": session.id,
+        "tenant": session.tenant,
+        "turns": session.turns,
+        "hint": hint and {"text": hint.text, "source": hint.source, "weak": hint.weak},
+        "edges": {"head": head, "last_user_end": last_user_end, "n_users": n_users},
+        "slot": {"id": record.slot, "epoch": record.epoch, "server": record.home},
+        "tokens": _pack(layout.tokens.astype("<i4")),
+        "generation": layout.generation,
+        "copied": layout.blocks.copied.tolist(),
+        "ranges": [{"label": item.label, "span": _pair(item.span)} for item in layout.ranges],
+        "stale": sorted(layout.stale),
+        "resident": [_pair(span) for span in session.resident],
+        "task": {
+            "focus": None if focus is None else _pack(focus.astype("<f4")),
+            "begins": session.task.begins,
+        },
+        "marks": [
+            {"turn": turn, "pinned": pinned, "priority": priority}
+            for turn, (pinned, priority) in session.marks.items()
+        ],
+        "recovered": dict(session.recovered),
+        "overrides": _overrides_value(record.overrides),
+        "block_fields": _BLOCK_FIELDS,
+    }
+    # Encoding all blocks in one call would block other threads for as long as it takes.
+    rows = b",".join(_compact(_block_row(block)) for block in layout.blocks)
+    return b'%s,"blocks":[%s]}' % (_compact(value)[:-1], rows)
+
+
+def decode(data: bytes) -> SessionRecord:
+    """Decode what `encode` wrote, or an earlier version; ValueError when it is anything else."""
+    try:
+        value = json.loads(data)
+        version = value["version"]
+        if version == 1:
+            value = _from_version_1(value)
+        elif version != _VERSION:
+            raise ValueError(f"a record of version {version}")
+        return _record_of(value)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"a record does not have the expected form: {error!r}") from error
+
+
+def with_operator_overrides(data: bytes, overrides: OperatorOverrides) -> bytes:
+    """Return an encoded record with other overrides; ValueError when it is not a record."""
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError("a record does not have the expected form")
+    if value.get("version") == 1:
+        return _compact(value | {"orders": list(_overrides_value(overrides).values())})
+    return _compact(value | {"overrides": _overrides_value(overrides)})
+
+
+def _record_of(value: Mapping[str, Any]) -> SessionRecord:
+    fields = value["block_fields"]
+    blocks = BlockTable(_block_of(dict(zip(fields, row, strict=True))) for row in value["blocks"])
+    layout = Layout(
+        session=value["id"],
+        tokens=np.frombuffer(base64.b64decode(value["tokens"]), "<i4").astype(np.int32),
+        generation=value["generation"],
+        blocks=blocks.with_copies(np.array(value["copied"], np.bool_)),
+        ranges=tuple(SavedRange(item["label"], Span(*item["span"])) for item in value["ranges"]),
+        stale=frozenset(value["stale"]),
+        numbers=next_numbers(block.display_name for block in blocks),
+    )
+    session = SessionState(
+        id=value["id"],
+        tenant=value["tenant"],
+        turns=value["turns"],
+        layout=layout,
+        resident=_spans(value["resident"]),
+        task=Task(_vector(value["task"]["focus"]), value["task"]["begins"]),
+        marks={mark["turn"]: (mark["pinned"], mark["priority"]) for mark in value["marks"]},
+        recovered=value["recovered"],
+    )
+    hint, edges, slot = value["hint"], value["edges"], value["slot"]
+    return SessionRecord(
+        session=session,
+        hint=None if hint is None else Hint(hint["text"], hint["source"], hint["weak"]),
+        edges=(edges["head"], edges["last_user_end"], edges["n_users"]),
+        slot=slot["id"],
+        epoch=slot["epoch"],
+        home=slot["server"],
+        overrides=_overrides_of(value["overrides"]),
+    )
+
+
+def _from_version_1(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of a version 1 record in the form of version 2.
+
+    The earliest records of version 1 have no server and no overrides.
+    """
+    hint = value["hint"]
+    head, last_user_end, n_users = value["edges"]
+    slot, epoch, server = (*value["at"], "")[:3]
+    focus, begins = value["task"]
+    pinned, own_budget, budget, pins = value.get("orders", (False, False, None, ()))
+    return {
+        **value,
+        "hint": None if hint is None else dict(zip(("text", "source", "weak"), hint, strict=True)),
+        "edges": {"head": head, "last_user_end": last_user_end, "n_users": n_users},
+        "slot": {"id": slot, "epoch": epoch, "server": server},
+        "ranges": [{"label": label, "span": [start, end]} for label, start, end in value["ranges"]],
+        "resident": value["left"],
+        "task": {"focus": focus, "begins": begins},
+        "marks": [
+            {"turn": turn, "pinned": is_pinned, "priority": priority}
+            for turn, is_pinned, priority in value["marks"]
+        ],
+        "overrides": {
+            "pinned": pinned,
+            "own_budget": own_budget,
+            "budget": budget,
+            "pins": pins,
+        },
+        "block_fields": _BLOCK_FIELDS,
+    }
+
+
+def _overrides_value(overrides: OperatorOverrides) -> dict[str, Any]:
+    return {
+        "pinned": overrides.pinned,
+        "own_budget": overrides.own_budget,
+        "budget": overrides.budget,
+        "pins": [_pair(span) for span in overrides.pins],
+    }
+
+
+def _overrides_of(value: Mapping[str, Any]) -> OperatorOverrides:
+    return OperatorOverrides(
+        pinned=value["pinned"],
+        own_budget=value["own_budget"],
+        budget=value["budget"],
+        pins=_spans(value["pins"]),
+    )
+
+
+def _block_row(block: Block) -> list[Any]:
+    """Return the values of a block in the order of _BLOCK_FIELDS."""
+    return [
+        block.display_name,
+        block.label,
+        block.span.start,
+        block.span.end,
+        block.role.value,
+        block.turn,
+        block.message,
+        block.text,
+        list(block.aliases),
+        block.pinned,
+        block.preferred,
+        block.priority,
+    ]
+
+
+def _block_of(row: Mapping[str, Any]) -> Block:
+    return Block(
+        display_name=row["display_name"],
+        label=row["label"],
+        span=Span(row["start"], row["end"]),
+        role=Role(row["role"]),
+        turn=row["turn"],
+        message=row["message"],
+        text=row["text"],
+        aliases=tuple(row["aliases"]),
+        pinned=row["pinned"],
+        preferred=row["preferred"],
+        priority=row["priority"],
+    )
+
+
+def _compact(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _pair(span: Span) -> list[int]:
+    return [span.start, span.end]
+
+
+def _spans(pairs: Iterable[Sequence[int]]) -> tuple[Span, ...]:
+    return tuple(Span(start, end) for start, end in pairs)
+
+
+def _pack(array: np.ndarray[Any, Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _vector(packed: str | None) -> Vectors | None:
+    if packed is None:
+        return None
+    return np.frombuffer(base64.b64decode(packed), "<f4").astype(np.float32)
