@@ -41,9 +41,9 @@ BODY = b'{"messages":[{"role":"user","content":"Hi"}]}'
 
 def _well(fleet: Fleet, *places: int) -> None:
     pool = fleet.servers.pool
-    assert pool.due(0.0)
+    assert pool.due_checks(0.0)
     for at in range(2):
-        (pool.found(at, 0.0, 1, "m") if at in places else pool.missed(at, 0.0))
+        (pool.check_passed(at, 0.0, 1, "m") if at in places else pool.check_failed(at, 0.0))
 
 
 def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
@@ -194,7 +194,7 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
 def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -> None:
     async def checked() -> None:
         fleet = Fleet(CONFIG)
-        assert fleet.servers.pool.due(0.0) == [0, 1]
+        assert fleet.servers.pool.due_checks(0.0) == [0, 1]
 
         async def odd(*_: object) -> None:
             raise ZeroDivisionError
@@ -202,7 +202,7 @@ def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -
         monkeypatch.setattr(fleet.servers[0].upstream, "call", odd)
         with pytest.raises(ZeroDivisionError):
             await fleet.servers._check(0)
-        assert fleet.servers.pool.due(asyncio.get_running_loop().time() + 60) == [0]
+        assert fleet.servers.pool.due_checks(asyncio.get_running_loop().time() + 60) == [0]
 
     asyncio.run(checked())
 
@@ -215,9 +215,9 @@ def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
     async def sent(reached: bool) -> int:
         fleet, asked = Fleet(Config(pool=PoolConfig(urls))), list[int]()
         pool = fleet.servers.pool
-        assert pool.due(0.0)
+        assert pool.due_checks(0.0)
         for at in range(3):
-            pool.found(at, 0.0, 1, "m")
+            pool.check_passed(at, 0.0, 1, "m")
 
             async def broken(*_: object, at: int = at) -> str:
                 asked.append(at)

@@ -128,7 +128,7 @@ class Fleet:
 
     async def keep(self) -> None:
         """See Server."""
-        well = [at for at in range(len(self.servers)) if self.servers.pool.is_well(at)]
+        well = [at for at in range(len(self.servers)) if self.servers.pool.is_healthy(at)]
         await asyncio.gather(*[self.servers[at].keep() for at in well])
 
     def adjust(self, config: Config) -> None:
@@ -190,14 +190,14 @@ class Fleet:
         was, id = known.server, known.session
         self._affinity.move(known, at)
         drains = self.servers.pool.members[was].draining
-        there = drains and self.servers.pool.is_well(was)
+        there = drains and self.servers.pool.is_healthy(was)
         if id is not None and not await move(id, self.servers[was], self.servers[at], there):
             known.session = None
         self.metrics.moved.labels(reason="drained" if drains else "away").inc()
         return known
 
     def _heard(self, known: Route, asked: _Asked) -> Any:
-        return self._affinity.heard(known, asked.tenant, asked.name, asked.trail)
+        return self._affinity.track_request(known, asked.tenant, asked.name, asked.trail)
 
     def _noting(
         self, send: Send[T], known: Route, at: int, ways: list[Forwarding], began: float
@@ -215,7 +215,7 @@ class Fleet:
             way.server = self.servers.name(at)
             way.headers[SERVER_HEADER] = way.server
             answer = await send(way, upstream.failing_while_loading())
-            self.servers.pool.served(at)
+            self.servers.pool.request_served(at)
             return answer
 
         return noting

@@ -69,7 +69,9 @@ class Servers:
 
     async def __aenter__(self) -> Servers:
         await self._chores.__aenter__()
-        first = [self._chores.run(self._check(at), _CHECKING) for at in self.pool.due(_now())]
+        first = [
+            self._chores.run(self._check(at), _CHECKING) for at in self.pool.due_checks(_now())
+        ]
         await asyncio.wait(first)
         self._watching = self._chores.run(self._watch(), "watching the servers")
         return self
@@ -105,16 +107,16 @@ class Servers:
     @property
     def able(self) -> list[int]:
         """Those that take requests."""
-        return [at for at in range(len(self)) if self.pool.takes(at)]
+        return [at for at in range(len(self)) if self.pool.accepts_requests(at)]
 
     @contextmanager
     def one(self, at: int) -> Iterator[None]:
         """Around a request that goes there."""
-        self.pool.begun(at)
+        self.pool.request_started(at)
         try:
             yield
         finally:
-            self.pool.ended(at)
+            self.pool.request_ended(at)
 
     @asynccontextmanager
     async def while_there(self, at: int, begun: Callable[[], bool]) -> AsyncIterator[None]:
@@ -152,7 +154,7 @@ class Servers:
         self._each[at].upstream_failed(error)
         self._unsure.add(at)
         if not isinstance(error, UpstreamRejected):
-            self.pool.doubted(at, _now())
+            self.pool.request_failed(at, _now())
             self._doubted.set()
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class Servers:
             "name": member.name,
             "url": engine.upstream.url,
             "state": self._state(at),
-            "takes": self.pool.takes(at),
+            "takes": self.pool.accepts_requests(at),
             "breaker": member.breaker,
             "draining": member.draining,
             "foreign": self.pool.is_foreign(at),
@@ -219,7 +221,7 @@ class Servers:
         while True:
             self._doubted.clear()
             now = _now()
-            for at in self.pool.due(now):
+            for at in self.pool.due_checks(now):
                 self._chores.run(self._check(at), _CHECKING)
             due = self.pool.next_check()
             wait_s = min(max(0.05, (due or now + 1.0) - now), 1.0)
@@ -235,7 +237,7 @@ class Servers:
                 await engine.upstream.call("GET", "/health")
                 model = await self._looked(at)
             answered = True
-            self.pool.found(at, _now(), engine.server.n_slots, model)
+            self.pool.check_passed(at, _now(), engine.server.n_slots, model)
             self._tell()
         except (UpstreamError, TimeoutError) as error:
             if isinstance(error, UpstreamError):
@@ -243,18 +245,18 @@ class Servers:
                 if not isinstance(error, UpstreamRejected):
                     engine.upstream_failed(error)
             answered = True
-            if self.pool.missed(at, _now()):
+            if self.pool.check_failed(at, _now()):
                 self._opened(at, str(error))
         finally:
             if not answered:  # whatever else goes wrong, it is checked again
-                self.pool.missed(at, _now())
+                self.pool.check_failed(at, _now())
 
     async def _looked(self, at: int) -> str:
         """What a server serves; empty when that is known, or not told without a client's key."""
         engine = self._each[at]
-        if self.pool.is_well(at) and at not in self._unsure:
+        if self.pool.is_healthy(at) and at not in self._unsure:
             return ""
-        if self.pool.members[at].openings and not self.pool.is_well(at):  # it may be another one
+        if self.pool.members[at].openings and not self.pool.is_healthy(at):  # it may be another one
             engine.watch.doubt()
         await engine.watch.look()
         try:
@@ -283,7 +285,7 @@ class Servers:
         """Say of each server how it is, when that is not as it was said."""
         for at, told in enumerate(self._told):
             state, name = self._state(at), self.name(at)
-            if state != told and self.pool.is_known(at):
+            if state != told and self.pool.is_checked(at):
                 self._told[at] = state
                 level = logging.INFO if state in (_WELL, _DRAINS) else logging.WARNING
                 _log.log(level, "server %s %s%s", name, state, why if state == _AWAY else "")
