@@ -4,7 +4,7 @@
 
     EvokeError                    500 evoke_error            a defect; the base of the rest
       ConfigError                 500 config_invalid         at start only: exit code 2
-      RequestError                400 invalid_request        not a chat request that can be forwarded
+      RequestError                400 invalid_request        a chat request that cannot be forwarded
         BudgetTooSmall            400 evoke_budget_too_small budget below the smallest possible one
         PinBudgetExceeded         400 evoke_pin_budget_exceeded
         Unauthenticated           401 invalid_api_key        no key, or an unknown one
