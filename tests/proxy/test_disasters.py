@@ -123,9 +123,7 @@ def _index(running: RunningProxy, statement: str) -> Any:
     """What the proxy's own connection to its index answers."""
 
     async def run() -> Any:
-        store = running.engine.keeper.repository._store
-        assert store is not None
-        return store._db.execute(statement).fetchone()
+        return running.engine.keeper.repository._index._db.execute(statement).fetchone()
 
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(PATIENCE_S)
 
