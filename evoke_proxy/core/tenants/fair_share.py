@@ -1,4 +1,4 @@
-"""Fair use of stores and queues that tenants share."""
+"""Which entry of a store that tenants share goes first when it is full."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ T = TypeVar("T")
 
 
 def first_of_largest(entries: Iterable[T], tenant_of: Callable[[T], str]) -> T | None:
-    """The first entry of the tenant that has most entries; None when there are no entries.
+    """The first entry, in the order given, of the tenant that has most; None when there is none.
 
-    A store that evicts by this rule never evicts an entry of a tenant with at most an equal share.
+    A store that forgets by this rule forgets nothing of a tenant that has no more than an equal
+    share, whatever the others put in.
     """
-    all_entries = list(entries)
-    counts = Counter(map(tenant_of, all_entries))
+    kept = list(entries)
+    counts = Counter(map(tenant_of, kept))
     most = max(counts.values(), default=0)
-    return next((entry for entry in all_entries if counts[tenant_of(entry)] == most), None)
+    return next((entry for entry in kept if counts[tenant_of(entry)] == most), None)
 
 
 class FairQueue:
-    """A queue of texts with unique keys, fair between tenants.
+    """Texts that wait under a key, of several tenants.
 
-    Tenants take turns; within a tenant the latest text comes first.
+    They are taken in turns between tenants, the latest of each first. When there are too many, the
+    oldest of the tenant that has most is dropped.
     """
 
     def __init__(self) -> None:
@@ -34,31 +36,28 @@ class FairQueue:
         return self._length
 
     def put(self, tenant: str, key: bytes, text: str) -> None:
-        """Add a text as the tenant's latest; a queued key becomes the latest."""
-        texts = self._waiting.setdefault(tenant, OrderedDict())
-        self._length += key not in texts
-        texts[key] = text
-        texts.move_to_end(key)
+        """Put one in as the latest of its tenant; a key that waits already is moved there."""
+        theirs = self._waiting.setdefault(tenant, OrderedDict())
+        self._length += key not in theirs
+        theirs[key] = text
+        theirs.move_to_end(key)
 
     def take(self) -> tuple[bytes, str]:
-        """Remove and return the next key and text; KeyError when the queue is empty."""
+        """The next one; its tenant goes to the end of the line. KeyError when there is none."""
         if not self._waiting:
-            raise KeyError("the queue is empty")
+            raise KeyError("nothing waits")
         tenant = next(iter(self._waiting))
-        texts = self._waiting.pop(tenant)
-        taken = texts.popitem()
+        theirs = self._waiting.pop(tenant)
+        taken = theirs.popitem()
         self._length -= 1
-        if texts:
-            self._waiting[tenant] = texts
+        if theirs:
+            self._waiting[tenant] = theirs
         return taken
 
     def drop(self) -> bytes:
-        """Remove the oldest text of the tenant that has most; returns its key.
-
-        KeyError when the queue is empty.
-        """
+        """Drop the oldest of the tenant that has most; its key. KeyError when there is none."""
         if not self._waiting:
-            raise KeyError("the queue is empty")
+            raise KeyError("nothing waits")
         tenant = max(self._waiting, key=lambda name: len(self._waiting[name]))
         key, _ = self._waiting[tenant].popitem(last=False)
         self._length -= 1
@@ -67,6 +66,6 @@ class FairQueue:
         return key
 
     def clear(self) -> None:
-        """Remove all texts."""
+        """Drop all."""
         self._waiting.clear()
         self._length = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from evoke_proxy.adapters.snapshot_files import WHOLE
 from evoke_proxy.config.regular_files import open_regular
-from evoke_proxy.core.snapshots.snapshots import Snapshot, described
+from evoke_proxy.core.snapshots.snapshots import Snapshot, snapshot_fields
 
 _PIECE_BYTES = 1 << 20
 
@@ -24,7 +24,7 @@ def archive(
     The manifest has the tokens of each snapshot, and `about` as further members. Raises OSError
     when a file is missing, cannot be read, or becomes shorter while it is read.
     """
-    listed = [described(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
+    listed = [snapshot_fields(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
     manifest = {"version": 1, **(about or {}), "snapshots": listed}
     yield from _entry("manifest.json", json.dumps(manifest).encode())
     for item in snapshots:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from evoke_proxy.adapters.snapshot_index import SnapshotIndex
-from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, as_changed
+from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, apply_changes
 
 # Ids of removed snapshots that are remembered.
 _MAX_REMOVED = 4096
@@ -72,7 +72,7 @@ class SnapshotIndexCache:
             del self._removed[next(iter(self._removed))]
 
     def _apply(self, changes: Changes) -> None:
-        items = as_changed(self._items, changes)
+        items = apply_changes(self._items, changes)
         self._items = {id: item for id, item in items.items() if id not in self._removed}
 
     def _read_changes(self) -> None:

@@ -23,8 +23,8 @@ from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
     Snapshot,
+    decayed_hits,
     has_room,
-    hits_at,
     superseded,
     surplus,
 )
@@ -282,7 +282,7 @@ class SnapshotRepository:
         current, now = self._cache.items.get(snapshot.id), self.clock.now()
         if current is None:  # deleted meanwhile
             return
-        hits = hits_at(current, now, self._bounds.half_life_s) + useful
+        hits = decayed_hits(current, now, self._bounds.half_life_s) + useful
         self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
