@@ -25,7 +25,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,15 @@ import orjson
 from bench import record
 from bench.growth_server import SilentServer, Talk
 from bench.lines import chart
+from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.config import load
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.demo.session import paragraph
-from evoke_proxy.engine import Server
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.model_router import ModelRouter
+from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.web.garbage_collection import NEW_OBJECTS
 
 SIZES = (100, 1_000, 10_000, 100_000)
@@ -59,14 +64,15 @@ _COLUMNS = (
 class Bench:
     """An engine, the server it believes in, and what the turns took."""
 
-    engine: Server
+    engine: ModelRouter
     server: SilentServer
     random: random.Random
     reading_s: float = 0.0
     before: bytes = b""
 
     def __post_init__(self) -> None:
-        read = self.engine._reader.read
+        parser = self.engine.parser
+        read = parser._parse
 
         def timed(*given: Any) -> Any:
             began = time.thread_time()
@@ -75,7 +81,7 @@ class Bench:
             finally:
                 self.reading_s += time.thread_time() - began
 
-        self.engine._reader.read = timed  # type: ignore[method-assign,assignment]
+        parser._parse = timed  # type: ignore[method-assign,assignment]
 
     def grow(self, talk: Talk, blocks: int) -> None:
         """So many blocks of talk that nobody has seen yet."""
@@ -94,17 +100,21 @@ class Bench:
         """One turn; what it took, in ms."""
         self.server.talk, body, self.reading_s = talk, talk.body(), 0.0
         began, others, parsed = time.thread_time(), self.server.own_s, self.server.parsing_s
-        async with self.engine.turn("chat", body, {"X-Evoke-Session": name}) as way:
+        headers = {"X-Evoke-Session": name}
+        incoming = IncomingRequest(dialect="chat", body=body, headers=headers)
+        trace = RequestTrace(asyncio.get_running_loop().time())
+        request = await self.engine.parser.parse(incoming)
+        async with self.engine.exchange(request, trace) as exchange:
             own = (time.thread_time() - began - (self.server.own_s - others)) * 1000
             reading = (self.reading_s + self.server.parsing_s - parsed) * 1000
             answer = orjson.dumps({"choices": [], "timings": self.server.decode()})
-            way.observe(answer)
+            exchange.observe(answer)
             began, others = time.thread_time(), self.server.own_s
-        while self.engine._chores.busy:
+        while self.engine.server.resources.background.busy:
             await asyncio.sleep(0.001)
         after = time.thread_time() - began - (self.server.own_s - others)
-        if not way.marked:
-            raise RuntimeError(f"no plan: {way.facts()}")
+        if trace.facts.get("prompt") is None:
+            raise RuntimeError(f"no plan: {trace.facts}")
         talk.add([("assistant", paragraph(self.random, 1), 16)])
         moved, self.before = _bytes(self.before, body), body
         found = {"own": own, "after": after * 1000, "reading": reading, "planning": own - reading}
@@ -120,6 +130,12 @@ def _bytes(before: bytes, body: bytes) -> float:
     return (time.thread_time() - began) * 1000
 
 
+@asynccontextmanager
+async def _unanswered(*_: object) -> AsyncIterator[Reply]:
+    """A request that is open, and whose reply nobody reads from a connection."""
+    yield Reply.__new__(Reply)
+
+
 async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
     """A row: medians over the turns of one conversation when so many blocks have been saved."""
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
@@ -127,10 +143,11 @@ async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
     each = blocks // n_sessions
     given = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
     engine, server = (
-        Server(load(None, {}, {"upstream.url": "http://none", **given})),
+        build_router(load(None, {}, {"upstream.url": "http://none", **given})),
         SilentServer(),
     )
     engine.upstream.call = server.call  # type: ignore[method-assign]
+    engine.upstream.open = _unanswered  # type: ignore[method-assign,assignment]
     bench = Bench(engine, server, random.Random(f"growth-{way}-{blocks}"))
     async with engine:
         empty, first = _rss_mib(), 0.0
@@ -155,7 +172,7 @@ async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
     return row | {"rss_mib": rss, "index_mib": index, "spread": spread}
 
 
-def _index_mib(engine: Server) -> float:
+def _index_mib(engine: ModelRouter) -> float:
     """What an index of all blocks takes: made once more, every byte of it counted."""
     tracemalloc.start()
     made = [Index() for _ in engine.conversations]

@@ -1,32 +1,32 @@
-"""Every error of ours, with the HTTP status and code it becomes.
+"""The tree of errors, with the HTTP status and code of each.
 
 ::
 
-    EvokeError                    500 evoke_error            a defect, or the base of the rest
-      ConfigError                 500 config_invalid         startup only: exit 2
-      RequestError                400 invalid_request        not a chat request we can forward
-        BudgetTooSmall            400 evoke_budget_too_small budget under sinks + recent + one block
+    EvokeError                    500 evoke_error            a defect; the base of the rest
+      ConfigError                 500 config_invalid         at start only: exit code 2
+      RequestError                400 invalid_request        a chat request that cannot be forwarded
+        BudgetTooSmall            400 evoke_budget_too_small budget below the smallest possible one
         PinBudgetExceeded         400 evoke_pin_budget_exceeded
-        Unauthenticated           401 invalid_api_key        no key, or one that nobody has
-        Forbidden                 403 evoke_forbidden        a path that is not for clients
-        MethodRefused             405 method_not_allowed     501 when the method is unknown
-      CapacityError               503 capacity_exceeded      sends Retry-After
+        Unauthenticated           401 invalid_api_key        no key, or an unknown one
+        Forbidden                 403 evoke_forbidden        a path that clients may not use
+        MethodRefused             405 method_not_allowed     501 for an unknown method
+      CapacityError               503 capacity_exceeded      with Retry-After
         SlotsBusy                 503 slots_busy             queue full, or waited too long
-        BodyMemoryFull            503 body_memory_full       other bodies take all memory
-        Draining                  503 draining               stopping: answers end, none begin
-        NoServer                  503 no_server              of several none takes requests now
-      UpstreamError               502 upstream_error         something about llama-server
+        BodyMemoryFull            503 body_memory_full       no memory for further bodies
+        Draining                  503 draining               stopping: takes no new requests
+        NoServer                  503 no_server              no server of the pool takes requests
+      UpstreamError               502 upstream_error         a fault of llama-server
         UpstreamUnavailable       503 upstream_unavailable   refused, reset, loading
         UpstreamTimeout           504 upstream_timeout
-        UpstreamRejected          as sent                    its own 4xx/5xx, body unchanged
-        UpstreamProtocolError     502 upstream_protocol      not JSON, or of the wrong shape
+        UpstreamRejected          as sent                    its own 4xx or 5xx, body unchanged
+        UpstreamProtocolError     502 upstream_protocol      not JSON, or in another format
       PlanRefused                 502 plan_refused           caught in the engine: the request goes
                                                              on without a plan
       PromptTooLong               400 prompt_too_long        caught in the engine: the request goes
                                                              on without a plan
       SnapshotUnusable            500 snapshot_unusable      caught in the engine: the request goes
                                                              on without it
-      IndexUnusable               500 index_unusable         caught in the engine: it is set aside
+      IndexUnusable               500 index_unusable         caught in the engine: it is replaced
       EmbedderError               500 embedder_failed        caught in the engine: blocks are ranked
                                                              by their words alone
 """
@@ -39,7 +39,7 @@ from typing import Any
 
 
 class EvokeError(Exception):
-    """Base of all; `str(error)` is for a person, `code` and `status` are for a program."""
+    """Base of all errors; `str(error)` is for people, `code` and `status` are for programs."""
 
     status: int = 500
     code: str = "evoke_error"
@@ -52,7 +52,7 @@ class ConfigError(EvokeError):
 
 
 class RequestError(EvokeError):
-    """The client's request cannot be served; `code` says which rule it breaks."""
+    """The client's request is invalid; `code` names the rule that it breaks."""
 
     status = 400
     code = "invalid_request"
@@ -78,7 +78,7 @@ class BudgetTooSmall(RequestError):
 
 
 class PinBudgetExceeded(RequestError):
-    """The client pins more tokens than its budget can spare."""
+    """The client pins more tokens than its budget allows."""
 
     code = "evoke_pin_budget_exceeded"
 
@@ -92,36 +92,36 @@ class PinBudgetExceeded(RequestError):
 
 
 class Unauthenticated(RequestError):
-    """The request shows no key that counts."""
+    """The request has no valid key."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class Forbidden(RequestError):
-    """Whoever asks may not ask this."""
+    """The client may not make this request."""
 
     status = 403
     code = "evoke_forbidden"
 
 
 class MethodRefused(RequestError):
-    """The method is not accepted here; `allow` lists those that are."""
+    """The method is not accepted here; `allow` lists the accepted ones."""
 
     status = 405
     code = "method_not_allowed"
 
-    def __init__(self, method: str, allow: Iterable[str], known: bool = True) -> None:
+    def __init__(self, method: str, allow: Iterable[str], is_standard: bool = True) -> None:
         self.allow = ", ".join(allow)
         super().__init__(
             f"method {method} is not accepted, {self.allow} are",
-            None if known else "method_not_implemented",
-            None if known else 501,
+            None if is_standard else "method_not_implemented",
+            None if is_standard else 501,
         )
 
 
 class CapacityError(EvokeError):
-    """No room now; trying again after `retry_after` seconds may help."""
+    """There is no capacity now; a retry after `retry_after` seconds may succeed."""
 
     status = 503
     code = "capacity_exceeded"
@@ -132,13 +132,13 @@ class CapacityError(EvokeError):
 
 
 class SlotsBusy(CapacityError):
-    """The queue for a slot is full, or the wait in it was too long."""
+    """The queue for a slot is full, or the request waited in it for too long."""
 
     code = "slots_busy"
 
 
 class BodyMemoryFull(CapacityError):
-    """The bodies of requests under way take all of the memory there is for them."""
+    """The bodies of running requests use all of their memory."""
 
     code = "body_memory_full"
 
@@ -151,7 +151,7 @@ class BodyMemoryFull(CapacityError):
 
 
 class Draining(CapacityError):
-    """The proxy is stopping; whoever comes again finds the next one."""
+    """The proxy is stopping; a retry reaches its successor."""
 
     code = "draining"
 
@@ -160,16 +160,19 @@ class Draining(CapacityError):
 
 
 class NoServer(CapacityError):
-    """None of several llama-servers takes requests."""
+    """No llama-server of the pool takes requests."""
 
     code = "no_server"
 
 
 class UpstreamError(EvokeError):
-    """llama-server did not do its part; `url` says which, where that is known. One that was not
-    `reached` knows nothing of the request. `counted`: the metric of failures has this one.
+    """llama-server failed. The message is for operators.
 
-    The message is for operators; `public` is the message for clients, without the internal URL.
+    Attributes:
+        url: URL of the server; empty if unknown.
+        reached: False if the server did not receive the request.
+        public: The message for clients, without the URL.
+        counted: Whether the metric of failures already includes this one.
     """
 
     status = 502
@@ -187,7 +190,7 @@ class UpstreamError(EvokeError):
 
 
 class UpstreamUnavailable(UpstreamError):
-    """llama-server refuses connections, broke one off, or is still loading."""
+    """llama-server refused or closed a connection, or is still loading."""
 
     status = 503
     code = "upstream_unavailable"
@@ -202,7 +205,7 @@ class UpstreamTimeout(UpstreamError):
 
 
 class UpstreamRejected(UpstreamError):
-    """llama-server answered with an error of its own; `status` and `body` are as it sent them."""
+    """llama-server answered with an error; `status` and `body` are unchanged."""
 
     code = "upstream_rejected"
 
@@ -213,7 +216,7 @@ class UpstreamRejected(UpstreamError):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The `error` object of the body; empty when it has none."""
+        """The `error` object of the body; empty without one."""
         try:
             parsed = json.loads(self.body)
         except ValueError:
@@ -223,17 +226,19 @@ class UpstreamRejected(UpstreamError):
 
 
 class UpstreamProtocolError(UpstreamError):
-    """llama-server's answer is not JSON, or not of the agreed shape."""
+    """llama-server's answer is not JSON, or has an unexpected format."""
 
     code = "upstream_protocol"
 
 
 class PlanRefused(EvokeError):
-    """llama-server refused block calls; nothing was changed.
+    """llama-server refused block calls and changed nothing.
 
-    `type` is its error type (`stale_epoch`, `unknown_block`, ...), `name` the label it names, `op`
-    the index of the failing op; both are None when it names none. `operation` is what that op is
-    (`save`, `attn-capture`, ...), empty where the caller does not say.
+    Attributes:
+        type: Its error type (`stale_epoch`, `unknown_block`, ...).
+        name: The block label in the error; None without one.
+        op: The index of the failing operation; None without one.
+        operation: The kind of that operation (`save`, `attn-capture`, ...); empty if unknown.
     """
 
     status = 502
@@ -250,7 +255,7 @@ class PlanRefused(EvokeError):
 
     @classmethod
     def of(cls, rejected: UpstreamRejected) -> PlanRefused:
-        """The refusal that a rejected block call stands for."""
+        """The refusal of a rejected block call."""
         error = rejected.error
         name, op = error.get("name"), error.get("op")
         return cls(
@@ -262,7 +267,7 @@ class PlanRefused(EvokeError):
 
 
 class PromptTooLong(EvokeError):
-    """A prompt has more tokens than the context of the server; no plan can be made for it."""
+    """A prompt has more tokens than the server's context, so it cannot be planned."""
 
     status = 400
     code = "prompt_too_long"
@@ -272,7 +277,7 @@ class PromptTooLong(EvokeError):
 
 
 class SnapshotUnusable(EvokeError):
-    """A snapshot that must not be restored, or was not saved; `reason` is one word for why."""
+    """A snapshot must not be restored, or was not saved; `reason` is one word."""
 
     code = "snapshot_unusable"
 
@@ -282,12 +287,12 @@ class SnapshotUnusable(EvokeError):
 
 
 class IndexUnusable(EvokeError):
-    """The index of snapshots is none, or is damaged."""
+    """The file of the snapshot index is damaged, or not an index."""
 
     code = "index_unusable"
 
 
 class EmbedderError(EvokeError):
-    """The embedder made no vectors of these texts; loading one fails with a ConfigError."""
+    """The embedder failed on these texts; a failure to load it is a ConfigError."""
 
     code = "embedder_failed"

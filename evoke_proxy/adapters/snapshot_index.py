@@ -194,7 +194,7 @@ class SnapshotIndex:
         first, version = db.execute("SELECT min(version), max(version) FROM changes").fetchone()
         version = version or 0
         if since < 0 or version < since or (since < version and since + 1 < first):
-            return Changes(version, list(self._read(db, _ALL)), whole=True)
+            return Changes(version, list(self._read(db, _ALL)), is_complete=True)
         changed = db.execute("SELECT DISTINCT id FROM changes WHERE version > ?", (since,))
         ids = [id for (id,) in changed.fetchall()]
         added, marks = list[Snapshot](), dict[str, tuple[float, float, bool, bool]]()

@@ -16,7 +16,12 @@ from typing import Any
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import load
 from evoke_proxy.core.session.codec import decode
-from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.core.snapshots.snapshots import (
+    Snapshot,
+    branch_summary,
+    by_branch,
+    snapshot_fields,
+)
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError
@@ -151,7 +156,7 @@ def _print_sessions(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 
 def _print_snapshots(items: Sequence[Snapshot], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"snapshots": [described(item) for item in items]}, indent=2))
+        print(json.dumps({"snapshots": [snapshot_fields(item) for item in items]}, indent=2))
         return
     print(f"{'snapshot':22}{'kind':6}{'tokens':>8}{'MiB':>9}{'restores':>10}{'used':>12}")
     for item in items:

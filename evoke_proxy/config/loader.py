@@ -346,9 +346,8 @@ def _refuse_value(item: Setting, bare: Any, meta: msgspec.Meta | None, value: An
         msgspec.convert(value, bare)
     except msgspec.ValidationError:
         _refuse(item.key, _TYPE_NAMES[bare], value)
-    assert meta is not None  # the type is right, so the range is not
-    if meta.le is not None and value > meta.le:
-        wanted = f"at most {meta.le}"
+    if meta is None or (meta.le is not None and value > meta.le):
+        wanted = f"at most {meta.le}" if meta is not None else _TYPE_NAMES[bare]
     else:
         wanted = "0 or more" if meta.ge is not None else f"more than {meta.gt}"
     raise ConfigError(

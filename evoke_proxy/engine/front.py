@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
@@ -13,12 +13,11 @@ from evoke_proxy.config import Config
 from evoke_proxy.engine.admin.admin import AdministeredPool
 from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.feed import EventFeed
-from evoke_proxy.engine.server.slot_queue import Patience
+from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.parsing.parser import RequestParser
+from evoke_proxy.engine.parsing.request import ParsedRequest
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.engine.turns.forwarding import Send
 from evoke_proxy.errors import UpstreamError
-
-T = TypeVar("T")
 
 
 class Way(Protocol):
@@ -54,17 +53,11 @@ class Front(Protocol):
     def admin_contexts(self) -> Sequence[AdminContext]: ...
     @property
     def mode(self) -> str: ...
-    async def answer(
-        self,
-        dialect: str,
-        body: bytes,
-        client: Mapping[str, str],
-        send: Send[T],
-        patience: Patience | None = None,
-    ) -> T: ...
-    async def without_fields(
-        self, dialect: str, body: bytes, client: Mapping[str, str]
-    ) -> bytes: ...
+    @property
+    def parser(self) -> RequestParser: ...
+    def exchange(
+        self, request: ParsedRequest, trace: RequestTrace
+    ) -> AbstractAsyncContextManager[Exchange]: ...
     def upstream_failed(self, error: UpstreamError) -> None: ...
     async def keep(self) -> None: ...
     def adjust(self, config: Config) -> None: ...

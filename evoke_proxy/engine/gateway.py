@@ -1,8 +1,9 @@
 """The values that a chat request becomes on its way, and the protocol of what answers it.
 
-A request is an `IncomingRequest` (bytes and headers), then a `ParsedRequest`, then a `PreparedTurn`
-of the strategy that serves it (engine/server/turn.py), then an `Outcome`. The values are frozen.
-`Exchange` is what web relays while it is open; `RequestTrace` measures one request to its end.
+A request is an `IncomingRequest`, then a `ParsedRequest` (engine/parsing/request.py), then a
+`PreparedTurn` of the strategy that serves it (engine/server/turn.py), then an `Outcome`. All of
+these are frozen. `Exchange` is what web relays while it is open; `RequestTrace` measures a request
+to its end.
 """
 
 from __future__ import annotations
@@ -14,72 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from evoke_proxy.adapters.llama.transport import BodyParts, Reply
-from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_edit import inserted
 from evoke_proxy.core.session.accounting import TokenAccounting
-from evoke_proxy.core.session.identity import Hint
-from evoke_proxy.engine.parsing.body_cache import CachedBody
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncomingRequest:
-    """One request to a generating or counting endpoint, as the client sent it."""
-
-    # Name of the request's schema, one of those that `parse_chat` reads.
-    dialect: str
-    # Raw path and query, sent on as they are.
-    target: str
-    body: bytes
-    # The client's headers: tenant, credentials, session name.
-    headers: Mapping[str, str]
-    # The headers that are sent on to llama-server.
-    forwarded_headers: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest:
-    """A request whose body was read; the same value for every server it is tried at."""
-
-    incoming: IncomingRequest
-    # Hash of the client's key, "" without one: conversations are never shared between tenants.
-    tenant: str
-    # The body to forward: normalised, without the proxy's own fields.
-    body: bytes
-    # None when the body cannot be read; `unreadable` says why, as a label of `evoke_bypass_total`.
-    chat: ChatRequest | None
-    unreadable: str = ""
-    # What the client calls the conversation.
-    hint: Hint | None = None
-    # The slot that the request names.
-    id_slot: int | None = None
-    # The request brings several prompts.
-    is_batch: bool = False
-    # The body as the next request of the conversation is compared with it; None for short bodies.
-    cached_body: CachedBody | None = None
-    # The rendering of the earlier body that this one continues.
-    previous: Rendered | None = None
-
-    @property
-    def dialect(self) -> str:
-        """Name of the request's schema."""
-        return self.incoming.dialect
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The client's headers, for calls that are made with its credentials."""
-        return self.incoming.headers
-
-    @property
-    def streams(self) -> bool:
-        """Whether the client wants an event stream."""
-        return self.chat is not None and self.chat.stream
-
-    @property
-    def is_verbose(self) -> bool:
-        """Whether the client asked to be told what the proxy did."""
-        named = "X-Evoke-Session" in self.headers
-        return self.chat is not None and (self.chat.tags.given or named)
+from evoke_proxy.engine.parsing.request import ParsedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +51,8 @@ class RequestTrace:
         self.after_s = 0.0
         # Facts for the log line of the request; empty until the request is prepared.
         self.facts: Mapping[str, Any] = {}
+        # The name of the llama-server where there are several.
+        self.server = ""
         # Whether a failure of llama-server was counted for this request already.
         self.has_counted_failure = False
         # When the wait under way began; None while there is none that a client should know of.
@@ -166,13 +106,14 @@ class Exchange:
     """A request that llama-server has begun to answer; open until its context manager is left."""
 
     reply: Reply
-    trace: RequestTrace
     # Called with each chunk of the reply before the client gets it.
     observe: Callable[[bytes], None]
     # Headers to add to the reply.
     headers: dict[str, str] = field(default_factory=dict)
     # Goes into the reply's `usage.evoke`; None when the client did not ask for it.
     usage_extra: Mapping[str, Any] | None = None
+    # The conversation that the request belongs to; None when it is not remembered.
+    session: str | None = None
 
 
 class Gateway(Protocol):

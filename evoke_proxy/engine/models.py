@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, Protocol, Self, TypeVar
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.parsing.large_bodies import run_off_loop
 from evoke_proxy.engine.server.background import BackgroundTasks
-from evoke_proxy.engine.turns.keepalive import keep_alive
-from evoke_proxy.errors import EvokeError, RequestError
+from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
 
 
 class _Engine(Protocol):
     @property
-    def upstream(self) -> LlamaClient: ...
+    def client(self) -> LlamaClient: ...
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
 
@@ -55,27 +52,15 @@ class Models(Generic[E]):
     def __iter__(self) -> Iterator[E]:
         return iter(list(self._known.values()))
 
-    async def of(
-        self,
-        body: bytes,
-        client: Mapping[str, str],
-        tell: Callable[[], Awaitable[None]] | None = None,
-        every_s: float = 5.0,
-    ) -> E | None:
-        """The engine of the model that a request names, which is loaded then as the request itself
-        would have it. None when there is no such model, or it cannot be: the router says so.
+    async def of(self, model: str, headers: Mapping[str, str]) -> E | None:
+        """The engine of a model, loaded as a request for it would have it.
 
-        `tell` is called every so many seconds of loading when the request is for a stream.
+        None when there is no such model, or it cannot be loaded: the router says so itself.
         """
         try:
-            asked = await run_off_loop(body, parse_object, body)
-            engine = await self._named(str(asked.get("model")), client)
+            engine = await self._named(model, headers)
             if engine is not None:
-                streams = asked.get("stream") is True
-                loading = engine.upstream.load(client)
-                await keep_alive(loading, tell if streams else None, every_s)
-        except RequestError:
-            return None
+                await engine.client.load(headers)
         except EvokeError as error:
             _log.warning("what the router's model is cannot be told: %s", error)
             return None

@@ -8,6 +8,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.feed import EventFeed
+from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.server.body_memory import BodyMemory
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
@@ -27,6 +28,7 @@ class Shared:
         self.embedding = EmbeddingService(config.embedder, self.metrics)
         self.vault = SnapshotRepository(config.snapshots, self.metrics)
         self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)
+        self.parser = RequestParser(config, self.metrics)
         self._keeps = bool(config.snapshots.directory)
 
     async def __aenter__(self) -> Shared:
@@ -39,6 +41,11 @@ class Shared:
         await self.embedding.__aexit__()
         if self._keeps:
             self.vault.close()
+
+    def adjust(self, config: Config) -> None:
+        """Continue with another configuration, of the keys that can be changed."""
+        self.body_memory.limit_mib = config.limits.remembered_bodies_mib
+        self.parser.adjust(config)
 
     def accepting(self) -> dict[str, Any]:
         """Whether the proxy takes requests, as a check of its readiness."""

@@ -1,73 +1,86 @@
-"""One request in a dialect: the engine prepares it, the relay carries it and its answer."""
+"""Answers one request in a dialect: enters its exchange, and relays the reply."""
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+
 from aiohttp import web
 
-from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine import Front
+from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.body_budget import COPIES
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
-from evoke_proxy.web.begun import BegunStream, check
 from evoke_proxy.web.client_access import ACCESS
 from evoke_proxy.web.logs import FACTS
 from evoke_proxy.web.request_bodies import read_body
+from evoke_proxy.web.sse_keepalive import KeepaliveStream, check
 
-# The body may grow or shrink by the spliced fields; our own header is for us.
+# The body may grow or shrink by the spliced fields; the proxy's own headers are for the proxy.
 _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
 
 
-async def answer_chat(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
-    """Forward a request with what the engine added, relay the answer as it comes."""
+async def answer_chat(request: web.Request, gateway: Front, dialect: str) -> web.StreamResponse:
+    """Have the gateway answer a request, and relay the reply as it arrives."""
     FACTS.set({"decision": "refused"})
-    async with read_body(request, engine.config, COPIES) as body:
-        return await _answer_chat(request, engine, dialect, body)
+    async with read_body(request, gateway.config, COPIES) as body:
+        return await _exchange(request, gateway, _incoming(request, dialect, body))
 
 
-async def _answer_chat(
-    request: web.Request, engine: Front, dialect: str, body: bytes
+async def _exchange(
+    request: web.Request, gateway: Front, incoming: IncomingRequest
 ) -> web.StreamResponse:
-    headers = relay.request_headers(request, _REPLACED)
-    client = request.app[ACCESS].client(request)
-    ways: list[Forwarding] = []
-    stream = BegunStream(request, engine.upstream)
-
-    async def send(way: Forwarding, upstream: LlamaClient) -> web.StreamResponse:
-        ways.append(way)
-        target = relay.raw_target(request)
-        async with upstream.open("POST", target, headers, way.forwarded) as reply:
-            way.answered = True
-            if stream.response is not None:
-                await check(reply)
-            asked = way.outcome if way.shows and way.marked else None
-            options = relay.RelayOptions(
-                observe=way.observe,
-                headers=way.headers,
-                usage_extra=asked,
-                stream=stream.response,
-            )
-            response = await relay.send(request, reply, options)
-            if isinstance(response, relay.Relayed) and response.broken is not None:
-                response.broken.counted |= way.has_failed
-            return response
-
+    trace = RequestTrace(asyncio.get_running_loop().time())
+    interval_s = gateway.config.limits.keepalive_s
+    keepalive = KeepaliveStream(request, gateway.upstream, interval_s)
     try:
-        return await engine.answer(dialect, body, client, send, stream.wait)
+        parsed = await gateway.parser.parse(incoming)
+        async with AsyncExitStack() as stack:
+            opening = gateway.exchange(parsed, trace)
+            if parsed.streams:
+                exchange = await keepalive.enter(stack, opening, trace)
+            else:
+                exchange = await stack.enter_async_context(opening)
+            if keepalive.response is not None:
+                await check(exchange.reply)
+            options = relay.RelayOptions(
+                observe=exchange.observe,
+                headers=exchange.headers,
+                usage_extra=exchange.usage_extra,
+                stream=keepalive.response,
+            )
+            response = await relay.send(request, exchange.reply, options)
+            if isinstance(response, relay.Relayed) and response.broken is not None:
+                response.broken.counted |= trace.has_counted_failure
+        return response
     except (EvokeError, ConnectionResetError) as error:
-        if stream.response is None:
+        if keepalive.response is None:
             raise
-        return await stream.fail(error)
+        return await keepalive.fail(keepalive.response, error)
     finally:
-        if ways:
-            FACTS.set(ways[-1].facts())
+        if trace.facts:
+            FACTS.set(trace.facts)
 
 
-async def answer_count(request: web.Request, engine: Front, dialect: str) -> web.StreamResponse:
-    """Forward a request that only counts tokens, and relay the answer."""
-    async with read_body(request, engine.config, COPIES) as read:
-        body = await engine.without_fields(dialect, read, request.app[ACCESS].client(request))
-        headers, target = relay.request_headers(request, _REPLACED), relay.raw_target(request)
-        async with engine.upstream.open("POST", target, headers, body) as reply:
+async def answer_count(request: web.Request, gateway: Front, dialect: str) -> web.StreamResponse:
+    """Forward a request that only counts tokens, and relay the reply."""
+    async with read_body(request, gateway.config, COPIES) as body:
+        incoming = _incoming(request, dialect, body)
+        parsed = await gateway.parser.parse(incoming)
+        opening = gateway.upstream.open(
+            "POST", incoming.target, incoming.forwarded_headers, parsed.body
+        )
+        async with opening as reply:
             return await relay.send(request, reply)
+
+
+def _incoming(request: web.Request, dialect: str, body: bytes) -> IncomingRequest:
+    return IncomingRequest(
+        dialect=dialect,
+        body=body,
+        headers=request.app[ACCESS].client(request),
+        target=relay.raw_target(request),
+        forwarded_headers=relay.request_headers(request, _REPLACED),
+    )

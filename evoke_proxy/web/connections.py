@@ -146,7 +146,9 @@ class ClientConnection(RequestHandler):
         if exc.message.startswith("Too many headers"):
             return request_head.too_many_headers(self._limits.headers)
         if isinstance(exc, BadHttpMethod) and self._request_line[0]:
-            return MethodRefused(self._request_line[0].decode(), request_head.METHODS, known=False)
+            return MethodRefused(
+                self._request_line[0].decode(), request_head.METHODS, is_standard=False
+            )
         reason = exc.message.partition("\n")[0]
         return RequestError(f"the request is not valid HTTP: {reason}")
 

@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.loader import reloaded
-from evoke_proxy.engine import Front, front
+from evoke_proxy.engine import Front, build_gateway
 from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
@@ -78,7 +78,7 @@ async def serve(config: Config, reload: Callable[[], Config]) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    async with front(config) as engine:
+    async with build_gateway(config) as engine:
         loop.add_signal_handler(signal.SIGHUP, _reload, engine, reload)
         runner = make_runner(engine)
         await runner.setup()

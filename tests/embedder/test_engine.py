@@ -15,7 +15,7 @@ import pytest
 from tiny_bert import CLS, RED, SEP, unit, write
 
 from evoke_proxy.config import Config, load
-from evoke_proxy.engine import Server
+from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.errors import ConfigError
 
 # Nobody listens there: what is tested here needs no llama-server.
@@ -40,7 +40,7 @@ def test_engine_has_vectors_between_start_and_stop(
     caplog.set_level(logging.INFO)
 
     async def play() -> None:
-        async with Server(_config(write(tmp_path))) as engine:
+        async with build_router(_config(write(tmp_path))) as engine:
             asked = await engine.shared.embedding.embed_query("red", "tenant")
             key = engine.shared.embedding.key("red", "tenant")
             engine.shared.embedding.submit([(key, "red")])
@@ -59,7 +59,7 @@ def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO)
 
     async def play() -> None:
-        async with Server(_config("")) as engine:
+        async with build_router(_config("")) as engine:
             assert await engine.shared.embedding.embed_query("red") is None
 
     asyncio.run(asyncio.wait_for(play(), 60))
@@ -69,7 +69,7 @@ def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> No
 
 def test_engine_does_not_start_with_one_that_does_not_load(tmp_path: Path) -> None:
     async def play() -> None:
-        async with Server(_config(tmp_path)):
+        async with build_router(_config(tmp_path)):
             pytest.fail("it started")
 
     with pytest.raises(ConfigError, match="neither model.onnx"):

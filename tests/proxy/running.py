@@ -17,9 +17,11 @@ from typing import cast
 
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.engine import Server, front
+from evoke_proxy.engine import build_gateway
 from evoke_proxy.engine.fleet.servers import Servers
+from evoke_proxy.engine.model_router import ModelRouter
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
+from evoke_proxy.engine.server.server import Server
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.web.request_bodies import BODY_BUDGET
@@ -145,7 +147,7 @@ class RunningProxy:
     """A proxy and the objects behind it."""
 
     port: int
-    engine: Server
+    engine: ModelRouter
     loop: asyncio.AbstractEventLoop
     bodies: BodyBudget
 
@@ -154,7 +156,7 @@ class RunningProxy:
         """Of every server, and of every model of one that routes."""
         servers: object = self.engine.pool
         each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
-        return [inner for engine in each for inner in (engine, *engine._models)]
+        return [server for engine in each for server in engine.each()]
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample; 0 when it was never touched.
@@ -187,8 +189,13 @@ class RunningProxy:
         return asking <= 0 and not in_use
 
     def _is_settled(self) -> bool:
-        busy = any(engine._chores.busy or engine.keeper.is_busy for engine in self.engines)
+        busy = any(_is_busy(server) for server in self.engines)
         return self._is_quiet() and not busy
+
+
+def _is_busy(server: Server) -> bool:
+    snapshots = server.strategies.snapshots
+    return server.resources.background.busy or getattr(snapshots, "is_busy", False)
 
 
 @contextmanager
@@ -230,13 +237,13 @@ async def _first(started: asyncio.Future[RunningProxy]) -> RunningProxy:
 async def _serve(
     config: Config, started: asyncio.Future[RunningProxy], stop: asyncio.Event
 ) -> None:
-    async with front(config) as engine:
+    async with build_gateway(config) as engine:
         runner = make_runner(engine)
         await runner.setup()
         try:
             await listen_for_clients(runner, engine, ["127.0.0.1:0"])
             port = runner.addresses[0][1]
-            own = cast(Server, engine)
+            own = cast(ModelRouter, engine)
             started.set_result(
                 RunningProxy(port, own, asyncio.get_running_loop(), runner.app[BODY_BUDGET])
             )

@@ -26,7 +26,7 @@ def _one(running: RunningProxy) -> dict[str, Any]:
     return shown
 
 
-def test_the_map_is_where_every_token_is(patched_proxy: RunningProxy) -> None:
+def test_the_block_map_covers_every_token(patched_proxy: RunningProxy) -> None:
     talk = planted(patched_proxy.port, "mapped")
     shown = _one(patched_proxy)
     edges = [(block["p0"], block["p1"]) for block in shown["blocks"]]
@@ -48,7 +48,7 @@ def test_the_map_is_where_every_token_is(patched_proxy: RunningProxy) -> None:
     assert last["ttft_s"] > 0 and len(last["recovered_spans"]) > 0
 
 
-def test_nothing_that_was_said_is_shown(patched_port: int) -> None:
+def test_the_admin_api_shows_no_text_of_prompts(patched_port: int) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "read_file"}}
     call["function"] = {"name": "read_file", "arguments": '{"path": "hush/meridian.py"}'}
     said = [
@@ -94,7 +94,7 @@ def test_an_operator_pins_blocks(patched_proxy: RunningProxy) -> None:
     assert operate(patched_proxy, "POST", path, nowhere, status=404)
 
 
-def test_what_is_dropped_does_not_come_back(patched_proxy: RunningProxy) -> None:
+def test_a_dropped_block_is_not_recovered(patched_proxy: RunningProxy) -> None:
     talk = planted(patched_proxy.port, "dropped")
     shown = _one(patched_proxy)
     path, block = f"sessions/{shown['id']}/blocks", fact_block(shown)
@@ -116,7 +116,7 @@ def test_what_is_dropped_does_not_come_back(patched_proxy: RunningProxy) -> None
     assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_budgets_change_while_it_runs(patched_proxy: RunningProxy) -> None:
+def test_budgets_change_at_run_time(patched_proxy: RunningProxy) -> None:
     talk = Talk(patched_proxy.port, "growing")
     talk.say(f"First. {FILLER}")
     talk.say(f"Second. {FILLER * 3}")
@@ -136,7 +136,7 @@ def test_budgets_change_while_it_runs(patched_proxy: RunningProxy) -> None:
         assert refused["error"]["code"] == "evoke_budget_too_small"
 
 
-def test_a_deleted_session_leaves_nothing(patched_proxy: RunningProxy) -> None:
+def test_deleting_a_session_removes_rows_copies_and_files(patched_proxy: RunningProxy) -> None:
     talk = planted(patched_proxy.port, "gone")
     shown = _one(patched_proxy)
     done = operate(patched_proxy, "DELETE", f"sessions/{shown['id']}")
@@ -151,7 +151,7 @@ def test_a_deleted_session_leaves_nothing(patched_proxy: RunningProxy) -> None:
     assert again.books["decoded"] == again.books["n_prompt"]
 
 
-def test_a_tenant_is_wiped_and_the_others_stay(patched_port: int) -> None:
+def test_wiping_a_tenant_keeps_the_sessions_of_others(patched_port: int) -> None:
     with proxy(patched_port, limits__sessions=8) as running:
         for key in ("one", "two"):
             body = json.dumps({"messages": [{"role": "user", "content": FACT + FILLER * 3}]})
@@ -167,7 +167,7 @@ def test_a_tenant_is_wiped_and_the_others_stay(patched_port: int) -> None:
         assert json.loads(ask(running.port, "GET", slots).body)["blocks"] == []
 
 
-def test_an_export_has_all_of_it(patched_proxy: RunningProxy) -> None:
+def test_an_export_contains_the_session_and_its_snapshots(patched_proxy: RunningProxy) -> None:
     planted(patched_proxy.port, "taken", turns=2)
     shown = _one(patched_proxy)
     answer = ask(patched_proxy.port, "GET", f"/evoke/sessions/{shown['id']}/export")
@@ -182,7 +182,7 @@ def test_an_export_has_all_of_it(patched_proxy: RunningProxy) -> None:
     assert "user:1#0" in [block.get("name") for block in session["blocks"]]
 
 
-def test_sessions_of_a_stock_server_and_of_its_directory(tmp_path: Path) -> None:
+def test_live_and_stored_sessions_of_a_stock_server_are_listed(tmp_path: Path) -> None:
     house = House(tmp_path)
     with house.server() as port:
         chat = Chat([{"role": "user", "content": f"{FACT} {FILLER * 4}"}])
@@ -209,7 +209,7 @@ def test_sessions_of_a_stock_server_and_of_its_directory(tmp_path: Path) -> None
             assert house.files() == [] and operate(running, "GET", "sessions")["sessions"] == []
 
 
-def test_who_has_the_slot_of_a_deleted_session_keeps_its_rows(tmp_path: Path) -> None:
+def test_deleting_a_session_keeps_the_rows_of_another_in_its_slot(tmp_path: Path) -> None:
     house, chats = House(tmp_path, "", ("--cache-ram", "0")), [long_chat(300), long_chat(300, 5)]
     with house.server() as port, house.proxy(port, min_tokens=100_000) as running:
         for chat in chats:  # in the only slot, one after the other
@@ -226,7 +226,7 @@ def test_who_has_the_slot_of_a_deleted_session_keeps_its_rows(tmp_path: Path) ->
         assert chats[1].ask(running.port)[0] < 64
 
 
-def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
+def test_events_report_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
     told: list[tuple[str, dict[str, Any]]] = []
     seen = threading.Event()
 
@@ -271,7 +271,7 @@ def test_events_tell_turns_as_they_happen(patched_proxy: RunningProxy) -> None:
         ("POST", "health", None, 405),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_wrong_admin_requests_get_an_error_that_says_why(
     alone: RunningProxy, method: str, path: str, body: Any, status: int
 ) -> None:
     answer = operate(alone, method, path, body, status)
@@ -288,7 +288,7 @@ def alone() -> Any:
         yield running
 
 
-def test_pages_of_other_sites_change_nothing(alone: RunningProxy) -> None:
+def test_requests_from_pages_of_other_sites_are_refused(alone: RunningProxy) -> None:
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}):
         assert ask(alone.port, "DELETE", "/evoke/tenants/-", None, headers).status == 403
         assert ask(alone.port, "GET", "/evoke/sessions", None, headers).status == 403

@@ -315,7 +315,7 @@ def test_a_defect_of_ours_elsewhere_is_500_in_the_clients_dialect(
         raise ZeroDivisionError("a secret")
 
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
-        monkeypatch.setattr(running.engine, "turn", broken)
+        monkeypatch.setattr(running.engine, "exchange", broken)
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
     assert answer.status == 500
     assert json.loads(answer.body)["error"]["message"] == "evoke-proxy failed; see its log"

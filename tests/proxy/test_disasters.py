@@ -106,7 +106,7 @@ class Limited:
 
     @contextmanager
     def read_only(self, running: RunningProxy) -> Iterator[None]:
-        vault = running.engine.keeper.repository
+        vault = running.engine.server.strategies.snapshots.repository
         part = vault.new_part
         _index(running, "PRAGMA query_only = 1")
         with pytest.MonkeyPatch.context() as patch:
@@ -123,9 +123,8 @@ def _index(running: RunningProxy, statement: str) -> Any:
     """What the proxy's own connection to its index answers."""
 
     async def run() -> Any:
-        store = running.engine.keeper.repository._store
-        assert store is not None
-        return store._db.execute(statement).fetchone()
+        repository = running.engine.server.strategies.snapshots.repository
+        return repository._index._db.execute(statement).fetchone()
 
     return asyncio.run_coroutine_threadsafe(run(), running.loop).result(PATIENCE_S)
 

@@ -30,7 +30,7 @@ from tapping import tap
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.engine.admin.admin import Admin
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.server.reply import ReplyReader
 from evoke_proxy.errors import Forbidden
 from evoke_proxy.web.operator_access import OperatorAccess
 
@@ -125,7 +125,7 @@ def test_a_stream_that_waits_allows_the_origins_that_llama_server_allows(
         assert post() == (False, allowed), "as llama-server itself says"
         with endless(running.port) as somebody, ThreadPoolExecutor(1) as pool:
             asked = pool.submit(post)
-            until(lambda: running.engine._slots.pool.queued)
+            until(lambda: running.engine.server.slots.pool.queued)
             time.sleep(0.3)
             somebody.leave()
             assert asked.result() == (True, allowed)
@@ -280,7 +280,7 @@ def test_an_error_within_a_relayed_answer_ends_the_connection(
         if len(fed) > 2:
             raise RuntimeError("a defect")
 
-    monkeypatch.setattr(Forwarding, "observe", fail)
+    monkeypatch.setattr(ReplyReader, "feed", fail)
     with fake_upstream(pour) as fake, proxy(fake.port) as running:
         body = json.dumps(CHAT | {"stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: a\r\n"

@@ -77,7 +77,7 @@ def _say(port: int, session: str, messages: list[dict[str, str]], text: str) -> 
     return answer
 
 
-def test_the_configuration_is_one(tmp_path: Path) -> None:
+def test_haproxy_accepts_the_configuration(tmp_path: Path) -> None:
     text = CONFIG.read_text()
     for number in (1, 2):
         text = text.replace(f"proxy-{number}:8090", f"127.0.0.1:{8090 + number}")
@@ -87,13 +87,13 @@ def test_the_configuration_is_one(tmp_path: Path) -> None:
     assert b"WARNING" not in done.stderr.upper(), done.stderr.decode()
 
 
-def test_it_goes_by_what_the_proxy_goes_by() -> None:
+def test_haproxy_balances_by_the_session_keys_of_the_proxy() -> None:
     named = re.findall(r"req\.hdr\(([^)]*)\) if", CONFIG.read_text())
     headers = [name.lower() for kind, name, _ in SOURCES if kind == "header"]
     assert named[: len(headers)] == headers
 
 
-def test_a_conversation_goes_on_at_the_other_when_its_proxy_dies(tmp_path: Path) -> None:
+def test_a_conversation_continues_at_the_other_proxy_when_its_proxy_dies(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir()
     house, settings = House(slots, "", ("--cache-ram", "0")), tmp_path / "evoke.yaml"
@@ -161,7 +161,7 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 @pytest.mark.parametrize("name", [*HEADS, *FRAMED])
-def test_no_request_hides_behind_it(behind: Guarded, name: str) -> None:
+def test_requests_cannot_be_smuggled_through_haproxy(behind: Guarded, name: str) -> None:
     """What HAProxy refuses, forwards as it is, or rewrites: each request has one answer."""
     sent = attacks(behind)[name][0] if name in HEADS else framed(behind)[name]
     with socket.create_connection(("127.0.0.1", behind.port), PATIENCE_S) as client:
@@ -178,7 +178,7 @@ def test_no_request_hides_behind_it(behind: Guarded, name: str) -> None:
     assert len(behind.tap.statuses) == behind.forwarded
 
 
-def test_whoever_hangs_up_gives_the_slot_back(behind: Guarded) -> None:
+def test_a_client_that_disconnects_releases_its_slot(behind: Guarded) -> None:
     server = behind.tap.server
 
     def busy() -> bool:
@@ -200,7 +200,7 @@ def test_whoever_hangs_up_gives_the_slot_back(behind: Guarded) -> None:
     behind.running.quiet()
 
 
-def test_a_connection_goes_on_after_answers_and_after_errors(behind: Guarded) -> None:
+def test_a_connection_is_reused_after_answers_and_errors(behind: Guarded) -> None:
     with socket.create_connection(("127.0.0.1", behind.port), PATIENCE_S) as client:
         for _ in range(3):
             client.sendall(behind.request("GET /v1/models HTTP/1.1", ()))
@@ -211,7 +211,7 @@ def test_a_connection_goes_on_after_answers_and_after_errors(behind: Guarded) ->
             assert status in (400, 500) and "error" in json.loads(body)
 
 
-def test_a_server_that_stops_in_the_middle_is_seen_by_clients_behind_it(tmp_path: Path) -> None:
+def test_clients_see_an_answer_that_breaks_off(tmp_path: Path) -> None:
     async def stop(exchange: Exchange) -> None:
         await exchange.say(whole(b"x" * 1000)[:-500])
         await asyncio.Event().wait()

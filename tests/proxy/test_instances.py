@@ -65,13 +65,7 @@ _starts: dict[int, list[object]] = {}
 def _watched(running: RunningProxy) -> Iterator[None]:
     """Count from here on what the engine takes for restarts."""
     starts = _starts[running.port] = []
-    on_start = running.engine.watch._on_start
-
-    def started(server: Any) -> None:
-        starts.append(server)
-        on_start(server)
-
-    running.engine.watch._on_start = started
+    running.engine.monitor.on_start.append(starts.append)
     yield
 
 
@@ -79,17 +73,22 @@ def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: Wire) -> No
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
         with endless(running.port) as first:
             (known,) = running.engine.conversations
-            epoch, slot = known.epoch, running.engine._slots.pool.slot_of(known.id)
+            epoch, slot = known.epoch, running.engine.server.slots.pool.slot_of(known.id)
             assert epoch is not None and slot is not None
             _break_one(running, line)
             # any request makes the engine ask what the server is
             Talk(running.port, "other").say("Hello.")
-            assert (known.epoch, running.engine._slots.pool.slot_of(known.id)) == (epoch, slot)
+            assert (known.epoch, running.engine.server.slots.pool.slot_of(known.id)) == (
+                epoch,
+                slot,
+            )
             second = Talk(running.port, "endless")
             second.messages.append({"role": "user", "content": "hello"})
             with ThreadPoolExecutor(1) as others:
                 answer = others.submit(second.post)
-                until(lambda: running.engine._slots.pool.queued == 1, "it waits for the first")
+                until(
+                    lambda: running.engine.server.slots.pool.queued == 1, "it waits for the first"
+                )
                 assert known.in_use == 2 and not answer.done()
                 first.leave()
                 assert answer.result().status == 200
@@ -266,7 +265,7 @@ def test_a_stock_server_that_restarts_unseen_is_found_by_its_task_counter(
 def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
     """Fails when two turns of a session have slots at once, or two requests are in one slot; counts
     turns by session."""
-    queue, upstream = running.engine._slots, running.engine.upstream
+    queue, upstream = running.engine.server.slots, running.engine.upstream
     acquire, returned, opened = queue.acquire, queue.returned, upstream.open
     exchange = queue.exchange
     sessions, turns, twice = dict[int, str](), Counter[str](), list[str]()
@@ -385,7 +384,7 @@ def _interleave(line: Wire, call: bytes, settings: dict[str, object], seed: int)
         for name in names:
             assert Talk(running.port, name).say("Still there?").text
         running.settled()
-        assert "*" not in repr(running.engine._slots.pool), "every slot was given back"
+        assert "*" not in repr(running.engine.server.slots.pool), "every slot was given back"
 
 
 def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(

@@ -44,7 +44,7 @@ class Busy:
 
     def queued(self) -> int:
         """How many wait for the slot."""
-        return self.running.engine._slots.pool.queued
+        return self.running.engine.server.slots.pool.queued
 
 
 @contextmanager

@@ -194,7 +194,7 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
         other, chat = Chat([]), long_chat(300)
         other.ask(running.port, "Nothing of note.")
         running.settled()
-        slow, calls = running.engine.keeper._lookahead, []
+        slow, calls = running.engine.server.strategies.snapshots._lookahead, []
 
         async def never(*given: Any) -> None:
             calls.append(1)
@@ -210,7 +210,7 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
 def test_nothing_is_decoded_ahead_while_somebody_waits(tmp_path: Path) -> None:
     with House(tmp_path).both() as running:
         chats = [long_chat(300, start) for start in (0, 7)]
-        upstream, slots, first = running.engine.upstream, running.engine._slots, iter([True])
+        upstream, slots, first = running.engine.upstream, running.engine.server.slots, iter([True])
         opened = upstream.open
 
         @asynccontextmanager
@@ -250,7 +250,7 @@ def test_a_fault_of_ours_costs_the_snapshot_not_the_answer(tmp_path: Path) -> No
     house, chat = House(tmp_path), long_chat(300)
     with house.both() as running:
         running.settled()  # it decodes something to learn what llama-server is
-        calls = running.engine.keeper._api
+        calls = running.engine.server.strategies.snapshots._api
 
         async def broken(*_: object) -> None:
             raise RuntimeError("broken on purpose")
@@ -289,7 +289,7 @@ def test_what_a_real_template_keeps_is_measured_at_start(
     house = House(tmp_path, "", tuple(template(name)))
     with house.both() as running:
         assert ask(running.port, "GET", "/evoke/ready").status == 200
-        facts = running.engine.keeper.probe
+        facts = running.engine.server.strategies.snapshots.probe
         found = [facts.stability(tools) for tools in (False, True)]
     assert [(each.boundary, each.ahead) for each in found] == [plain, with_tools]
 
@@ -392,7 +392,7 @@ def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
         async def miscounted(*_: object) -> int:
             return 7
 
-        running.engine.keeper._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
+        running.engine.server.strategies.snapshots._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
         assert _message(running.port, [{"role": "user", "content": "two " * 300}])["content"]
         assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
         assert house.files() == files

@@ -141,7 +141,9 @@ def test_a_full_disk_costs_the_snapshot_only(
     part.symlink_to("/dev/full")
     chat = _chat(3)
     with monkeypatch.context() as patch:
-        patch.setattr(proxied.engine.keeper.repository, "new_part", lambda: part.name)
+        patch.setattr(
+            proxied.engine.server.strategies.snapshots.repository, "new_part", lambda: part.name
+        )
         chat.ask(proxied.port)
         proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="failed") == 1
@@ -215,7 +217,7 @@ def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_pat
 
 def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
     """The names of files that the server is asked to save or restore; it may be killed by that."""
-    calls, names = running.engine.keeper._api, []
+    calls, names = running.engine.server.strategies.snapshots._api, []
     asked = getattr(calls, action)
 
     async def noted(slot: int, name: str, client: Any) -> Any:

@@ -174,7 +174,7 @@ def test_a_server_that_is_killed_at_any_stage_costs_that_answer_at_most(house: H
             running.settled()
             _struck(house, talks["mine"], running.port, stage, house.kill)
             running.settled()
-            pool = running.engine._slots.pool
+            pool = running.engine.server.slots.pool
             assert "*" not in repr(pool) and not pool.queued, f"{stage}: {pool}"
             house.server.close()
             house.start()

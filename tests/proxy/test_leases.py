@@ -111,7 +111,7 @@ def test_whatever_usage_an_answer_states_the_only_slot_comes_back(
             talk.messages.append({"role": "assistant", "content": "Yes."})
             answers += 1
         running.quiet()
-        pool = running.engine._slots.pool
+        pool = running.engine.server.slots.pool
         until(pool.idle, "every slot is given back")
         assert running.metric("evoke_upstream_errors_total", kind="upstream_protocol") == answers
         assert running.metric("evoke_degraded_total", stage="report") == 0
@@ -141,7 +141,7 @@ def test_two_abandoned_long_answers_cost_the_next_tenant_no_time(tmp_path: Path)
                     }
                     one = both.enter_context(_begun(running.port, path, body, headers))
                     began.append(one)
-                until(lambda: not running.engine._slots.pool.idle())
+                until(lambda: not running.engine.server.slots.pool.idle())
             left_at = time.monotonic()
             answer = _chat(running.port, "quiet", "Hello.")
             assert answer.status == 200 and time.monotonic() - left_at < 2.0
@@ -252,7 +252,7 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
             third = pool.submit(Talk(running.port, "third").say, f"Hello. {FILLER}")
             until(saving.is_set)
             again = pool.submit(first.say, "Go on.")
-            until(lambda: engine._slots.pool.queued, "the turn waits")
+            until(lambda: engine.server.slots.pool.queued, "the turn waits")
             assert not begun
             saved.set()
             assert third.result().books["marker"] == again.result().books["marker"] == "ok"
@@ -267,21 +267,21 @@ def test_a_readiness_check_tries_no_slot_out_that_a_request_has(tmp_path: Path) 
         engine = running.engine
         running.settled()
         ask(running.port, "GET", "/evoke/ready")
-        calls, touched = engine.keeper._api, []
+        calls, touched = engine.server.strategies.snapshots._api, []
         save = calls.save
 
         async def noted(slot: int, name: str, client: Any) -> Any:
-            touched.append(engine._slots.pool.idle())
+            touched.append(engine.server.slots.pool.idle())
             return await save(slot, name, client)
 
         calls.save = noted  # type: ignore[method-assign]
         # A request that has its slot and has not been forwarded yet: /slots shows it as idle.
-        asked = engine._slots.acquire("about to be forwarded", "")
+        asked = engine.server.slots.acquire("about to be forwarded", "")
         lease = asyncio.run_coroutine_threadsafe(asked, running.loop).result(60)
-        engine.keeper.probe.forget()
+        engine.server.strategies.snapshots.probe.forget()
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
         assert "snapshots" in ready["checks"] and not touched
         running.loop.call_soon_threadsafe(lease.release)
-        until(engine._slots.pool.idle)
+        until(engine.server.slots.pool.idle)
         ask(running.port, "GET", "/evoke/ready")
         assert touched == [True]

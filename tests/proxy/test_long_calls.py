@@ -7,8 +7,9 @@ import http.client
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,32 +23,56 @@ from test_probing import _Steady, told
 from wire import wire
 
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
-from evoke_proxy.engine.turns.keepalive import keep_alive
+from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.models import bundled_model
+from evoke_proxy.web.sse_keepalive import KeepaliveStream
 
 WAITING = b": waiting\n\n"
 JSON = {"Content-Type": "application/json"}
 OFTEN = {"limits__keepalive_s": 0.05}
 
 
-async def _works(seconds: float, error: Exception | None = None) -> str:
-    await asyncio.sleep(seconds)
-    if error is not None:
-        raise error
-    return "done"
+class _Comments(KeepaliveStream):
+    """Notes when comments are sent; the client is gone when it is said so."""
+
+    def __init__(self, is_gone: bool = False) -> None:
+        super().__init__(None, None, 5.0)  # type: ignore[arg-type]
+        self.sent_at: list[float] = []
+        self.is_gone = is_gone
+
+    async def _send_comment(self) -> None:
+        if self.is_gone:
+            raise ConnectionResetError
+        self.sent_at.append(asyncio.get_running_loop().time())
+
+
+async def _entered(stream: _Comments, work: Callable[[RequestTrace], Awaitable[Any]]) -> Any:
+    trace = RequestTrace(0.0)
+
+    @asynccontextmanager
+    async def opening() -> AsyncIterator[Any]:
+        yield await work(trace)
+
+    async with AsyncExitStack() as stack:
+        return await stream.enter(stack, opening(), trace)
 
 
 def test_a_long_call_tells_its_client_that_it_goes_on() -> None:
-    told: list[float] = []
+    async def run(seconds: float, error: Exception | None = None) -> tuple[Any, list[float]]:
+        stream, loop = _Comments(), asyncio.get_running_loop()
 
-    async def run(seconds: float, error: Exception | None = None) -> str:
-        async def tell() -> None:
-            told.append(asyncio.get_running_loop().time())
+        async def work(trace: RequestTrace) -> float:
+            await asyncio.sleep(9)  # nothing that a client is told of
+            with trace.waiting():
+                await asyncio.sleep(seconds)
+            if error is not None:
+                raise error
+            return loop.time()
 
-        return await keep_alive(_works(seconds, error), tell, 5.0)
+        return await _entered(stream, work), stream.sent_at
 
-    assert virtual_time.run(run(17.0)) == "done" and told == [5.0, 10.0, 15.0]
-    assert virtual_time.run(run(4.0)) == "done" and len(told) == 3
+    assert virtual_time.run(run(17.0)) == (26.0, [14.0, 19.0, 24.0])
+    assert virtual_time.run(run(4.0)) == (13.0, [])
     with pytest.raises(ZeroDivisionError):
         virtual_time.run(run(6.0, ZeroDivisionError()))
 
@@ -56,20 +81,18 @@ def test_a_long_call_tells_its_client_that_it_goes_on() -> None:
 def test_a_long_call_has_ended_when_its_client_is_gone(leaves: str) -> None:
     ended: list[float] = []
 
-    async def work() -> None:
+    async def work(trace: RequestTrace) -> None:
         try:
-            await asyncio.sleep(60)
+            with trace.waiting():
+                await asyncio.sleep(60)
         finally:
             await asyncio.sleep(1)  # closing takes a while
             ended.append(asyncio.get_running_loop().time())
 
-    async def tell() -> None:
-        if leaves == "seen by the comment":
-            raise ConnectionResetError
-
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        request = loop.create_task(keep_alive(work(), tell, 5.0))
+        stream = _Comments(is_gone=leaves == "seen by the comment")
+        request = loop.create_task(_entered(stream, work))
         await asyncio.sleep(7)
         if leaves != "seen by the comment":
             request.cancel()
@@ -121,7 +144,7 @@ def test_a_prefill_up_to_a_boundary_shows_life(
             assert connection.getresponse().read1(5)
             connection.close()
             running.settled()
-            assert "*" not in repr(running.engine._slots.pool)
+            assert "*" not in repr(running.engine.server.slots.pool)
             whole = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
             answer = ask(running.port, "POST", "/v1/chat/completions", whole, JSON)
             assert json.loads(answer.body)["choices"]
@@ -131,7 +154,7 @@ def test_a_probe_of_the_model_shows_life(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxy(patched_port, **OFTEN) as running:
-        probing = running.engine._planner.probing
+        probing = running.engine.server.strategies.budgeted._planner._prober
         monkeypatch.setattr(probing, "pace", _Steady(1000))
         talk = told(running.port, "long calls", "model")
         made = running.metric("evoke_probes_total", result="made")
@@ -176,7 +199,7 @@ def test_a_prefill_that_hangs_ends_and_the_request_goes_on(tmp_path: Path) -> No
                 os.kill(server, signal.SIGCONT)
             assert answering.result().status == 200
         running.settled()
-        assert "*" not in repr(running.engine._slots.pool)
+        assert "*" not in repr(running.engine.server.slots.pool)
 
 
 def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
@@ -195,10 +218,12 @@ def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
         settings |= {"snapshots__directory": str(tmp_path), "limits__queue_timeout_s": 1.0}
         with proxy(port, **settings) as running, endless(running.port):
             (other,) = running.engine.conversations
-            slot = running.engine._slots.pool.slot_of(other.id)
+            slot = running.engine.server.slots.pool.slot_of(other.id)
             assert slot is not None
             taken.append(slot)
             monkeypatch.setattr(StockApi, "prefill", elsewhere)
             chat.ask(running.port, "So what is it?")
-            until(lambda: repr(running.engine._slots.pool).count("*") == 1, "one slot is back")
+            until(
+                lambda: repr(running.engine.server.slots.pool).count("*") == 1, "one slot is back"
+            )
             assert running.metric("evoke_degraded_total", stage="prefill") == 0

@@ -31,7 +31,7 @@ async def _never(exchange: Exchange) -> None:
     await asyncio.sleep(NEVER_S)
 
 
-def test_everything_promised_is_exported(patched_proxy: RunningProxy) -> None:
+def test_every_documented_metric_is_exported(patched_proxy: RunningProxy) -> None:
     talk = Talk(patched_proxy.port, "m", {"evoke_budget": BUDGET})
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
@@ -60,7 +60,9 @@ def test_every_sample_has_a_type(patched_proxy: RunningProxy) -> None:
         assert {name, base, f"{base}_total"} & typed, name
 
 
-def test_a_server_that_is_too_slow_costs_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_scrape_of_the_server_omits_its_metrics_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(exposition, "_SCRAPE_S", 0.2)
     with fake_upstream(_never) as fake, proxy(fake.port) as running:
         began = time.monotonic()
@@ -70,7 +72,7 @@ def test_a_server_that_is_too_slow_costs_its_part_only(monkeypatch: pytest.Monke
     assert b"evoke_build_info" in answer.body
 
 
-def test_health_answers_while_everything_else_waits() -> None:
+def test_health_answers_while_requests_wait() -> None:
     with fake_upstream(_never, patched=True) as fake, proxy(fake.port) as running:
         waiting = [threading.Thread(target=_give_up, args=(running.port,)) for _ in range(8)]
         for thread in waiting:
@@ -92,7 +94,7 @@ def _give_up(port: int) -> None:
     connection.close()
 
 
-def test_a_proxy_that_stops_is_not_ready_and_says_which_check_failed(
+def test_a_stopping_proxy_is_not_ready_and_names_the_failed_check(
     stock_proxy: RunningProxy,
 ) -> None:
     stock_proxy.engine.shared.draining = True

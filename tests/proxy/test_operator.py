@@ -84,7 +84,9 @@ def _status(
         return answer.status
 
 
-def test_clients_do_not_reach_the_admin_nor_the_admin_llama_server(upstream: int) -> None:
+def test_the_client_address_has_no_admin_and_the_admin_address_no_llama_server(
+    upstream: int,
+) -> None:
     with _serving(upstream, "--admin-listen", "127.0.0.1:0") as (clients, admin, _):
         for path in ADMIN:
             assert _status(clients, path) == 403
@@ -102,7 +104,7 @@ def test_clients_do_not_reach_the_admin_nor_the_admin_llama_server(upstream: int
             assert _status(admin, "/evoke/sessions", {"Host": host}) == 200
 
 
-def test_with_keys_and_a_token_each_opens_its_own_door(upstream: int, tmp_path: Path) -> None:
+def test_keys_and_the_admin_token_open_their_own_paths_only(upstream: int, tmp_path: Path) -> None:
     write_secret(tmp_path / "keys", line_of(Caller("alice", "lab"), KEY))
     write_secret(tmp_path / "token", TOKEN)
     security = {"keys_file": str(tmp_path / "keys"), "admin_token_file": str(tmp_path / "token")}
@@ -130,7 +132,9 @@ def _checked(settings: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_taken_default_is_said_and_a_taken_choice_ends_the_start(upstream: int) -> None:
+def test_a_default_admin_address_in_use_is_reported_and_a_configured_one_ends_the_start(
+    upstream: int,
+) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         for _ in range(100):  # some other test's proxy has it for a moment, or somebody for good
@@ -152,7 +156,7 @@ def test_a_taken_default_is_said_and_a_taken_choice_ends_the_start(upstream: int
 
 
 @pytest.mark.parametrize("address", [":18090", "127.0.0.1:18090"])
-def test_a_proxy_does_not_take_its_own_address(
+def test_a_proxy_does_not_use_a_client_address_for_the_admin(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def addresses() -> list[object]:
@@ -172,7 +176,7 @@ def test_a_proxy_does_not_take_its_own_address(
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:18090", ":1", "[::]:1", "10.0.0.1:1", "host:1"])
-def test_an_address_for_others_needs_a_token(address: str) -> None:
+def test_an_admin_address_beyond_localhost_needs_a_token(address: str) -> None:
     with pytest.raises(ConfigError, match="needs security.admin_token_file"):
         load(None, {}, {"security.admin_listen": [address]})
     with pytest.raises(ConfigError, match="needs security.admin_token_file"):

@@ -36,7 +36,7 @@ def _asking_for_a_token(folder: Path) -> Iterator[RunningProxy]:
         yield running
 
 
-def test_a_fact_is_seen_to_leave_and_to_come_back(
+def test_the_page_shows_a_block_evicted_and_recovered(
     patched_proxy: RunningProxy, tmp_path: Path
 ) -> None:
     program = browser()
@@ -130,7 +130,7 @@ async def _asks_for_the_token(page: Page, client_access_check: RunningProxy) -> 
     await page.until("document.querySelector('#health').innerText === 'llama-server is away'")
 
 
-def test_the_files_of_the_page_are_all_it_needs(patched_proxy: RunningProxy) -> None:
+def test_the_page_loads_only_its_own_files(patched_proxy: RunningProxy) -> None:
     port = patched_proxy.port
     page = ask(port, "GET", "/evoke/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"

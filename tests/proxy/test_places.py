@@ -162,7 +162,7 @@ def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
         beside = Talk(two_slots.port, "beside")
         assert beside.say("hello").books["marker"] == "ok"
         asked = pool.submit(_post, two_slots.port, "/completion", **raw)
-        until(lambda: two_slots.engine._slots.pool.queued)
+        until(lambda: two_slots.engine.server.slots.pool.queued)
         assert beside.say("Go on.").books["marker"] == "ok" and not asked.done()
         slow.leave()
         assert json.loads(asked.result().body)["id_slot"] == 1

@@ -16,6 +16,10 @@ BUDGET = 320
 STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
 
 
+def _prober(running: RunningProxy) -> Any:
+    return running.engine.server.strategies.budgeted._planner._prober
+
+
 def told(port: int, name: str, recall: str) -> Talk:
     """A fact, and so much behind it that it has left."""
     fields = {"evoke_budget": BUDGET, "evoke_recall": recall}
@@ -54,7 +58,7 @@ class _Steady(DecodeSpeed):
 def test_what_no_word_asks_for_comes_back_because_the_model_looks_for_it(
     patched_proxy: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patched_proxy.engine._planner.probing, "pace", _Steady(1000))
+    monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(1000))
     talk = told(patched_proxy.port, f"probing {recall}", recall)
     spent = patched_proxy.metric("evoke_probe_tokens_total")
     text, usage, books = asked(talk, "Where do I live?")
@@ -86,7 +90,7 @@ def test_where_text_is_sure_and_probes_are_slow_none_is_made(
     patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = told(patched_proxy.port, "probing sure", "fused")
-    monkeypatch.setattr(patched_proxy.engine._planner.probing, "pace", _Steady(20))
+    monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(20))
     declined = patched_proxy.metric("evoke_probes_total", result="too_dear")
     text, usage, _ = asked(talk, "What is my residence?")
     assert "amber falcon" in text and "probe" not in usage

@@ -99,7 +99,7 @@ def test_configuration_alerts_and_their_tests() -> None:
     assert untested == []
 
 
-def test_names_and_labels_are_as_is_usual(busy: RunningProxy) -> None:
+def test_metric_names_and_labels_follow_the_conventions(busy: RunningProxy) -> None:
     text = busy.engine.metrics.exposition()
     assert _promtool("check", "metrics", stdin=text).strip() == ""
     for name, value in re.findall(r'[{,](\w+)="([^"]*)"', text.decode()):
@@ -112,7 +112,7 @@ def test_names_and_labels_are_as_is_usual(busy: RunningProxy) -> None:
             assert sorted(edges)[-2] >= 600, family.name
 
 
-def test_a_real_prometheus_has_it_all(busy: RunningProxy, prometheus: int) -> None:
+def test_a_prometheus_server_scrapes_every_metric(busy: RunningProxy, prometheus: int) -> None:
     (up,) = _query(prometheus, 'up{job="evoke-proxy"}')
     assert up["value"][1] == "1"
     (info,) = _query(prometheus, "evoke_build_info")
@@ -127,7 +127,7 @@ def test_a_real_prometheus_has_it_all(busy: RunningProxy, prometheus: int) -> No
     assert _query(prometheus, "evoke_upstream_up == 1")
 
 
-def test_every_query_of_the_dashboard_is_answered(busy: RunningProxy, prometheus: int) -> None:
+def test_every_dashboard_query_returns_data(busy: RunningProxy, prometheus: int) -> None:
     board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
     known = set(re.findall(r"^# TYPE (\S+)", ask(busy.port, "GET", "/metrics").body.decode(), re.M))
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -145,7 +145,7 @@ def test_every_query_of_the_dashboard_is_answered(busy: RunningProxy, prometheus
         ), given
 
 
-def test_the_rules_are_evaluated_and_none_fires(prometheus: int) -> None:
+def test_alert_rules_are_evaluated_and_none_fires(prometheus: int) -> None:
     deadline = time.monotonic() + 30
     while True:
         answer = json.loads(ask(prometheus, "GET", "/api/v1/rules").body)["data"]["groups"]

@@ -82,7 +82,7 @@ class House:
     def rested(self) -> None:
         """Wait until nothing goes on, and see that every slot was given back."""
         self.proxy.settled()
-        pools = [repr(engine._slots.pool) for engine in self.proxy.engines]
+        pools = [repr(engine.server.slots.pool) for engine in self.proxy.engines]
         assert not any("*" in pool or "queued=0" not in pool for pool in pools), pools
 
 

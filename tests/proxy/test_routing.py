@@ -17,7 +17,7 @@ from bench.random_models import SHAPES, ensure
 NEW, SLACK = "And what comes after that?", 64
 
 
-def test_what_the_router_unloads_comes_back_with_its_model(tmp_path: Path) -> None:
+def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -> None:
     models, slots = tmp_path / "models", tmp_path / "slots"
     models.mkdir()
     slots.mkdir()

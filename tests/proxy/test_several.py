@@ -115,7 +115,7 @@ def _cached(answer: Answer) -> float:
     return float(timings["cache_n"] / (timings["cache_n"] + timings["prompt_n"]))
 
 
-def test_conversations_outlive_their_servers(tmp_path: Path) -> None:
+def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir()
     kept = House(slots, "", ("--cache-ram", "0"))
@@ -216,7 +216,7 @@ def mixed(stock_port: int, patched_port: int) -> Iterator[RunningProxy]:
             yield running
 
 
-def test_one_that_serves_something_else_gets_no_requests(mixed: RunningProxy) -> None:
+def test_a_server_of_another_model_gets_no_requests(mixed: RunningProxy) -> None:
     assert _server(mixed, "foreign")["foreign"] and not _server(mixed, "foreign")["takes"]
     assert _server(mixed, "stock")["takes"] and _server(mixed, "patched")["takes"]
     assert mixed.metric("evoke_server_foreign", server="foreign") == 1
@@ -243,7 +243,7 @@ def _small(name: str, loading: set[str], n_params: Mapping[str, int]) -> Any:
     return fake_upstream(behave)
 
 
-def test_one_that_may_be_another_is_asked_what_it_is() -> None:
+def test_a_server_that_failed_is_identified_before_it_is_used() -> None:
     loading, n_params = {"a"}, dict[str, int]()
     with _small("a", loading, n_params) as a, _small("b", loading, n_params) as b:
         with pool({"a": a.port, "b": b.port}, **EAGER) as running:
@@ -259,7 +259,7 @@ def test_one_that_may_be_another_is_asked_what_it_is() -> None:
             assert _server(running, "b")["takes"] and not _server(running, "a")["takes"]
 
 
-def test_one_that_still_loads_takes_no_requests() -> None:
+def test_a_server_that_loads_its_model_gets_no_requests() -> None:
     """It answers, and says 503: nobody is to be told that while another is there."""
     loading: set[str] = set()
     with _small("a", loading, {}) as a, _small("b", loading, {}) as b:
@@ -289,7 +289,7 @@ def test_one_that_still_loads_takes_no_requests() -> None:
             assert refused.status == 503 and b"no_server" in refused.body
 
 
-def test_requests_at_once_are_spread(mixed: RunningProxy) -> None:
+def test_concurrent_requests_are_distributed_over_servers(mixed: RunningProxy) -> None:
     """Nobody waits while a server is idle."""
     with endless(mixed.port, "one") as one, endless(mixed.port, "other") as other:
         seen = [each.answer.headers["x-evoke-server"] for each in (one, other)]
@@ -298,7 +298,7 @@ def test_requests_at_once_are_spread(mixed: RunningProxy) -> None:
     mixed.quiet()
 
 
-def test_what_is_of_one_server_says_of_which(mixed: RunningProxy) -> None:
+def test_calls_about_one_server_must_name_it(mixed: RunningProxy) -> None:
     for name in ("stock", "patched"):
         answer = ask(mixed.port, "GET", "/props", headers={"X-Evoke-Server": name})
         assert _at(answer) == name
@@ -314,7 +314,7 @@ def test_what_is_of_one_server_says_of_which(mixed: RunningProxy) -> None:
     assert ask(mixed.port, "PATCH", "/evoke/servers/none", b'{"draining":true}', JSON).status == 404
 
 
-def test_the_metrics_of_all_are_one_exposition(mixed: RunningProxy) -> None:
+def test_metrics_of_all_servers_are_merged(mixed: RunningProxy) -> None:
     text = ask(mixed.port, "GET", "/metrics").body.decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     of = [s.labels["server"] for s in families["llamacpp:requests_processing"].samples]
@@ -326,7 +326,7 @@ def test_the_metrics_of_all_are_one_exposition(mixed: RunningProxy) -> None:
     }
 
 
-def test_the_page_shows_them_and_drains_one(mixed: RunningProxy) -> None:
+def test_the_page_lists_servers_and_drains_one(mixed: RunningProxy) -> None:
     program = browser()
     if program is None:
         pytest.skip("there is no Chromium here; on Debian: apt-get install chromium")
@@ -350,7 +350,7 @@ async def _seen(running: RunningProxy, program: str) -> Sequence[str]:
         return page.complaints
 
 
-def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
+def test_a_migrated_session_keeps_its_budget_and_decodes_its_holes() -> None:
     def start(port: int) -> Any:
         options = ("-np", "1", "--evoke-ram", "64", "--slots")
         return llama_server(server_binary(patched=True), *options, port=port)
@@ -381,7 +381,7 @@ def test_a_budget_goes_along_and_no_hole_is_believed() -> None:
         assert said == alone
 
 
-def test_what_waits_at_a_server_that_hangs_is_answered_by_the_other() -> None:
+def test_requests_that_wait_at_a_hanging_server_fail_over() -> None:
     def start(port: int) -> Any:
         return llama_server(server_binary(patched=False), "-np", "1", "--slots", port=port)
 
@@ -398,7 +398,7 @@ def test_what_waits_at_a_server_that_hangs_is_answered_by_the_other() -> None:
                 os.kill(process_on(port), signal.SIGCONT)
 
 
-def test_a_hybrid_session_goes_on_from_its_snapshot_holes_and_all(tmp_path: Path) -> None:
+def test_a_migrated_hybrid_session_is_restored_from_its_snapshot(tmp_path: Path) -> None:
     def start(port: int) -> Any:
         options = ["-np", "1", "--evoke-ram", "64", "--slot-save-path", str(tmp_path)]
         model = ensure(SHAPES["tiny-jamba"])

@@ -64,7 +64,7 @@ def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch)
     options = ("-np", "1", "--evoke-ram", "64")
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         talks = [Talk(running.port, f"s{i}", {"evoke_budget": BUDGET}) for i in range(16)]
-        pool = running.engine._slots.pool
+        pool = running.engine.server.slots.pool
         run, idle = BlockApi.run, list[bool]()
 
         async def noted(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:

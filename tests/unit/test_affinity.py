@@ -20,7 +20,7 @@ def _trail(*texts: str) -> list[bytes]:
 
 
 def _said(affinity: Affinity, known: Route, name: str | None, trail: list[bytes]) -> Route:
-    with affinity.heard(known, "t", name, trail):
+    with affinity.track_request(known, "t", name, trail):
         pass
     return known
 
@@ -63,13 +63,13 @@ def test_it_has_one_name_the_latest() -> None:
         _said(affinity, known, f"n{number}", _trail(LONG))
         _said(affinity, known, None, _trail(LONG))
     assert affinity.find("t", "n199", []) is known and affinity.find("t", "n198", []) is None
-    assert len(known.keys) == len(affinity._known) == 2
+    assert len(known.keys) == len(affinity._routes) == 2
 
 
 def test_nobody_without_a_name_speaks_twice_at_once() -> None:
     affinity = Affinity(2, 10)
     known = affinity.bind(0)
-    with affinity.heard(known, "t", "name", _trail(LONG)):
+    with affinity.track_request(known, "t", "name", _trail(LONG)):
         assert affinity.find("t", None, _trail(LONG)) is None
         assert affinity.find("t", "name", _trail(LONG)) is known
     assert affinity.find("t", None, _trail(LONG)) is known
@@ -96,10 +96,10 @@ def test_counts_are_those_of_the_conversations_there_are(
         known = affinity.find("t", name, trail) or affinity.bind(server)
         affinity.move(known, server)
         _said(affinity, known, name, trail)
-        live = list(affinity._order.values())
+        live = list(affinity._by_use.values())
         assert len(live) <= 5
         assert affinity.bound == [sum(k.server == i for k in live) for i in range(2)]
-        assert all(k in live for k in affinity._known.values())
+        assert all(k in live for k in affinity._routes.values())
         assert affinity.find("t", name, trail) is known
 
 
@@ -107,10 +107,10 @@ def test_a_flood_of_one_tenant_leaves_where_the_conversations_of_another_are() -
     affinity = Affinity(2, 8)
     quiet = [affinity.bind(number % 2) for number in range(3)]
     for number, known in enumerate(quiet):
-        with affinity.heard(known, "quiet", f"q{number}", ()):
+        with affinity.track_request(known, "quiet", f"q{number}", ()):
             pass
     for number in range(100):
-        with affinity.heard(affinity.bind(0), "loud", f"l{number}", ()):
+        with affinity.track_request(affinity.bind(0), "loud", f"l{number}", ()):
             pass
     assert [affinity.find("quiet", f"q{number}", ()) for number in range(3)] == quiet
     assert affinity.find("loud", "l99", ()) is not None and sum(affinity.bound) == 8

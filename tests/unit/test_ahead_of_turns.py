@@ -14,16 +14,20 @@ import virtual_time
 from test_recorded import seated
 
 from evoke_proxy.adapters.clock import SteadyClock
-from evoke_proxy.adapters.llama.stock_api import PrefillResult
+from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.codec import OperatorOverrides
 from evoke_proxy.core.session.codec import decode as decode_record
 from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.assembly import build_router, build_snapshots
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 
+# The slot snapshots of each server that a test makes.
+whole: dict[Server, SlotSnapshots] = {}
 TIMINGS = {"evoke": {"marker": "stale"}}
 
 
@@ -34,11 +38,12 @@ def with_engine(
     happened: list[str] = []
 
     async def run() -> None:
-        engine = Server(Config())
+        router = build_router(Config())
+        engine = router.server
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         known.epoch = 5
-        engine._slots.restart(2)
+        engine.slots.restart(2)
 
         async def prefill(*_: object) -> PrefillResult:
             happened.append("begun")
@@ -46,8 +51,16 @@ def with_engine(
             happened.append("decoded")
             return PrefillResult(0, 0, 9, 0.05, TIMINGS)
 
-        monkeypatch.setattr(engine.keeper._api, "prefill", prefill)
-        async with engine.keeper, engine._chores:
+        snapshots = build_snapshots(Config(), router.shared, engine.resources)
+        whole[engine] = SlotSnapshots(
+            api=StockApi(engine.client),
+            probe=snapshots.probe,
+            transfers=snapshots.transfers,
+            repository=router.shared.vault,
+            conversations=engine.conversations,
+        )
+        monkeypatch.setattr(StockApi, "prefill", prefill)
+        async with snapshots, engine.resources.background:
             await use(engine, known, happened)
 
     virtual_time.run(run())
@@ -62,10 +75,10 @@ async def decode(engine: Server, known: Conversation, happened: list[str], n: in
         await asyncio.sleep(0.3)
         happened.append("idle")
 
-    lease = engine._slots.background(0, known.id, settle, engine._chores.run)
+    lease = engine.slots.background(0, known.id, settle, engine.resources.background.run)
     assert lease is not None
     async with lease:
-        await engine._slot_snapshots.decode_ahead(lease, known, np.arange(n, dtype=np.int32), {})
+        await whole[engine].decode_ahead(lease, known, np.arange(n, dtype=np.int32), {})
 
 
 def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> None:
@@ -73,7 +86,7 @@ def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
-            with await engine._slots.acquire(known.id, "t", slot=0) as lease:
+            with await engine.slots.acquire(known.id, "t", slot=0) as lease:
                 assert lease.waited and known.epoch is None, "its books are in before the turn"
 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
@@ -86,7 +99,7 @@ def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) ->
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
-            with await engine._slots.acquire(known.id, "t", slot=0) as lease:
+            with await engine.slots.acquire(known.id, "t", slot=0) as lease:
                 assert lease.waited
                 happened.append("granted")
         assert known.epoch == 5
@@ -99,7 +112,7 @@ def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) ->
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
-            with await engine._slots.acquire("other", "t", slot=1) as lease:
+            with await engine.slots.acquire("other", "t", slot=1) as lease:
                 assert not lease.waited
                 happened.append("granted")
         assert known.epoch == 5
@@ -109,7 +122,7 @@ def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) ->
 
 def test_nothing_is_begun_while_a_request_runs_or_is_on_its_way(monkeypatch: Any) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
-        slots = engine._slots
+        slots = engine.slots
         with await slots.acquire("other", "t", slot=1):
             assert slots.background(0, known.id) is None
         with slots.expected():
@@ -126,7 +139,7 @@ def test_a_task_that_is_cancelled_twice_gives_no_busy_slot_back(monkeypatch: Any
         for _ in range(2):
             task.cancel()
             await asyncio.sleep(0)
-        with await engine._slots.acquire("other", "t", slot=0):
+        with await engine.slots.acquire("other", "t", slot=0):
             happened.append("granted")
 
     assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
@@ -142,7 +155,7 @@ def test_it_goes_on_in_steps_until_somebody_wants_the_server(
             tasks.create_task(decode(engine, known, happened, n=1100))
             await asyncio.sleep(0.01)
             if wanted:
-                with await engine._slots.acquire("other", "t", slot=0):
+                with await engine.slots.acquire("other", "t", slot=0):
                     pass
         assert known.epoch == 5
 
@@ -158,14 +171,14 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
             async def write_record(self, record: Any) -> None:
                 happened.append(record.id)
 
-        monkeypatch.setattr(engine._records, "_vault", Disk())
+        monkeypatch.setattr(engine.strategies.budgeted._records, "_vault", Disk())
         view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
         for _ in range(2):
-            lease = engine._slots.background(0, known.id)
+            lease = engine.slots.background(0, known.id)
             assert lease is not None
             async with lease:
-                await engine._records.keep(known, view, {}, {}, lease)
-            assert not engine._slots.pool.is_locked(known.id)
+                await engine.strategies.budgeted._records.keep(known, view, {}, {}, lease)
+            assert not engine.slots.pool.is_locked(known.id)
             engine.conversations.forget(known)
 
     assert len(with_engine(monkeypatch, use)) == 1
@@ -175,20 +188,22 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
     tmp_path: Path,
 ) -> None:
     async def written() -> OperatorOverrides:
-        engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
-        async with engine.shared, engine.keeper:
+        router = build_router(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
+        engine, records = router.server, router.server.strategies.budgeted._records
+        snapshots = engine.strategies.snapshots
+        async with router.shared, snapshots:
             engine.conversations.recall(seated())
             (known,) = engine.conversations
             known.pinned = False
             view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
-            lease = engine._slots.background(0, known.id)
+            lease = engine.slots.background(0, known.id)
             assert lease is not None
-            keeping = engine._records.keep(known, view, {}, {}, lease)
+            keeping = records.keep(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
-            Admin(engine).pin(known.id, True)
+            Admin(router).pin(known.id, True)
             await task
-            (record,) = engine.keeper.repository.records(known.id)
+            (record,) = snapshots.repository.records(known.id)
             return decode_record(zlib.decompress(record.packed)).overrides
 
     assert asyncio.run(written()).pinned

@@ -13,7 +13,7 @@ from evoke_proxy.web import coalescing
 from evoke_proxy.web.coalescing import RequestCoalescer
 
 
-def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> None:
+def test_an_answer_is_computed_after_the_request_and_once_for_all_clients() -> None:
     made: list[int] = []
     state = {"now": 0}
 
@@ -46,7 +46,7 @@ def test_an_answer_is_begun_after_it_was_asked_for_and_made_once_for_all() -> No
     asyncio.run(run())
 
 
-def test_an_error_reaches_all_who_asked_and_nobody_after_them() -> None:
+def test_an_error_reaches_the_waiting_clients_and_no_later_ones() -> None:
     fails = [True]
 
     async def make() -> bytes:
@@ -66,7 +66,7 @@ def test_an_error_reaches_all_who_asked_and_nobody_after_them() -> None:
     asyncio.run(run())
 
 
-def test_one_that_leaves_takes_no_answer_from_the_others_and_keys_are_bounded(
+def test_a_cancelled_client_does_not_cancel_others_and_keys_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(coalescing, "_KEYS", 4)
@@ -107,7 +107,7 @@ class Llama:
         return {"version": self.version, "blocks": blocks, "id": 0}
 
 
-def test_only_what_changed_of_the_copies_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_changed_copies_are_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     llama, now = Llama(), [0.0]
     monkeypatch.setattr("evoke_proxy.engine.admin.sessions.time.monotonic", lambda: now[0])
     copies = CopyLists(BlockApi(llama))  # type: ignore[arg-type]

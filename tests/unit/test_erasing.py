@@ -16,10 +16,22 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.server.reply import ReplyReader
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
-from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import SnapshotUnusable
+
+
+def _end_a_request(server: Server) -> None:
+    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
+    scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+    server._finalizer.finish(server.strategy, scope, ReplyReader(trace))
+
 
 EMPTY = Rendered(np.array([], np.int32), 0, ())
 
@@ -28,8 +40,9 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
-    engine = Server(config)
-    vault, eraser = engine.keeper.repository, SessionEraser(engine._admin_context)
+    engine = build_router(config)
+    snapshots = engine.server.strategies.snapshots
+    vault, eraser = snapshots.repository, SessionEraser(engine.admin_contexts[0])
 
     async def sealed(tenant: str) -> None:
         part = vault.new_part()
@@ -40,13 +53,13 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
         )
 
     async def saved(tenant: str) -> None:
-        engine.keeper._tasks.run(sealed(tenant), "sealing")
+        engine.server.strategies.snapshots._tasks.run(sealed(tenant), "sealing")
 
     async def erased() -> None:
-        async with engine.shared, engine.keeper:
+        async with engine.shared, engine.server.strategies.snapshots:
             for tenant in ("mine", "other"):
                 vault.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
-                engine.keeper._tasks.run(saved(tenant), "saving")
+                engine.server.strategies.snapshots._tasks.run(saved(tenant), "saving")
             done = await eraser.wipe("mine")
             assert (done["snapshots"], done["sessions"]) == (1, 0)
             assert "records on disk" not in done["left"]
@@ -71,9 +84,9 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
     )
 
     async def deleted() -> None:
-        async with Server(config) as engine:
+        async with build_router(config) as engine:
             mine, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
-            ahead, ended = engine.keeper._lookahead, asyncio.Event()
+            ahead, ended = engine.server.strategies.snapshots._lookahead, asyncio.Event()
 
             async def decode() -> None:
                 await ended.wait()
@@ -98,13 +111,15 @@ def test_what_is_forgotten_for_room_is_not_written_down_any_more(tmp_path: Path)
     )
 
     async def forgotten() -> None:
-        async with Server(config) as engine:
+        async with build_router(config) as engine:
             old, new = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
             for known in (old, new):
                 record = Record(known.id, known.tenant, time.time(), b"x")
-                engine.keeper.repository.put_record(record)
-            engine._concluding.conclude(Forwarding(b"", 0.0), {})
+                engine.server.strategies.snapshots.repository.put_record(record)
+            _end_a_request(engine.server)
             assert [known.id for known in engine.conversations] == [new.id]
-            assert [record.id for record in engine.keeper.repository.records()] == [new.id]
+            assert [
+                record.id for record in engine.server.strategies.snapshots.repository.records()
+            ] == [new.id]
 
     asyncio.run(forgotten())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from test_recorded import seated
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import Config, PoolConfig, SnapshotsConfig
@@ -24,11 +27,15 @@ from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.affinity import Route
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import Hint
-from evoke_proxy.engine.fleet.fleet import Fleet, _asked
+from evoke_proxy.engine.assembly import build_gateway
+from evoke_proxy.engine.fleet.fleet import Fleet, _Origin, _origin_of
 from evoke_proxy.engine.fleet.moving import move
 from evoke_proxy.engine.fleet.way import SERVER_HEADER
-from evoke_proxy.engine.turns.forwarding import Forwarding
-from evoke_proxy.errors import ConfigError, NoServer, UpstreamUnavailable
+from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.parsing.parser import RequestParser
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.errors import ConfigError, NoServer, RequestError, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
 NAMED = {"X-Evoke-Session": "mine"}
@@ -39,15 +46,37 @@ WORDS = (
 BODY = b'{"messages":[{"role":"user","content":"Hi"}]}'
 
 
+def _fleet(config: Config = CONFIG) -> Fleet:
+    fleet = build_gateway(config)
+    assert isinstance(fleet, Fleet)
+    return fleet
+
+
+def _parsed(dialect: str, body: bytes, headers: dict[str, str]) -> ParsedRequest:
+    incoming = IncomingRequest(dialect=dialect, body=body, headers=headers)
+    return asyncio.run(RequestParser(Config(), Metrics()).parse(incoming))
+
+
+def _asked(dialect: str, body: bytes, headers: dict[str, str]) -> _Origin:
+    try:
+        return _origin_of(_parsed(dialect, body, headers))
+    except RequestError:
+        return _Origin(tenant_of(headers))
+
+
+def _records(fleet: Fleet, at: int) -> Any:
+    return fleet.servers[at].server.strategies.budgeted._records
+
+
 def _well(fleet: Fleet, *places: int) -> None:
     pool = fleet.servers.pool
-    assert pool.due(0.0)
+    assert pool.due_checks(0.0)
     for at in range(2):
-        (pool.found(at, 0.0, 1, "m") if at in places else pool.missed(at, 0.0))
+        (pool.check_passed(at, 0.0, 1, "m") if at in places else pool.check_failed(at, 0.0))
 
 
 def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
-    fleet = Fleet(CONFIG)
+    fleet = _fleet()
     known = replace(seated(), hint=Hint("mine", "X-Evoke-Session"))
     fleet.servers[1].conversations.recall(known)
     tenant = known.session.tenant
@@ -61,19 +90,21 @@ def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
 
 
 def test_records_are_recalled_where_they_were() -> None:
-    fleet = Fleet(CONFIG)
+    fleet = _fleet()
     for home, mine in (("http://one:1", [0]), ("http://two:2", [1]), ("http://gone:3", [0])):
         found = [
             at
             for at in range(2)
-            if fleet.servers[at]._records._is_mine(replace(seated(), home=home))
+            if fleet.servers[at].server.strategies.budgeted._records._is_mine(
+                replace(seated(), home=home)
+            )
         ]
         assert found == mine
 
 
 def test_what_moves_is_the_same_session_and_has_nothing() -> None:
     async def moved() -> None:
-        fleet = Fleet(CONFIG)
+        fleet = _fleet()
         source, target = fleet.servers[0], fleet.servers[1]
         source.conversations.recall(seated())
         (known,) = source.conversations
@@ -103,18 +134,18 @@ def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: 
         return {}
 
     async def moved() -> None:
-        fleet = Fleet(CONFIG)
+        fleet = _fleet()
         source, target = fleet.servers[0], fleet.servers[1]
         monkeypatch.setattr(source, "keep", keep)
         monkeypatch.setattr(BlockApi, "run", run)
-        source.watch.server = ServerInfo("", "", adopts=True)
+        source.monitor.server = ServerInfo("", "", adopts=True)
         source.conversations.recall(seated())
         (known,) = source.conversations
-        source._slots.pool.moved(known.id, 0)
+        source.server.slots.pool.moved(known.id, 0)
         labels = sorted(known.labels)
         assert await move(known.id, source, target, there=True)
         assert done == ["saved", ("block-drop", labels, known.tenant)] and labels
-        assert source._slots.pool.slot_of(known.id) is None
+        assert source.server.slots.pool.slot_of(known.id) is None
 
     asyncio.run(moved())
 
@@ -128,7 +159,7 @@ def test_one_that_drains_saves_what_it_holds_when_its_last_answer_has_ended(
         saved.append(1)
 
     async def drained(again: bool) -> list[int]:
-        fleet = Fleet(CONFIG)
+        fleet = _fleet()
         saved.clear()
         monkeypatch.setattr(fleet.servers[1], "keep", keep)
         async with fleet.servers._chores as chores:
@@ -149,16 +180,16 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
     """It is being written down when it moves; one that is deleted then does not come back."""
 
     async def written_of(moves: bool) -> int:
-        fleet = Fleet(replace(CONFIG, snapshots=SnapshotsConfig(directory=str(tmp_path))))
+        fleet = _fleet(replace(CONFIG, snapshots=SnapshotsConfig(directory=str(tmp_path))))
         source, target = fleet.servers[0], fleet.servers[1]
         async with fleet.shared:
             source.conversations.recall(seated())
             (known,) = source.conversations
             fleet.shared.vault.put_record(Record(known.id, known.tenant, time.time(), b"record"))
             view = SlotView(0, 7, 12, 0, (Span(0, 12),), 0)
-            lease = source._slots.background(0, known.id)
+            lease = source.server.slots.background(0, known.id)
             assert lease is not None
-            keeping = source._records.keep(known, view, {}, {}, lease)
+            keeping = source.server.strategies.budgeted._records.keep(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             if moves:
@@ -173,7 +204,7 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
 
 def test_a_request_is_passed_on_until_none_is_left() -> None:
     async def passed() -> None:
-        fleet = Fleet(CONFIG)
+        fleet = _fleet()
         _well(fleet, 0, 1)
         refused = UpstreamUnavailable("no", "http://one:1", reached=False)
         tried: dict[int, int] = {}
@@ -193,8 +224,8 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
 
 def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -> None:
     async def checked() -> None:
-        fleet = Fleet(CONFIG)
-        assert fleet.servers.pool.due(0.0) == [0, 1]
+        fleet = _fleet()
+        assert fleet.servers.pool.due_checks(0.0) == [0, 1]
 
         async def odd(*_: object) -> None:
             raise ZeroDivisionError
@@ -202,7 +233,7 @@ def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -
         monkeypatch.setattr(fleet.servers[0].upstream, "call", odd)
         with pytest.raises(ZeroDivisionError):
             await fleet.servers._check(0)
-        assert fleet.servers.pool.due(asyncio.get_running_loop().time() + 60) == [0]
+        assert fleet.servers.pool.due_checks(asyncio.get_running_loop().time() + 60) == [0]
 
     asyncio.run(checked())
 
@@ -211,21 +242,25 @@ def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
     monkeypatch: Any,
 ) -> None:
     urls = ("a=http://one:1", "b=http://two:2", "c=http://three:3")
+    request = _parsed("chat", BODY, {})
 
     async def sent(reached: bool) -> int:
-        fleet, asked = Fleet(Config(pool=PoolConfig(urls))), list[int]()
+        fleet, asked = _fleet(Config(pool=PoolConfig(urls))), list[int]()
         pool = fleet.servers.pool
-        assert pool.due(0.0)
+        assert pool.due_checks(0.0)
         for at in range(3):
-            pool.found(at, 0.0, 1, "m")
+            pool.check_passed(at, 0.0, 1, "m")
 
-            async def broken(*_: object, at: int = at) -> str:
+            @asynccontextmanager
+            async def broken(*_: object, at: int = at) -> AsyncIterator[Exchange]:
                 asked.append(at)
                 raise UpstreamUnavailable("it broke off", f"http://{at}", reached=reached)
+                yield
 
-            monkeypatch.setattr(fleet.servers[at], "answer", broken)
+            monkeypatch.setattr(fleet.servers[at], "exchange", broken)
         with pytest.raises(UpstreamUnavailable if reached else NoServer):
-            await fleet.answer("chat", BODY, {}, lambda *_: asyncio.sleep(0, ""))
+            async with fleet.exchange(request, RequestTrace(0.0)):
+                pytest.fail("it was answered")
         assert len(set(asked)) == len(asked)
         return len(asked)
 
@@ -236,22 +271,24 @@ def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
 def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
     """While a request waited for its slot, the next of its conversation was sent elsewhere."""
 
+    request = _parsed("chat", BODY, {})
+
     async def sent() -> None:
-        fleet = Fleet(CONFIG)
+        fleet = _fleet()
         _well(fleet, 0, 1)
         fleet.servers.pool.members[0].failures = 1
-        fleet.servers[0].conversations.recall(seated())
-        (here,) = fleet.servers[0].conversations
-        known, way = Route(1, "there"), Forwarding(b"", 0.0, conversation=here)
+        route = Route(1, "there")
 
-        async def send(way: Forwarding, _: LlamaClient) -> str:
-            return way.server
+        @asynccontextmanager
+        async def exchange(*_: object) -> AsyncIterator[Exchange]:
+            reply: Any = SimpleNamespace(status=200)
+            yield Exchange(reply=reply, observe=lambda _: None, session="here")
 
-        noting = fleet._noting(send, known, 0, [], began=-3.0)
-        assert await noting(way, fleet.servers[0].upstream) == "a"
-        assert way.began == -3.0, "it has waited since then"
-        assert way.headers[SERVER_HEADER] == "a" and known.session == "there"
-        assert fleet.servers.pool.members[0].failures == 0
+        fleet.servers[0].exchange = exchange  # type: ignore[method-assign, assignment]
+        trace = RequestTrace(-3.0)
+        async with fleet._attempt(0, (route, _Origin("")), request, trace) as exchanged:
+            assert trace.server == exchanged.headers[SERVER_HEADER] == "a"
+            assert route.session == "there"
 
     asyncio.run(sent())
 
@@ -260,17 +297,20 @@ def test_one_that_hangs_is_not_waited_for_any_more() -> None:
     """Not by a step, even if its answer has just come; however long leaving it takes."""
 
     async def called_off() -> None:
-        fleet = Fleet(CONFIG)
+        fleet = _fleet()
         answered, left, passed_on = asyncio.Event(), asyncio.Event(), False
 
         async def request() -> None:
             nonlocal passed_on
-            async with fleet.servers.while_there(1, lambda: passed_on):
+
+            async def opening() -> None:
                 try:
                     await answered.wait()
-                    passed_on = True
                 finally:
                     await left.wait()
+
+            await fleet.servers.open(1, opening())
+            passed_on = True
 
         async def ends(ended: type[BaseException]) -> None:
             task = asyncio.get_running_loop().create_task(request())
@@ -284,7 +324,7 @@ def test_one_that_hangs_is_not_waited_for_any_more() -> None:
             left.set()
             with pytest.raises(BaseException) as error:
                 await task
-            assert error.type is ended and not passed_on and not fleet.servers._waiting[1]
+            assert error.type is ended and not passed_on and not fleet.servers._opening[1]
             answered.clear()
             left.clear()
 

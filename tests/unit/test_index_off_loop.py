@@ -20,7 +20,7 @@ from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.engine.admin.erasure import SessionEraser
-from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable
 
@@ -90,20 +90,23 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         opened.append(aad)
         return whole(self, stored, aad)
 
-    engine = Server(Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0)))
-    it = engine.keeper.repository
+    engine = build_router(
+        Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
+    )
+    it = engine.server.strategies.snapshots.repository
 
     async def deleted() -> None:
-        async with engine.shared, engine.keeper:
+        async with engine.shared, engine.server.strategies.snapshots:
             for id in ("mine", "mine#1", "mine#2", "mineral", "other#1"):
                 tenant = "t" if id.startswith("mine") else "u"
                 await it.write_record(record(id, tenant))
             monkeypatch.setattr(DiskFormat, "decode_row", counted)
-            eraser = SessionEraser(engine._admin_context)
-            done = await eraser.delete([], lambda _, session: session == "mine")
+            done = await SessionEraser(engine.admin_contexts[0]).delete(
+                [], lambda _, session: session == "mine"
+            )
             assert not done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"mineral", "other"}
-            done = await eraser.wipe("t")
+            done = await SessionEraser(engine.admin_contexts[0]).wipe("t")
             assert "records on disk" not in done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"other"}
 

@@ -44,7 +44,7 @@ def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
+def test_merged_samples_have_the_server_label_and_one_header_per_metric() -> None:
     other = ONE.replace(b" 12\n", b" 7\n").replace(b"Time.", b"Other words.")
     made = merge_by_server({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
     found = _samples(made)
@@ -59,7 +59,7 @@ def test_each_sample_says_whose_it_is_and_what_it_is_is_said_once() -> None:
     assert len(families) == len(set(families)) == 2
 
 
-def test_what_is_no_exposition_is_left_out() -> None:
+def test_text_that_is_no_exposition_is_omitted() -> None:
     assert (
         merge_by_server({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"})
         == b'fine{server="b"} 1\n'

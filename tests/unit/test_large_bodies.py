@@ -14,7 +14,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, LimitsConfig
 from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.engine.parsing.parser import RequestParser
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.errors import RequestError
 
 _MIB = 1024 * 1024
@@ -45,8 +45,8 @@ BODIES: dict[str, Callable[[], bytes]] = {
 async def _read(body: bytes, limits: LimitsConfig) -> None:
     """Check and read a body as the proxy does."""
     await BodyChecker().check(body, "application/json", limits)
-    way = Forwarding(body, 0.0)
-    await RequestParser(Config(), Metrics()).read(way, "chat", {})
+    incoming = IncomingRequest(dialect="chat", body=body, headers={})
+    await RequestParser(Config(), Metrics()).parse(incoming)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -72,11 +72,10 @@ def test_threads_read_one_conversation_at_once_and_agree() -> None:
 
     async def turn(n: int) -> int:
         body = json.dumps({"messages": messages[:n]}).encode()
-        way = Forwarding(body, 0.0)
-        request = await reader.read(way, "chat", {})
-        assert not isinstance(request, str)
-        kept.append(way.kept)
-        texts = [message.text for message in request.messages]
+        request = await reader.parse(IncomingRequest(dialect="chat", body=body, headers={}))
+        assert isinstance(request, ParsedChat)
+        kept.append(request.cached_body)
+        texts = [message.text for message in request.chat.messages]
         assert texts == [message["content"] for message in messages[:n]]
         return len(texts)
 

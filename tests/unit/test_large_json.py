@@ -14,9 +14,11 @@ import pytest
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import large_json
 from evoke_proxy.core.request.json_edit import edit_top_level
+from evoke_proxy.engine.gateway import ForwardedBody
 from evoke_proxy.engine.parsing.body_checks import check_body
 from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.server.turn import PreparedTurn
 from evoke_proxy.errors import RequestError
 
 MIB = 1 << 20
@@ -98,13 +100,15 @@ def test_a_mark_that_a_client_has_written_is_text() -> None:
 
 def test_a_large_body_is_not_copied_when_members_are_put_into_it() -> None:
     body = b'{"messages":[{"role":"user","content":"' + b"a" * (2 * MIB) + b'"}]}'
-    way = Forwarding(body, 0.0)
-    asyncio.run(way.put({"id_slot": b"3"}, {"messages"}))
-    assert any(isinstance(part, memoryview) and part.obj is body for part in way.forwarded)
+    incoming = IncomingRequest(dialect="chat", body=body, headers={})
+    request = ParsedRequest(incoming=incoming, tenant="", body=body)
+    turn = PreparedTurn(request=request, forwarded=ForwardedBody(body))
+    parts = asyncio.run(turn.with_members({"id_slot": b"3"}, {"messages"})).content
+    assert any(isinstance(part, memoryview) and part.obj is body for part in parts)
     expected = edit_top_level(body, {"id_slot": b"3"}, ())
-    assert b"".join(map(bytes, way.forwarded)) == expected
-    asyncio.run(way.put({"id_slot": b"4"}, {"messages", "id_slot"}))
-    assert way.forwarded == edit_top_level(body, {"id_slot": b"4"}, ())
+    assert b"".join(map(bytes, parts)) == expected
+    edited = asyncio.run(turn.with_members({"id_slot": b"4"}, {"messages", "id_slot"}))
+    assert edited.content == edit_top_level(body, {"id_slot": b"4"}, ())
 
 
 def test_many_strings_are_cut_out_of_a_large_text() -> None:

@@ -27,13 +27,17 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.admin.erasure import SessionEraser
-from evoke_proxy.engine.server import turn_history
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.model_router import ModelRouter
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.server import finalizer
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
-from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.reply import ReplyReader
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
+from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.engine.turns import bridge
-from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import (
     PlanRefused,
     RequestError,
@@ -57,42 +61,63 @@ def _prompt(*tokens: int) -> Rendered:
     return Rendered(np.array(tokens or (1, 2, 3), np.int32), 1, ())
 
 
-def _with_engine(work: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
+def _with_engine(work: Callable[[ModelRouter], Coroutine[Any, Any, None]]) -> None:
     async def run() -> None:
-        engine = Server(Config())
-        async with engine.keeper, engine._chores:
+        engine = build_router(Config())
+        async with engine.server.resources.background:
             await work(engine)
 
     virtual_time.run(run())
 
 
-async def _way(engine: Server, usage: Any = None) -> tuple[Forwarding, Conversation]:
+@dataclass
+class Ending:
+    """A request whose answer is over."""
+
+    engine: ModelRouter
+    scope: TurnScope
+    reply: ReplyReader
+
+    def finish(self) -> None:
+        server = self.engine.server
+        server._finalizer.finish(server.strategies.budgeted, self.scope, self.reply)
+
+
+def _request(engine: ModelRouter) -> Ending:
+    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
+    server = engine.server
+    scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+    return Ending(engine, scope, ReplyReader(trace))
+
+
+async def _ending(engine: ModelRouter, usage: Any = None) -> tuple[Ending, Conversation]:
     """A request of a conversation, with the only slot, whose answer is over."""
-    way = Forwarding(b"", 0.0)
+    ending = _request(engine)
     known = engine.conversations.start(_prompt(), None, "")
-    way.begin(known, Arrival(_prompt()))
-    way.own(await engine._slots.acquire(known.id, ""))
-    engine.conversations.commit(known, way.arrival or Arrival(_prompt()))
-    way.first_byte_s = 0.1
-    way.observer.usage, way.observer.done = usage, True
-    return way, known
+    ending.scope.join(known, Arrival(_prompt()))
+    await ending.scope.acquire(known.id)
+    engine.conversations.commit(known, Arrival(_prompt()))
+    ending.reply.first_byte_s = 0.1
+    ending.reply.observer.usage, ending.reply.observer.done = usage, True
+    return ending, known
 
 
-def _is_free(engine: Server, known: Conversation) -> bool:
-    pool = engine._slots.pool
+def _is_free(engine: ModelRouter, known: Conversation) -> bool:
+    pool = engine.server.slots.pool
     return pool.idle() and not pool.is_locked(known.id) and not known.in_use
 
 
 @pytest.mark.parametrize("usage", ODD)
 def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any) -> None:
-    async def work(engine: Server) -> None:
-        way, known = await _way(engine, usage)
+    async def work(engine: ModelRouter) -> None:
+        ending, known = await _ending(engine, usage)
 
         async def is_idle(*_: object) -> None:
             return None
 
-        monkeypatch.setattr(engine._seating, "until_idle", is_idle)
-        engine._concluding.conclude(way, {})
+        monkeypatch.setattr(SlotAssignment, "until_idle", is_idle)
+        ending.finish()
         await asyncio.sleep(1)
         assert _is_free(engine, known)
         assert known.answered == 1, "the turn is recorded"
@@ -103,42 +128,41 @@ def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any)
     _with_engine(work)
 
 
-_STEPS = ("close", "ended", "submit", "forget_surplus", "parted", "after")
+_STEPS = ("close", "record_end", "forget_surplus", "start_background")
 
 
-@pytest.mark.parametrize("failing", [*_STEPS, "book"])
+@pytest.mark.parametrize("failing", [*_STEPS, "complete"])
 def test_whatever_reporting_raises_the_slot_is_released_before(
     failing: str, monkeypatch: Any
 ) -> None:
-    async def work(engine: Server) -> None:
-        way, known = await _way(engine)
-        books = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
-        way.observer.timings = {"evoke": books, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
+    async def work(engine: ModelRouter) -> None:
+        ending, known = await _ending(engine)
+        accounting = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
+        timings = {"evoke": accounting, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
+        ending.reply.observer.timings = timings
         seen: list[str] = []
 
         def step(name: str) -> Callable[..., Any]:
             def run(*_: object) -> Any:
                 if name != "close":
-                    assert engine._slots.pool.idle(), f"{name} before the slot is released"
+                    assert engine.server.slots.pool.idle(), f"{name} before the slot is released"
                 seen.append(name)
                 if name == failing:
                     raise ZeroDivisionError(name)
-                return None if name == "ended" else ()
+                return None if name == "record_end" else ()
 
             return run
 
-        end = engine._concluding
-        monkeypatch.setattr(way.observer, "close", step("close"))
-        monkeypatch.setattr(turn_history, "ended", step("ended"))
-        monkeypatch.setattr(end._vectors, "submit", step("submit"))
-        monkeypatch.setattr(end._conversations, "forget_surplus", step("forget_surplus"))
-        monkeypatch.setattr(bridge, "start_background", step("parted"))
-        monkeypatch.setattr(end._writeback, "after", step("after"))
-        if failing == "book":
-            monkeypatch.setattr(known.session, "finish", step("book"))
-        end.conclude(way, {})
+        monkeypatch.setattr(ending.reply.observer, "close", step("close"))
+        monkeypatch.setattr(finalizer, "record_end", step("record_end"))
+        monkeypatch.setattr(engine.conversations, "forget_surplus", step("forget_surplus"))
+        budgeted = engine.server.strategies.budgeted
+        monkeypatch.setattr(budgeted, "start_background", step("start_background"))
+        if failing == "complete":
+            monkeypatch.setattr(known.session, "finish", step("complete"))
+        ending.finish()
         assert _is_free(engine, known)
-        assert [name for name in seen if name != "book"] == list(_STEPS)
+        assert [name for name in seen if name != "complete"] == list(_STEPS)
         value = engine.metrics.registry.get_sample_value
         assert value("evoke_degraded_total", {"stage": "report"}) == 1
 
@@ -148,18 +172,18 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
 def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
     monkeypatch: Any,
 ) -> None:
-    async def work(engine: Server) -> None:
-        way, known = await _way(engine)
-        way.observer.done = False
+    async def work(engine: ModelRouter) -> None:
+        ending, known = await _ending(engine)
+        ending.reply.observer.done = False
         idle = asyncio.Event()
 
         async def until_idle(*_: object) -> None:
             await idle.wait()
             raise UpstreamTimeout("no answer")  # whatever becomes of asking
 
-        monkeypatch.setattr(engine._seating, "until_idle", until_idle)
-        engine._concluding.conclude(way, {})
-        asked = asyncio.get_running_loop().create_task(engine._slots.acquire("next", ""))
+        monkeypatch.setattr(SlotAssignment, "until_idle", until_idle)
+        ending.finish()
+        asked = asyncio.get_running_loop().create_task(engine.server.slots.acquire("next", ""))
         await asyncio.sleep(50)
         assert not asked.done() and known.in_use
         idle.set()
@@ -541,11 +565,11 @@ def test_a_displaced_waiter_hears_why_and_nobody_else_loses_a_place() -> None:
 def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypatch: Any) -> None:
     """Its session has one writer at a time, whatever slot its next turn gets."""
 
-    async def work(engine: Server) -> None:
-        engine._slots.restart(2)
+    async def work(engine: ModelRouter) -> None:
+        engine.server.slots.restart(2)
         engine.conversations.recall(seated())
         (victim,) = engine.conversations
-        (await engine._slots.acquire(victim.id, "")).release()
+        (await engine.server.slots.acquire(victim.id, "")).release()
         victim.epoch = 5
         saving, saved = asyncio.Event(), asyncio.Event()
 
@@ -562,18 +586,18 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
         )
 
         async def other() -> None:
-            with await engine._slots.acquire("other", "", slot=0) as lease:
+            with await engine.server.slots.acquire("other", "", slot=0) as lease:
                 assert lease.victim == victim.id
                 with lease.vacating():
-                    await engine._seating.make_room(victim, view, {})
+                    await engine.server.strategies.budgeted._slots.save_rows(victim, view, {})
                 await asyncio.sleep(100)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(other())
             await saving.wait()
-            turn = tasks.create_task(engine._slots.acquire(victim.id, ""))
+            turn = tasks.create_task(engine.server.slots.acquire(victim.id, ""))
             await asyncio.sleep(10)
-            assert not turn.done() and engine._slots.pool.slot_of(victim.id) is None
+            assert not turn.done() and engine.server.slots.pool.slot_of(victim.id) is None
             saved.set()
             with await turn as lease:
                 assert lease.slot == 1
@@ -583,12 +607,12 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
 
 @pytest.mark.parametrize("has_slot", [True, False])
 def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatch: Any) -> None:
-    async def work(engine: Server) -> None:
+    async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         known.epoch = 5
         if has_slot:
-            (await engine._slots.acquire(known.id, "")).release()
+            (await engine.server.slots.acquire(known.id, "")).release()
         dropping, dropped = asyncio.Event(), asyncio.Event()
 
         async def slot(*_: object) -> dict[str, Any]:
@@ -605,7 +629,7 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(Admin(engine).drop_block(known.id, span))
             await dropping.wait()
-            turn = tasks.create_task(engine._slots.acquire(known.id, ""))
+            turn = tasks.create_task(engine.server.slots.acquire(known.id, ""))
             await asyncio.sleep(10)
             assert not turn.done() and known.labels
             with pytest.raises(RequestError):
@@ -621,7 +645,7 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
 def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: Any) -> None:
     """Its copies would be made after they were dropped, and stay for ever."""
 
-    async def work(engine: Server) -> None:
+    async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         done: list[str] = []
@@ -630,9 +654,9 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
             done.append("dropped")
 
         monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
-        engine.watch.server = ServerInfo("", "", adopts=True)
-        (await engine._slots.acquire(known.id, "")).release()
-        lease = await engine._slots.acquire("other", "")
+        engine.monitor.server = ServerInfo("", "", adopts=True)
+        (await engine.server.slots.acquire(known.id, "")).release()
+        lease = await engine.server.slots.acquire("other", "")
         assert lease.victim == known.id
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(Admin(engine).delete(known.id))
@@ -649,7 +673,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
 def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
     monkeypatch: Any,
 ) -> None:
-    async def work(engine: Server) -> None:
+    async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
         done: list[str] = []
@@ -659,11 +683,11 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
             return {}
 
         monkeypatch.setattr(BlockApi, "run", run)
-        (await engine._slots.acquire(known.id, "")).release()
-        lease = await engine._slots.acquire("other", "")
+        (await engine.server.slots.acquire(known.id, "")).release()
+        lease = await engine.server.slots.acquire("other", "")
         engine.conversations.forget(known)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine._seating.drop(known, {}))
+            tasks.create_task(engine.server.strategies.budgeted._slots.drop_copies(known, {}))
             await asyncio.sleep(1)
             assert not done
             done.append("saved")
@@ -690,13 +714,13 @@ def test_a_request_that_is_refused_is_not_the_prompt_of_its_conversation() -> No
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: bool) -> None:
-    async def work(engine: Server) -> None:
-        way = Forwarding(b"", 0.0)
+    async def work(engine: ModelRouter) -> None:
+        ending = _request(engine)
         known = engine.conversations.start(_prompt(), None, "")
-        way.begin(known, Arrival(_prompt()))
+        ending.scope.join(known, Arrival(_prompt()))
         if committed:
             engine.conversations.commit(known, Arrival(_prompt()))
-        engine._concluding.conclude(way, {})
+        ending.finish()
         assert (engine.conversations.get(known.id) is known) == committed
         assert not known.in_use
 
@@ -704,14 +728,14 @@ def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: b
 
 
 def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refused_one() -> None:
-    async def work(engine: Server) -> None:
+    async def work(engine: ModelRouter) -> None:
         known = engine.conversations.start(_prompt(), None, "")
-        refused, other = Forwarding(b"", 0.0), Forwarding(b"", 0.0)
-        for way in (refused, other):
-            way.begin(known, Arrival(_prompt()))
-        engine._concluding.conclude(refused, {})
+        refused, other = _request(engine), _request(engine)
+        for ending in (refused, other):
+            ending.scope.join(known, Arrival(_prompt()))
+        refused.finish()
         assert engine.conversations.get(known.id) is known
-        engine._concluding.conclude(other, {})
+        other.finish()
         assert engine.conversations.get(known.id) is None
 
     _with_engine(work)

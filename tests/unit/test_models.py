@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -10,8 +11,8 @@ import pytest
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
+from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.models import Models
-from evoke_proxy.engine.server.server import Server
 
 BODY = b'{"model":"one"}'
 
@@ -32,7 +33,7 @@ class Entered:
 
     may: asyncio.Event
     failures: list[BaseException]
-    upstream: LlamaClient = field(default_factory=Router)
+    client: LlamaClient = field(default_factory=Router)
     tasks: list[asyncio.Task[Any] | None] = field(default_factory=list)
     scope: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
@@ -51,7 +52,7 @@ class Entered:
 
 
 async def _request(models: Models[Entered], body: bytes = BODY) -> Entered | None:
-    return await models.of(body, {})
+    return await models.of(str(json.loads(body)["model"]), {})
 
 
 def test_a_request_that_is_cancelled_while_its_model_is_entered_leaves_nothing_half_done() -> None:
@@ -102,13 +103,13 @@ def test_a_model_that_could_not_be_entered_is_tried_again() -> None:
 
 def test_an_engine_that_is_cancelled_while_it_is_entered_is_left(monkeypatch: Any) -> None:
     async def run() -> None:
-        engine, hangs = Server(Config()), asyncio.Event()
+        engine, hangs = build_router(Config()), asyncio.Event()
 
         async def look(*_: object) -> None:
             hangs.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(engine.watch, "look", look)
+        monkeypatch.setattr(engine.monitor, "look", look)
         entering = asyncio.get_running_loop().create_task(engine.__aenter__())
         await hangs.wait()
         entering.cancel()

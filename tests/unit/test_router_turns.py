@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from evoke_proxy.config import Config
-from evoke_proxy.engine.server.server import Server
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.engine.assembly import build_router, build_server
+from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
+from evoke_proxy.engine.server.reply import ReplyReader
 
 
-def test_the_loading_of_a_model_is_waited_for_too(monkeypatch: Any) -> None:
-    async def turn() -> tuple[float, float]:
-        engine, inner, arrived = Server(Config()), Server(Config()), 0.0
+def test_the_loading_of_a_model_counts_as_waiting_of_the_request(monkeypatch: Any) -> None:
+    preempted: list[int] = []
 
-        async def routes(_: object) -> bool:
-            return True
+    async def turn() -> tuple[float, bool]:
+        router = build_router(Config())
+        inner = build_server(router.config, router.shared, router.upstream, model="other")
+        trace = RequestTrace(asyncio.get_running_loop().time())
 
-        async def loaded(*_: object) -> Server:
-            nonlocal arrived
-            arrived = asyncio.get_running_loop().time()
+        async def loaded(*_: object) -> Any:
+            assert trace.waiting_since is not None, "a client is to see that it is waited for"
             await asyncio.sleep(0.05)
             return inner
 
-        engine._models._known["other"] = inner
-        monkeypatch.setattr(inner.keeper, "preempt_background", lambda: stopped.append(1))
-        monkeypatch.setattr(engine, "_routes", routes)
-        monkeypatch.setattr(engine._models, "of", loaded)
-        monkeypatch.setattr(inner, "_routes", lambda _: asyncio.sleep(0, False))
-        monkeypatch.setattr(inner, "_prepare", lambda *_: asyncio.sleep(0))
-        async with engine.turn("chat", b"{}", {}) as way:
-            way.observe(b"{")
-            return way.began - arrived, way.first_byte_s or 0.0
+        async def look(*_: object) -> None:
+            return None
 
-    stopped: list[int] = []
-    began, first_byte_s = asyncio.run(turn())
-    assert began <= 0 and first_byte_s >= 0.05
-    assert stopped == [1], "what is decoded ahead for a model, another would wait for"
+        @asynccontextmanager
+        async def exchange(_: object, trace: RequestTrace) -> AsyncIterator[Exchange]:
+            reader, reply = ReplyReader(trace), object()
+            reader.feed(b"{")
+            assert reader.first_byte_s is not None and reader.first_byte_s >= 0.05
+            yield Exchange(reply=reply, observe=reader.feed)  # type: ignore[arg-type]
+
+        router._models._known["other"] = inner
+        monkeypatch.setattr(router._models, "of", loaded)
+        monkeypatch.setattr(router.monitor, "look", look)
+        monkeypatch.setattr(type(router), "_is_router", property(lambda _: True))
+        monkeypatch.setattr(inner.server, "exchange", exchange)
+        monkeypatch.setattr(inner.server.slots, "preempt", lambda _: preempted.append(1))
+        chat = parse_chat("chat", {"messages": [{"role": "user", "content": "Hi"}]})
+        incoming = IncomingRequest(dialect="chat", body=b"{}", headers={})
+        request = ParsedChat(incoming=incoming, tenant="", body=b"{}", chat=chat)
+        async with router.exchange(request, trace):
+            return trace.attempted_at - trace.arrived_at, trace.waiting_since is None
+
+    waited_s, is_over = asyncio.run(turn())
+    assert waited_s >= 0.05 and is_over
+    assert preempted == [1], "what is decoded ahead for a model, another would wait for"

@@ -17,7 +17,8 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.snapshots.conversation_state import SentRequest, SnapshotState
-from evoke_proxy.engine.gateway import IncomingRequest, ParsedRequest, RequestTrace
+from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
@@ -57,12 +58,15 @@ def _strategy(api: _Calls, *conversations: Any) -> SnapshotStrategy:
     return strategy
 
 
-def _scope(dialect: str, body: bytes) -> TurnScope:
+def _request(dialect: str, body: bytes) -> ParsedChat:
     chat = parse_chat(dialect, orjson.loads(body), False)
     incoming = IncomingRequest(
         dialect=dialect, target="", body=body, headers={}, forwarded_headers={}
     )
-    request = ParsedRequest(incoming=incoming, tenant="", body=body, chat=chat)
+    return ParsedChat(incoming=incoming, tenant="", body=body, chat=chat)
+
+
+def _scope(request: ParsedChat) -> TurnScope:
     return TurnScope(request, RequestTrace(0.0), SlotQueue(LimitsConfig()), Metrics())
 
 
@@ -73,15 +77,13 @@ def _body(n: int, first: str) -> bytes:
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 def test_the_loop_does_not_read_a_large_chat(dialect: str) -> None:
     body = _body(2000, "Hello.")
-    scope = _scope(dialect, body)
-    chat = scope.request.chat
-    assert chat is not None
+    request = _request(dialect, body)
 
     async def run() -> float:
         calls = _Calls()
         strategy = _strategy(calls)
         began = time.thread_time()
-        turn = await strategy._render(scope, chat)
+        turn = await strategy._render(request, _scope(request))
         took = time.thread_time() - began
         assert turn is not None
         assert len(orjson.loads(turn.body)["messages"]) == 2001
@@ -96,13 +98,11 @@ def test_the_loop_does_not_read_a_large_chat(dialect: str) -> None:
 
 def test_the_loop_does_not_compare_large_chats() -> None:
     body, earlier = _body(2000, "Hello."), _body(2000, "Good morning.")
-    scope = _scope("chat", body)
-    chat = scope.request.chat
-    assert chat is not None
+    request = _request("chat", body)
     turn = SnapshotTurn(
-        request=scope.request,
-        forwarded=scope.turn.forwarded,
-        chat=chat,
+        request=request,
+        forwarded=ForwardedBody(body),
+        chat=request.chat,
         body=body,
         prompt=TOKENS,
         boundary=TOKENS,

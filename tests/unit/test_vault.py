@@ -409,8 +409,8 @@ def test_of_saves_that_timed_out_the_latest_are_deleted_again(tmp_path: Path) ->
     with vault(tmp_path) as it:
         parts = [it.new_part() for _ in range(20)]
         for part in parts:
-            it.discard(part, overdue=True)
-        it.discard(parts[10], overdue=True)
+            it.discard(part, may_be_written=True)
+        it.discard(parts[10], may_be_written=True)
         asyncio.run(it.wait_for_deletions())
         for part in parts:  # written all the same
             written(tmp_path, part)
@@ -428,12 +428,12 @@ def test_whoever_stops_waiting_for_files_to_go_leaves_the_others_waiting() -> No
 
     async def impatient() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(sweeper.swept(), 0.01)
+            await asyncio.wait_for(sweeper.wait_async(), 0.01)
         free.set()
-        await sweeper.swept()
+        await sweeper.wait_async()
 
-    sweeper.sweep(held, "one")
-    sweeper.sweep(gone.append, "other")
+    sweeper.submit(held, "one")
+    sweeper.submit(gone.append, "other")
     asyncio.run(impatient())
     assert gone == ["other"]
     sweeper.close()

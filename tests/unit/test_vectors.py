@@ -15,12 +15,13 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
-from evoke_proxy.engine.turns.forwarding import Forwarding
 
 EAST = np.array([1.0, 0.0], np.float32)
 POLICY = PolicyConfig(budget=512)
@@ -65,9 +66,11 @@ def conversation(*said: str) -> Conversation:
     return Conversation(session, np.zeros(0, np.int32))
 
 
-def request(**fields: Any) -> ChatRequest:
+def request(**fields: Any) -> ParsedChat:
     message = {"role": "user", "content": "Where is it? How is the old one called?"}
-    return parse_chat("chat", {"messages": [message], **fields})
+    chat = parse_chat("chat", {"messages": [message], **fields})
+    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+    return ParsedChat(incoming=incoming, tenant="me", body=b"", chat=chat)
 
 
 async def rendering(seconds: float = 0.0) -> Any:
@@ -75,11 +78,14 @@ async def rendering(seconds: float = 0.0) -> Any:
     return "rendered"
 
 
-async def beside(fake: FakeEmbedding, policy: PolicyConfig, seconds: float = 0.0) -> Forwarding:
-    way = Forwarding(b"", 0.0)
-    found = await vectors_of(fake, policy).beside(rendering(seconds), way, request(), "me")
-    assert found == "rendered"
-    return way
+async def beside(
+    fake: FakeEmbedding, policy: PolicyConfig, seconds: float = 0.0
+) -> tuple[Any, RequestTrace]:
+    """The vectors that were made, and what was waited for."""
+    trace, vectors = RequestTrace(0.0), vectors_of(fake, policy)
+    rendered, made = await vectors.embed_beside(rendering(seconds), request(), trace)
+    assert rendered == "rendered"
+    return made, trace
 
 
 def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
@@ -108,8 +114,8 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_embedder_that_is_off_is_asked_nothing() -> None:
     fake, known = FakeEmbedding(on=False), conversation("text")
     vectors_of(fake).submit(known)
-    way = asyncio.run(beside(fake, POLICY))
-    assert not (fake.submitted or fake.asked or known.awaited or way.vectors or way.waits)
+    made, trace = asyncio.run(beside(fake, POLICY))
+    assert not (fake.submitted or fake.asked or known.awaited or made or trace.waits)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +123,7 @@ def test_an_embedder_that_is_off_is_asked_nothing() -> None:
 )
 def test_what_nobody_looks_up_is_not_embedded(policy: PolicyConfig) -> None:
     fake = FakeEmbedding()
-    assert not asyncio.run(beside(fake, policy)).vectors and not fake.asked
+    assert not asyncio.run(beside(fake, policy))[0] and not fake.asked
 
 
 def test_while_a_session_has_a_budget_of_its_own_questions_are_embedded() -> None:
@@ -125,19 +131,19 @@ def test_while_a_session_has_a_budget_of_its_own_questions_are_embedded() -> Non
     conversations = Conversations(config, 9)
     known = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
     known.own_budget, known.session.config = True, POLICY
-    vectors, way = BlockVectors(fake, config, conversations), Forwarding(b"", 0.0)  # type: ignore[arg-type]
-    asyncio.run(vectors.beside(rendering(), way, request(), "me"))
+    vectors = BlockVectors(fake, config, conversations)  # type: ignore[arg-type]
+    asyncio.run(vectors.embed_beside(rendering(), request(), RequestTrace(0.0)))
     assert len(fake.asked) == 2
     conversations.forget(known)
-    asyncio.run(vectors.beside(rendering(), way, request(), "me"))
+    asyncio.run(vectors.embed_beside(rendering(), request(), RequestTrace(0.0)))
     assert len(fake.asked) == 2
 
 
 def test_a_question_is_embedded_beside_the_rendering_and_only_the_rest_is_waiting() -> None:
-    way = virtual_time.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
-    assert set(way.vectors) == {"Where is it?", "How is the old one called?"}
-    assert way.waits["embed"] == pytest.approx(0.05)
-    quick = virtual_time.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
+    made, trace = virtual_time.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
+    assert set(made) == {"Where is it?", "How is the old one called?"}
+    assert trace.waits["embed"] == pytest.approx(0.05)
+    _, quick = virtual_time.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
     assert quick.waits["embed"] == 0.0
 
 
@@ -147,7 +153,7 @@ def test_a_rendering_that_fails_is_not_hidden() -> None:
 
     async def run() -> None:
         vectors = vectors_of(FakeEmbedding())
-        await vectors.beside(failing(), Forwarding(b"", 0.0), request(), "me")
+        await vectors.embed_beside(failing(), request(), RequestTrace(0.0))
 
     with pytest.raises(ValueError, match="no"):
         asyncio.run(run())

@@ -10,6 +10,7 @@ import pytest
 import virtual_time
 
 from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.server.monitor import ServerMonitor
@@ -37,7 +38,8 @@ class Watched:
     def __post_init__(self) -> None:
         upstream: Any = LlamaClient(UpstreamConfig())
         upstream.info = self._info
-        self.watch = ServerMonitor(upstream, Config(), self.starts.append)
+        self.watch = ServerMonitor(upstream, Config(), Metrics())
+        self.watch.on_start.append(self.starts.append)
 
     async def _info(self, client: object) -> ServerInfo:
         self.asked += 1

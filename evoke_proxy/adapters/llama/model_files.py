@@ -1,4 +1,4 @@
-"""The identity of a file of weights, from the little of it that is quick to read."""
+"""Identifies model files by size, time and a hash of their first and last bytes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from pathlib import Path
 from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.snapshots.fingerprint import ModelFile
 
-# The head has the metadata and the names of tensors, the tail some of their values.
+# Bytes hashed at each end: the head has metadata and tensor names, the tail has tensor values.
 _SAMPLE_BYTES = 1024 * 1024
 
 
 class ModelFiles:
-    """Remembers what it has hashed as long as size and time of a file stay the same."""
+    """Caches the hash of a file while its size and modification time stay the same."""
 
     def __init__(self) -> None:
-        self._known: dict[str, ModelFile] = {}
+        self._cache: dict[str, ModelFile] = {}
 
     def identify(self, path: str) -> ModelFile | None:
-        """None when there is no such file here: llama-server runs on another machine, maybe."""
+        """The identity of a file.
+
+        None when it cannot be read here: llama-server may run on another machine.
+        """
         try:
             stat = Path(path).stat()
-            known = self._known.get(path)
-            if known and (known.n_bytes, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
-                return known
+            cached = self._cache.get(path)
+            if cached and (cached.n_bytes, cached.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+                return cached
             sample = _sample(Path(path), stat.st_size)
         except OSError:
             return None
-        self._known[path] = ModelFile(stat.st_size, stat.st_mtime_ns, sample)
-        return self._known[path]
+        self._cache[path] = ModelFile(stat.st_size, stat.st_mtime_ns, sample)
+        return self._cache[path]
 
 
 def _sample(path: Path, n_bytes: int) -> str:

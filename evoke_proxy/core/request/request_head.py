@@ -27,7 +27,7 @@ _FORBIDDEN_IN_TARGET = re.compile("[\x00-\x20\x7f\ud800-\udfff]")
 def check_method(method: str) -> None:
     """Raise MethodRefused (405 or 501) for a method that llama-server has no handler for."""
     if method not in METHODS:
-        raise MethodRefused(method, METHODS, known=method in _KNOWN_ELSEWHERE)
+        raise MethodRefused(method, METHODS, is_standard=method in _KNOWN_ELSEWHERE)
 
 
 def check_target(target: str, limit: int = MAX_LINE_BYTES) -> None:

@@ -1,8 +1,9 @@
-"""Which server a conversation is bound to, before any server has rendered its next request.
+"""Binds conversations to servers before any server has rendered the next request.
 
-A conversation is known by what its client calls it, else by its messages: a request goes on from
-the one with which it shares the first message of a user and most of the rest. That is only where a
-request goes: which session it is of, its tokens decide there (`core.session.identity`).
+A conversation is recognised by the client's id for it, else by its messages: a request continues
+the conversation with which it shares the first user message and most of the rest. This decides only
+where a request goes; which session it belongs to is decided there by its tokens
+(`core.session.identity`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.session.identity import MIN_SHARED
 from evoke_proxy.core.tenants.fair_share import first_of_largest
 
-# A token of English text, roughly.
+# Bytes of a token of English text, roughly.
 _TOKEN_BYTES = 4
-# Of a trail only the end is remembered: further than that no client goes back unnamed.
+# Hashes remembered of a conversation, the last ones: clients without an id go back no further.
 _REMEMBERED = 64
 PrefixHashes = Sequence[bytes]
 _Key = tuple[str, bytes | str]
@@ -28,108 +29,120 @@ _Key = tuple[str, bytes | str]
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """A conversation and the place of its server; `session` is its id there, None until known.
-    `length` counts the messages of its longest request, `speaking` those under way. `tenant` is
-    empty until a request of it is heard."""
+    """Where a conversation's requests go.
+
+    Attributes:
+        server: index of the server.
+        session: id of the session there; None until it is assigned.
+        n_messages: messages of its longest request.
+        n_active: requests in progress.
+        tenant: tenant; empty before the first request.
+        keys: what the conversation is found by.
+    """
 
     server: int
     session: str | None = None
-    length: int = 0
-    speaking: int = 0
+    n_messages: int = 0
+    n_active: int = 0
     tenant: str = ""
     keys: set[_Key] = field(default_factory=set)
 
 
 def prefix_hashes(messages: Iterable[Message]) -> PrefixHashes:
-    """Digests of a request up to each of its messages, from the first of a user on; of too little
-    text there are none."""
-    digest, n_bytes, begun, found = hashlib.blake2b(digest_size=16), 0, False, []
+    """Hash a request up to each of its messages, from the first user message on.
+
+    Prefixes with too little text to identify a conversation get no hash.
+    """
+    digest, n_bytes, has_user, hashes = hashlib.blake2b(digest_size=16), 0, False, list[bytes]()
     for message in messages:
         text = f"{message.role.value}\0{message.printed}\0".encode("utf-8", "surrogatepass")
         digest.update(text)
-        n_bytes, begun = n_bytes + len(text), begun or message.role is Role.USER
-        if begun and n_bytes >= MIN_SHARED * _TOKEN_BYTES:
-            found.append(digest.copy().digest())
-    return found
+        n_bytes, has_user = n_bytes + len(text), has_user or message.role is Role.USER
+        if has_user and n_bytes >= MIN_SHARED * _TOKEN_BYTES:
+            hashes.append(digest.copy().digest())
+    return hashes
 
 
 class Affinity:
-    """So many conversations; of the tenant that has most the longest silent is forgotten first."""
+    """Routes of at most `limit` conversations.
+
+    The conversation forgotten first is the least recently used of the tenant that has most.
+    """
 
     def __init__(self, n_servers: int, limit: int) -> None:
         self.bound = [0] * n_servers
         self._limit = limit
-        self._known: dict[_Key, Route] = {}
-        self._order: OrderedDict[int, Route] = OrderedDict()
+        self._routes: dict[_Key, Route] = {}
+        self._by_use: OrderedDict[int, Route] = OrderedDict()
 
-    def find(self, tenant: str, name: str | None, trail: PrefixHashes) -> Route | None:
-        """The conversation a request goes on from; None when it is a new one.
+    def find(self, tenant: str, name: str | None, hashes: PrefixHashes) -> Route | None:
+        """The route of the conversation that a request continues; None for a new conversation.
 
-        One without a name does not go on from one that is being answered: nobody speaks twice at
-        once."""
-        named = self._known.get((tenant, name)) if name is not None else None
+        A request without an id does not continue a conversation that has a request in progress.
+        """
+        named = self._routes.get((tenant, name)) if name is not None else None
         if named is not None:
             return named
-        for at in range(len(trail) - 1, -1, -1):
-            found = self._known.get((tenant, trail[at]))
-            if found is not None:
-                most = 2 * (at + 1) >= found.length
-                return found if most and not found.speaking else None
+        for at in range(len(hashes) - 1, -1, -1):
+            route = self._routes.get((tenant, hashes[at]))
+            if route is not None:
+                shares_most = 2 * (at + 1) >= route.n_messages
+                return route if shares_most and not route.n_active else None
         return None
 
     def bind(self, server: int) -> Route:
-        """A new conversation, of which `heard` will say how it is known."""
-        made = Route(server)
+        """Make the route of a new conversation; `track_request` registers what it is found by."""
+        route = Route(server)
         self.bound[server] += 1
-        self._order[id(made)] = made
-        return made
+        self._by_use[id(route)] = route
+        return route
 
-    def move(self, known: Route, server: int) -> None:
-        """It is at another server now."""
-        if id(known) in self._order:
-            self.bound[known.server] -= 1
+    def move(self, route: Route, server: int) -> None:
+        """Bind a conversation to another server."""
+        if id(route) in self._by_use:
+            self.bound[route.server] -= 1
             self.bound[server] += 1
-        known.server = server
+        route.server = server
 
     @contextmanager
-    def heard(
-        self, known: Route, tenant: str, name: str | None, trail: PrefixHashes
+    def track_request(
+        self, route: Route, tenant: str, name: str | None, hashes: PrefixHashes
     ) -> Iterator[None]:
-        """Around one of its requests."""
-        if id(known) in self._order:
-            self._order.move_to_end(id(known))
-            self._learn(known, tenant, name, trail)
-        known.speaking += 1
+        """Context of one request of a conversation."""
+        if id(route) in self._by_use:
+            self._by_use.move_to_end(id(route))
+            self._register(route, tenant, name, hashes)
+        route.n_active += 1
         try:
             yield
         finally:
-            known.speaking -= 1
-            while len(self._order) > self._limit:
-                surplus = first_of_largest(self._order.values(), lambda bound: bound.tenant)
+            route.n_active -= 1
+            while len(self._by_use) > self._limit:
+                surplus = first_of_largest(self._by_use.values(), lambda route: route.tenant)
                 if surplus is None:
                     break
                 self._forget(surplus)
 
-    def _learn(self, known: Route, tenant: str, name: str | None, trail: PrefixHashes) -> None:
-        known.tenant = tenant
-        keys: list[_Key] = [(tenant, digest) for digest in trail[-_REMEMBERED:]]
+    def _register(self, route: Route, tenant: str, name: str | None, hashes: PrefixHashes) -> None:
+        route.tenant = tenant
+        keys: list[_Key] = [(tenant, digest) for digest in hashes[-_REMEMBERED:]]
         if name is not None:
             keys.append((tenant, name))
-        for key in known.keys.difference(keys):
-            if isinstance(key[1], bytes) or name is not None:  # it is called otherwise now
-                self._drop(key, known)
+        for key in route.keys.difference(keys):
+            if isinstance(key[1], bytes) or name is not None:  # the client's id has changed
+                self._drop(key, route)
         for key in keys:
-            self._known[key] = known
-        known.keys.update(keys)
-        known.length = len(trail)
+            self._routes[key] = route
+        route.keys.update(keys)
+        route.n_messages = len(hashes)
 
-    def _forget(self, known: Route) -> None:
-        del self._order[id(known)]
-        self.bound[known.server] -= 1
-        for key in list(known.keys):
-            self._drop(key, known)
+    def _forget(self, route: Route) -> None:
+        del self._by_use[id(route)]
+        self.bound[route.server] -= 1
+        for key in list(route.keys):
+            self._drop(key, route)
 
-    def _drop(self, key: _Key, known: Route) -> None:
-        known.keys.discard(key)
-        if self._known.get(key) is known:
-            del self._known[key]
+    def _drop(self, key: _Key, route: Route) -> None:
+        route.keys.discard(key)
+        if self._routes.get(key) is route:
+            del self._routes[key]

@@ -1,9 +1,9 @@
-"""Which of several llama-servers takes a request: health, circuit breakers, drains.
+"""Chooses among several llama-servers: health, circuit breakers, drains.
 
-Pure bookkeeping: events come in, decisions go out; times are seconds and are handed in. A breaker
-is *closed* while its server does its part, *open* after so many failures in a row, and *half open*
-while one trial finds out whether it does again. Only checks of our own open one: a request that
-fails may have failed of what its client sent, so it only brings the next check forward.
+Pure bookkeeping: events come in, decisions go out; times are seconds and are passed in. A breaker
+is *closed* while its server is healthy, *open* after several failures in a row, and *half open*
+while one trial check runs. Only our own checks open a breaker: a request may fail because of what
+its client sent, so a failed request only brings the next check forward.
 """
 
 from __future__ import annotations
@@ -21,10 +21,24 @@ _NONE: Mapping[int, int] = {}
 
 @dataclass(slots=True)
 class Member:
-    """One server as it is known. `in_flight` are requests that run there or wait for a slot there,
-    `failures` those in a row, `model` what it serves (empty: nobody knows); nobody is `checking`
-    it before `check_at`. `unconfirmed` are requests that failed since the latest check began: they
-    count as failures when the next check fails, too, of which `confirming` the one under way."""
+    """State of one server.
+
+    Attributes:
+        name: name in the configuration.
+        breaker: CLOSED, HALF_OPEN or OPEN.
+        draining: whether it finishes its requests and takes no new ones.
+        n_slots: slots of the server.
+        in_flight: requests that run there or wait for a slot there.
+        failures: failures in a row.
+        unconfirmed: requests that failed since the latest check began; they count as failures if
+            the next check fails too.
+        openings: how often the breaker has opened.
+        backoff_s: time from the latest opening to its trial check.
+        check_at: when the next check is due.
+        checking: whether a check is running.
+        confirming: value of `unconfirmed` when that check began.
+        model: model that it serves; empty while unknown.
+    """
 
     name: str
     breaker: str = HALF_OPEN
@@ -42,12 +56,12 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Requests for each slot."""
+        """Requests per slot."""
         return self.in_flight / max(1, self.n_slots)
 
 
 class ServerPool:
-    """All of them, known by their place in the list; nothing is known of any at first."""
+    """The servers by their index; every breaker starts half open."""
 
     def __init__(self, names: Sequence[str], rules: PoolConfig) -> None:
         self.members = tuple(Member(name) for name in names)
@@ -55,68 +69,75 @@ class ServerPool:
         self._model = ""
 
     def __repr__(self) -> str:
-        shown = (f"{m.name}={m.breaker}{'!' * m.draining}/{m.in_flight}" for m in self.members)
-        return f"<ServerPool {' '.join(shown)}>"
+        states = (f"{m.name}={m.breaker}{'!' * m.draining}/{m.in_flight}" for m in self.members)
+        return f"<ServerPool {' '.join(states)}>"
 
     def choose(
         self, home: int | None, bound: Sequence[int], tried: Mapping[int, int] = _NONE
     ) -> int | None:
-        """The server of a request: `home`, where its conversation is, if that takes requests; else
-        the one with least to do for each slot, of equals the one that fewest conversations are
-        `bound` to. Never one that it was `tried` at, unless that had to be opened more often since
-        than it had been then; None when there is none."""
-        new = [i for i, m in enumerate(self.members) if tried.get(i) != m.openings]
-        able = [i for i in new if self.takes(i)]
-        if home in able:
-            return home
-        return min(able, key=lambda i: (self.members[i].load, bound[i], i), default=None)
+        """Choose the server of a request; None when no server can take it.
 
-    def is_well(self, at: int) -> bool:
-        """Whether its server answers."""
+        `home`, the server of its conversation, is chosen if it accepts requests. Otherwise the one
+        with the least load, then the one with the fewest conversations (`bound`). `tried` has, per
+        server where the request failed, the `openings` of that moment: such a server is chosen
+        again only if its breaker has opened since.
+        """
+        untried = [i for i, m in enumerate(self.members) if tried.get(i) != m.openings]
+        candidates = [i for i in untried if self.accepts_requests(i)]
+        if home in candidates:
+            return home
+        return min(candidates, key=lambda i: (self.members[i].load, bound[i], i), default=None)
+
+    def is_healthy(self, at: int) -> bool:
+        """Whether its breaker is closed."""
         return self.members[at].breaker == CLOSED
 
-    def is_known(self, at: int) -> bool:
-        """Whether its first check is over."""
+    def is_checked(self, at: int) -> bool:
+        """Whether its first check has ended."""
         return self.members[at].breaker != HALF_OPEN or self.members[at].openings > 0
 
-    def takes(self, at: int) -> bool:
-        """Whether a server takes requests of clients."""
+    def accepts_requests(self, at: int) -> bool:
+        """Whether the server takes requests of clients."""
         member = self.members[at]
         return member.breaker == CLOSED and not member.draining and not self.is_foreign(at)
 
     def is_foreign(self, at: int) -> bool:
-        """Whether it serves another model than the others.
+        """Whether the server has another model than the pool's.
 
-        What all serve is what the first in the list did that answered at the start, for as long as
-        any of them, up or down, is known to."""
+        The pool's model is that of the first healthy server after the initial checks, for as long
+        as any server, healthy or not, reports it.
+        """
         model = self.members[at].model
         return bool(model and self._model and model != self._model)
 
-    def begun(self, at: int) -> None:
-        """A request goes there; `ended` follows."""
+    def request_started(self, at: int) -> None:
+        """A request is sent there; `request_ended` follows."""
         self.members[at].in_flight += 1
 
-    def ended(self, at: int) -> None:
-        """It is over, however it went."""
+    def request_ended(self, at: int) -> None:
+        """A request has ended, successfully or not."""
         self.members[at].in_flight -= 1
 
-    def served(self, at: int) -> None:
-        """A request was answered: what failed before was not in a row."""
+    def request_served(self, at: int) -> None:
+        """A request was answered: earlier failures no longer count."""
         if self.members[at].breaker == CLOSED:
             self.members[at].failures = 0
 
-    def doubted(self, at: int, now: float) -> None:
-        """A request failed there: a check is to find out at once whether the server is well.
+    def request_failed(self, at: int, now: float) -> None:
+        """A request failed there: make a check due now.
 
-        Says nothing while it is not closed: such a request began before."""
+        Ignored unless the breaker is closed, because then the request began before it opened.
+        """
         member = self.members[at]
         if member.breaker == CLOSED:
             member.unconfirmed += 1
             member.check_at = min(member.check_at, now)
 
-    def due(self, now: float) -> list[int]:
-        """Whom to check now, each to be followed by `found` or `missed`; for an open one that is
-        its trial."""
+    def due_checks(self, now: float) -> list[int]:
+        """Servers to check now; `check_passed` or `check_failed` follows for each.
+
+        An open breaker becomes half open: the check is its trial.
+        """
         due = [i for i, m in enumerate(self.members) if not m.checking and m.check_at <= now]
         for member in (self.members[i] for i in due):
             member.checking, member.confirming = True, member.unconfirmed
@@ -124,31 +145,33 @@ class ServerPool:
         return due
 
     def next_check(self) -> float | None:
-        """When somebody is due; None while all are being checked."""
+        """When the next check is due; None while all are running."""
         waiting = [member.check_at for member in self.members if not member.checking]
         return min(waiting, default=None)
 
-    def found(self, at: int, now: float, n_slots: int, model: str) -> bool:
-        """A check was answered; whether the breaker is closed because of it. What the server
-        serves is not known when `model` is empty."""
+    def check_passed(self, at: int, now: float, n_slots: int, model: str) -> bool:
+        """Record a check that was answered; returns whether it closed the breaker.
+
+        An empty `model` means that the check did not learn the model.
+        """
         member = self.members[at]
         closed = member.breaker == HALF_OPEN
         member.checking, member.check_at = False, now + self.rules.health_interval_s
         member.failures, member.backoff_s, member.breaker = 0, 0.0, CLOSED
         member.unconfirmed -= member.confirming
-        if member.unconfirmed:  # these failed after it began
+        if member.unconfirmed:  # requests that failed after the check began
             member.check_at = now
         member.n_slots, member.model = n_slots, model or member.model
         self._compare()
         return closed
 
-    def missed(self, at: int, now: float) -> bool:
-        """A check failed; whether the breaker is open because of it."""
+    def check_failed(self, at: int, now: float) -> bool:
+        """Record a check that failed; returns whether it opened the breaker."""
         member = self.members[at]
         member.checking = False
         if member.breaker == HALF_OPEN:
-            grown = min(2 * member.backoff_s, self.rules.backoff_max_s)
-            self._open(member, max(grown, self.rules.backoff_s), now)
+            doubled = min(2 * member.backoff_s, self.rules.backoff_max_s)
+            self._open(member, max(doubled, self.rules.backoff_s), now)
             self._compare()
             return True
         member.check_at = now + self.rules.health_interval_s
@@ -160,13 +183,13 @@ class ServerPool:
         return True
 
     def retry_after(self, now: float) -> float:
-        """Seconds until it is worth asking again when none takes requests."""
+        """Seconds after which a client may retry when no server accepts requests."""
         tries = [m.check_at - now for m in self.members if m.breaker != CLOSED]
         return max(1.0, min(tries, default=self.rules.backoff_max_s))
 
     def _compare(self) -> None:
-        """What all are to serve; not before each has been checked for the first time."""
-        unknown = not all(self.is_known(at) for at in range(len(self.members)))
+        """Choose the pool's model, once every server has been checked."""
+        unknown = not all(self.is_checked(at) for at in range(len(self.members)))
         if unknown or any(m.model == self._model for m in self.members if m.model):
             return
         models = (m.model for m in self.members if m.breaker == CLOSED and m.model)

@@ -1,4 +1,4 @@
-"""What decoding, saving and restoring cost here, as measured; which of them is worth its time."""
+"""Measured costs of decoding, saving and restoring, and which of them is worth its time."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 
 from evoke_proxy.core.model.counts import Rate, is_count, token_count
 
-# What two calls and a look into the index take, seconds.
+# Seconds for two calls and a look-up in the index.
 _OVERHEAD_S = 0.02
-# Of `min_gain`, for a save: it is seldom known how often it will be restored. The second is for
-# one in front of a request, which is that much later for it.
+# Shares of `min_gain` that a save has to gain: how often it will be restored is not known. The
+# second one is for a save that a request waits for.
 _SAVE_SHARE, _WAITED_SHARE = 0.05, 0.5
-# A short prefill says more about overheads than about speed.
-_TELLING_TOKENS = 64
+# A shorter prefill shows overheads and not speed.
+_MIN_MEASURED_TOKENS = 64
 
 
 @dataclass(slots=True)
 class Costs:
-    """Speeds of one server: `prefill` tokens, `save` and `restore` bytes per second.
+    """Measured speeds of one server, and the settings that they are compared with."""
 
-    `stall_share` is the most of the time that saves may keep the server from decoding: each stops
-    all slots. A restore has to save `min_gain` times what it costs; with 0 whatever is longer than
-    what there is pays. Times are seconds of any one clock.
-    """
-
+    # Greatest share of the time for which saves may keep the server from decoding.
     stall_share: float
+    # A restore has to save so many times what it costs; 0: any gain is worth it.
     min_gain: float = 2.0
+    # Tokens per second.
     prefill: Rate = field(default_factory=Rate)
+    # Bytes per second.
     save: Rate = field(default_factory=Rate)
     restore: Rate = field(default_factory=Rate)
     bytes_per_token: float = 0.0
+    # No save before this time, in seconds of the caller's clock.
     next_save_at: float = 0.0
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
-        """A prompt of so many new tokens was decoded in this time."""
-        if n_tokens >= _TELLING_TOKENS:
+        """Record that so many tokens of a prompt were decoded in this time."""
+        if n_tokens >= _MIN_MEASURED_TOKENS:
             self.prefill.note(n_tokens, seconds)
 
     def saved(self, n_tokens: int, n_bytes: int, seconds: float, now: float) -> None:
-        """A save ended now; the next may not come before it has paid for the stall."""
+        """Record a save that ended now, and set when the next one may begin."""
         self.save.note(n_bytes, seconds)
         self.bytes_per_token = n_bytes / max(1, n_tokens)
         self.next_save_at = now + seconds * (1.0 / self.stall_share - 1.0)
 
     def worth_restoring(self, gain: int, n_bytes: int) -> bool:
-        """Whether so many tokens less to decode pay for reading so many bytes.
+        """Return whether decoding `gain` tokens less pays for reading so many bytes.
 
-        What was never measured is taken to be worth it: that is how it gets measured.
+        True before the speeds were measured, so that they are.
         """
         if not self.prefill.value or not self.restore.value:
             return True
@@ -56,11 +56,11 @@ class Costs:
         return self.prefill.seconds(gain) > self.min_gain * cost
 
     def worth_saving(self, gain: int, n_tokens: int, waited_for: bool = False) -> bool:
-        """Whether a snapshot of `n_tokens` pays that is `gain` tokens ahead of the one there is.
+        """Return whether a snapshot pays that is `gain` tokens longer than the existing one.
 
-        How often it will be restored is unknown, how often saves may be made is bounded: while
-        nobody waits a small gain will do. One that a request has `waited_for` has to pay with its
-        first restore. What was never measured is taken to be worth it then if half of it is new.
+        How often it will be restored is unknown, and the number of saves is limited: while no
+        request waits, a small gain is enough. One that is `waited_for` has to pay with its first
+        restore; before the speeds were measured it does when half of it is new.
         """
         if not self.prefill.value or not self.save.value:
             return not waited_for or 2 * gain >= n_tokens or not self.min_gain
@@ -70,25 +70,25 @@ class Costs:
 
 
 def cost_of(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Tokens of a turn that were cached, decoded and made, as an answer of any dialect states them.
+    """Return the tokens that a reply states as cached, decoded and generated, in any dialect.
 
-    Whatever is not a count is 0: an answer may hold anything.
+    A value that is no count is 0.
     """
-    cached, decoded, made = (token_count(value) for value in _stated(timings, usage))
+    cached, decoded, generated = (token_count(value) for value in _stated(timings, usage))
     if not timings and "input_tokens_details" in usage:
         decoded = max(0, decoded - cached)  # Responses state the whole prompt
-    return cached, decoded, made
+    return cached, decoded, generated
 
 
 def is_odd(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> bool:
-    """Whether an answer states its tokens in a way that no llama-server does."""
+    """Return whether a reply states its tokens in a format that no llama-server uses."""
     odd_details = not isinstance(usage.get("input_tokens_details"), dict | None)
     stated = (value for value in _stated(timings, usage) if value is not None)
     return odd_details or not all(is_count(value) for value in stated)
 
 
 def _stated(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[object, object, object]:
-    """What an answer states as cached, decoded (Responses: all of the prompt) and made."""
+    """What a reply states as cached, decoded (Responses: all of the prompt) and generated."""
     if timings:
         return timings.get("cache_n"), timings.get("prompt_n"), timings.get("predicted_n")
     if "input_tokens_details" in usage:

@@ -1,4 +1,4 @@
-"""What a saved state belongs to: a file of one model restores into another without a word."""
+"""Fingerprints of servers: llama-server restores a file of another model without an error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ _META = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Identity of a file of weights: `sample` is a hash of its first and last bytes."""
+    """Identity of a file of weights."""
 
     n_bytes: int
     mtime_ns: int
+    # Hash of its first and last bytes.
     sample: str
 
 
-# What decides how a state is laid out: as properties, and as options of the command line.
+# What decides how a state is laid out: names of properties, and options of the command line.
 _LAYOUT = {
     "cache_type_k": ("-ctk", "--cache-type-k"),
     "cache_type_v": ("-ctv", "--cache-type-v"),
@@ -39,7 +40,7 @@ def fingerprint(
     adapters: Sequence[Mapping[str, Any]],
     file: ModelFile | None,
 ) -> str:
-    """A digest that differs whenever a state of one server could be wrong in the other.
+    """Return a digest that differs whenever a state of one server could be wrong in the other.
 
     Made from `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where
     it is readable. KV types, flash attention and the layout of the cache are included where they
@@ -60,22 +61,26 @@ def fingerprint(
         "lora": [[item.get("path"), item.get("scale")] for item in adapters],
         "media": props.get("modalities"),
     }
-    if told := _layout(props, first):
-        identity["layout"] = told
+    if layout := _layout(props, first):
+        identity["layout"] = layout
     return _digest(identity)
 
 
-def with_layout(told: str, cache: Cache | None) -> str:
-    """A fingerprint with the types of keys and values and whether they are laid out for flash
-    attention; as it was where no file with rows of attention has shown them."""
+def with_layout(stated: str, cache: Cache | None) -> str:
+    """Add the types of keys and values, and whether they are laid out for flash attention.
+
+    Returns the fingerprint unchanged while no file with rows of attention has shown them.
+    """
     if cache is None or cache.types is None:
-        return told
-    return _digest({"told": told, "types": cache.types, "transposed": cache.transposed})
+        return stated
+    return _digest({"told": stated, "types": cache.types, "transposed": cache.transposed})
 
 
 def same_model(props: Mapping[str, Any], models: Mapping[str, Any]) -> str:
-    """A digest that two servers share when a request means the same to both, wherever their files
-    are and however they were started; empty when they do not tell what they serve."""
+    """Return a digest that two servers share when a request means the same to both.
+
+    It does not depend on paths and start options. "" when a server does not state what it serves.
+    """
     meta = _meta(_first(models))
     if meta is None and props.get("role") != "router":
         return ""
@@ -102,16 +107,16 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 
 def _layout(props: Mapping[str, Any], listed: Any) -> dict[str, Any]:
-    """What is told of KV types, flash attention and the cache; empty where nothing is."""
-    told = {name: props[name] for name in _LAYOUT if name in props}
+    """What is stated of KV types, flash attention and the cache; empty where nothing is."""
+    layout = {name: props[name] for name in _LAYOUT if name in props}
     evoke = props.get("evoke")
     limits = evoke.get("limits") if isinstance(evoke, Mapping) else None
     if isinstance(limits, Mapping) and "row_bytes" in limits:
-        told["row_bytes"] = limits["row_bytes"]
+        layout["row_bytes"] = limits["row_bytes"]
     status = listed.get("status") if isinstance(listed, Mapping) else None
     given = status.get("args") if isinstance(status, Mapping) else None
     args = given if isinstance(given, list) else []
     for name, options in _LAYOUT.items():
         if given_at := [at for at, arg in enumerate(args) if arg in options]:
-            told[name] = args[given_at[-1] :][:2]
-    return told
+            layout[name] = args[given_at[-1] :][:2]
+    return layout

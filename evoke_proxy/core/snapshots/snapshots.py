@@ -1,4 +1,4 @@
-"""Snapshots of whole slots: which fits a prompt, what each is worth, which go first."""
+"""Chooses among snapshots: which one fits a prompt, what each is worth, which are deleted."""
 
 from __future__ import annotations
 
@@ -20,53 +20,59 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one slot in a file, which holds exactly `tokens`.
-
-    `branch` names the line of conversation it lies on. `prefill_s` is an estimate of what decoding
-    the tokens again costs, in seconds. `created` and `used` are seconds since the epoch, `hits` the
-    restores of it, halved every half-life, as of `used`. `suspect` says that a restore of it began
-    and was not seen to end well.
-    """
+    """The state of one slot in a file, which holds exactly `tokens`."""
 
     id: str
     tenant: str
+    # Identifies the model and the layout of its cache.
     fingerprint: str
+    # The conversation, or the branch of one, that it belongs to.
     branch: str
+    # Where in the conversation it was taken: USER or STEP.
     kind: str
+    # Size and SHA-256 of the file.
     n_bytes: int
     checksum: str
+    # Estimated seconds to decode the tokens again.
     prefill_s: float
+    # Seconds since the epoch.
     created: float
     used: float
+    # Number of restores, halved every half-life, as of `used`.
     hits: float = 0.0
+    # Never deleted for room, age or a newer snapshot.
     pinned: bool = False
+    # A restore of it began and did not end well.
     suspect: bool = False
     tokens: Tokens = field(compare=False, kw_only=True)
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens it saves from being decoded."""
+        """Number of tokens that a restore saves from being decoded."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """What is otherwise in an index than it was at an earlier version: `added` ones, other `marks`
-    of known ones (`used`, `hits`, `pinned`, `suspect`), and the ids of those that are `gone`. A
-    `whole` one does not say what was before: `added` are all there are."""
+    """What has changed in an index since an earlier version."""
 
+    # The version of the index that the changes lead to.
     version: int
+    # New snapshots; all there are when `is_complete`.
     added: Sequence[Snapshot] = ()
+    # By id: `used`, `hits`, `pinned` and `suspect` of snapshots that were there.
     marks: Mapping[str, tuple[float, float, bool, bool]] = field(default_factory=dict)
-    gone: Collection[str] = ()
-    whole: bool = False
+    # Ids that are not in the index any more.
+    removed: Collection[str] = ()
+    # The earlier version is not taken into account.
+    is_complete: bool = False
 
 
-def as_changed(known: Mapping[str, Snapshot], changes: Changes) -> dict[str, Snapshot]:
-    """The snapshots with changes that are later than what is known, the latest used first."""
-    items = {} if changes.whole else dict(known)
+def apply_changes(snapshots: Mapping[str, Snapshot], changes: Changes) -> dict[str, Snapshot]:
+    """Return the snapshots by id after later changes, the latest used first."""
+    items = {} if changes.is_complete else dict(snapshots)
     items |= {item.id: item for item in changes.added}
-    for id in changes.gone:
+    for id in changes.removed:
         items.pop(id, None)
     for id, (used, hits, pinned, suspect) in changes.marks.items():
         items[id] = replace(items[id], used=used, hits=hits, pinned=pinned, suspect=suspect)
@@ -75,18 +81,22 @@ def as_changed(known: Mapping[str, Snapshot], changes: Changes) -> dict[str, Sna
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much may be kept; 0 tenant bytes means that a tenant may have all of it."""
+    """Limits of a repository."""
 
     max_bytes: int
     max_count: int
+    # Seconds without use after which a snapshot is deleted.
     max_age_s: float
+    # Room that the disk keeps for others.
     min_free_bytes: int
+    # Limit of one tenant; 0 for no separate limit.
     tenant_bytes: int
+    # Seconds after which a restore counts half.
     half_life_s: float
 
     @classmethod
     def of(cls, config: SnapshotsConfig) -> Bounds:
-        """Those of the settings."""
+        """Read the limits from the settings."""
         return cls(
             max_bytes=config.max_mib * _MIB,
             max_count=config.max_count,
@@ -99,37 +109,37 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A snapshot and how many of its tokens a prompt begins with."""
+    """A snapshot, and how many of its first tokens a prompt begins with."""
 
     snapshot: Snapshot
     shared: int
 
     @property
     def extends(self) -> bool:
-        """Whether the prompt goes on where the snapshot ends: useful to every kind of memory."""
+        """Whether the prompt continues all of the snapshot, which every kind of memory can use."""
         return self.shared == self.snapshot.n_tokens
 
 
-def hits_at(snapshot: Snapshot, now: float, half_life_s: float) -> float:
-    """Its restores as they count now."""
+def decayed_hits(snapshot: Snapshot, now: float, half_life_s: float) -> float:
+    """Return the number of restores of a snapshot as it counts now."""
     return float(snapshot.hits * 2.0 ** (-max(0.0, now - snapshot.used) / half_life_s))
 
 
 def worth(snapshot: Snapshot, now: float, half_life_s: float) -> float:
-    """Seconds of decoding it is expected to save, per byte: greedy by value and size, decayed.
+    """Return the seconds of decoding that a snapshot is expected to save, per byte.
 
-    (1 + hits) halves with every half-life since it was last used.
+    The expected number of restores is (1 + hits), halved every half-life since its latest use.
     """
-    fresh = 2.0 ** (-max(0.0, now - snapshot.used) / half_life_s)
-    expected = (1.0 + snapshot.hits) * fresh
+    decay = 2.0 ** (-max(0.0, now - snapshot.used) / half_life_s)
+    expected = (1.0 + snapshot.hits) * decay
     return float(expected * snapshot.prefill_s / max(1, snapshot.n_bytes))
 
 
 def best(snapshots: Iterable[Snapshot], tokens: Tokens, partial: bool) -> Match | None:
-    """The one that saves most of decoding `tokens`; None when none saves anything.
+    """Return the snapshot that saves most of decoding `tokens`; None when none saves anything.
 
-    Only where `partial` may it hold more than the prompt's beginning: dense memories can cut it
-    back, recurrent ones cannot. Of two that save the same, the smaller.
+    With `partial` it may hold more than the prompt begins with: dense memories can be cut back,
+    recurrent ones cannot. Of two that save the same, the smaller one.
     """
     fitting = [match for match in _matches(snapshots, tokens) if partial or match.extends]
     rank = lambda match: (match.shared, -match.snapshot.n_bytes)  # noqa: E731
@@ -144,9 +154,9 @@ def _matches(snapshots: Iterable[Snapshot], tokens: Tokens) -> Iterator[Match]:
 
 
 def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Those that nobody needs beside a new one: older of its branch and kind, that it goes on from.
+    """Return the snapshots that a new one replaces: of its branch and kind, and a prefix of it.
 
-    So a branch keeps two: the latest boundary after a message of the user, and the newest step.
+    So a branch keeps two: the latest boundary after a message of the user, and the latest step.
     """
     return [
         old
@@ -161,87 +171,86 @@ def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
 def surplus(
     snapshots: Collection[Snapshot], bounds: Bounds, free_bytes: int, now: float
 ) -> list[tuple[Snapshot, str]]:
-    """What must go to be within the bounds, with the bound that it breaks; never a pinned one.
+    """Return what is to be deleted to keep the limits, each with the limit that it breaks.
 
-    `free_bytes` is what the disk has left. Too old ones go first, then the least worth of the
-    tenant that has most.
+    `free_bytes` is the room on the disk. Snapshots that are too old come first, then the least
+    valuable ones of the tenant that has most. Pinned ones are never returned.
     """
-    loose = [item for item in snapshots if not item.pinned]
-    loose.sort(key=lambda item: (worth(item, now, bounds.half_life_s), item.used, item.id))
-    gone = [(item, "age") for item in loose if now - item.used > bounds.max_age_s]
-    loose = [item for item in loose if now - item.used <= bounds.max_age_s]
-    kept = [item for item in snapshots if item.pinned] + loose
-    quota = _over_quota(kept, loose, bounds.tenant_bytes)
-    gone += [(item, "tenant") for item in quota]
-    dropped = {item.id for item, _ in gone}
-    loose = [item for item in loose if item.id not in dropped]
-    kept = [item for item in kept if item.id not in dropped]
-    freed = sum(item.n_bytes for item, _ in gone)
-    return gone + _over_room(kept, loose, bounds, free_bytes + freed)
+    deletable = [item for item in snapshots if not item.pinned]
+    deletable.sort(key=lambda item: (worth(item, now, bounds.half_life_s), item.used, item.id))
+    deleted = [(item, "age") for item in deletable if now - item.used > bounds.max_age_s]
+    deletable = [item for item in deletable if now - item.used <= bounds.max_age_s]
+    remaining = [item for item in snapshots if item.pinned] + deletable
+    deleted += [(item, "tenant") for item in _over_quota(remaining, deletable, bounds.tenant_bytes)]
+    deleted_ids = {item.id for item, _ in deleted}
+    deletable = [item for item in deletable if item.id not in deleted_ids]
+    remaining = [item for item in remaining if item.id not in deleted_ids]
+    freed = sum(item.n_bytes for item, _ in deleted)
+    return deleted + _over_room(remaining, deletable, bounds, free_bytes + freed)
 
 
 def _over_quota(
-    kept: Iterable[Snapshot], loose: Sequence[Snapshot], tenant_bytes: int
+    snapshots: Iterable[Snapshot], deletable: Sequence[Snapshot], tenant_bytes: int
 ) -> list[Snapshot]:
-    """The least worth of tenants that have more than their share; `loose` ascends in worth."""
+    """The least valuable snapshots of tenants over their limit; `deletable` ascends in worth."""
     if not tenant_bytes:
         return []
-    held: Counter[str] = Counter()
-    for item in kept:
-        held[item.tenant] += item.n_bytes
-    gone = []
-    for item in loose:
-        if held[item.tenant] > tenant_bytes:
-            held[item.tenant] -= item.n_bytes
-            gone.append(item)
-    return gone
+    n_bytes: Counter[str] = Counter()
+    for item in snapshots:
+        n_bytes[item.tenant] += item.n_bytes
+    deleted = []
+    for item in deletable:
+        if n_bytes[item.tenant] > tenant_bytes:
+            n_bytes[item.tenant] -= item.n_bytes
+            deleted.append(item)
+    return deleted
 
 
 def _over_room(
-    kept: Collection[Snapshot], loose: Sequence[Snapshot], bounds: Bounds, free_bytes: int
+    snapshots: Collection[Snapshot], deletable: Sequence[Snapshot], bounds: Bounds, free_bytes: int
 ) -> list[tuple[Snapshot, str]]:
-    """The least worth of the tenant that has most, until all is within the bounds.
+    """The least valuable snapshots of the tenant that has most, until the limits are kept.
 
-    So no tenant can have another's snapshots deleted that has no more than itself. `loose` ascends
-    in worth.
+    So a tenant cannot have snapshots of another one deleted that has no more than itself.
+    `deletable` ascends in worth.
     """
-    counts = Counter(item.tenant for item in kept)
+    counts = Counter(item.tenant for item in snapshots)
     n_bytes: Counter[str] = Counter()
-    for item in kept:
+    for item in snapshots:
         n_bytes[item.tenant] += item.n_bytes
-    theirs: dict[str, deque[Snapshot]] = {}
-    for item in loose:
-        theirs.setdefault(item.tenant, deque()).append(item)
-    rank = {item.id: at for at, item in enumerate(loose)}
-    gone = []
-    while theirs:
-        reasons = (
+    queues: dict[str, deque[Snapshot]] = {}
+    for item in deletable:
+        queues.setdefault(item.tenant, deque()).append(item)
+    rank = {item.id: at for at, item in enumerate(deletable)}
+    deleted = []
+    while queues:
+        limits = (
             ("count", counts, counts.total() > bounds.max_count),
             ("bytes", n_bytes, n_bytes.total() > bounds.max_bytes),
             ("free_space", n_bytes, free_bytes < bounds.min_free_bytes),
         )
-        broken = next(((reason, of) for reason, of, holds in reasons if holds), None)
+        broken = next(((reason, usage) for reason, usage, is_broken in limits if is_broken), None)
         if broken is None:
             break
-        reason, has = broken
-        most = max(theirs, key=lambda tenant: (has[tenant], -rank[theirs[tenant][0].id]))
-        item = theirs[most].popleft()
-        if not theirs[most]:
-            del theirs[most]
-        gone.append((item, reason))
-        counts[most] -= 1
-        n_bytes[most] -= item.n_bytes
+        reason, usage = broken
+        tenant = max(queues, key=lambda tenant: (usage[tenant], -rank[queues[tenant][0].id]))
+        item = queues[tenant].popleft()
+        if not queues[tenant]:
+            del queues[tenant]
+        deleted.append((item, reason))
+        counts[tenant] -= 1
+        n_bytes[tenant] -= item.n_bytes
         free_bytes += item.n_bytes
-    return gone
+    return deleted
 
 
 def has_room(
     snapshots: Collection[Snapshot], bounds: Bounds, tenant: str, n_bytes: int, free_bytes: int
 ) -> bool:
-    """Whether a new one of `n_bytes` of a tenant would stay, whatever it is worth.
+    """Return whether a new snapshot of a tenant would stay, whatever it is worth.
 
-    It would not where pinned ones fill a bound, or where its tenant has most and nothing else that
-    may go.
+    It would not where pinned ones fill a limit, or where its tenant has most and nothing else that
+    can be deleted.
     """
     now = max((item.used for item in snapshots), default=0.0)
     new = Snapshot(
@@ -257,26 +266,26 @@ def has_room(
         used=now,
         tokens=_NO_TOKENS,
     )
-    gone = surplus([*snapshots, new], bounds, free_bytes - n_bytes, now)
-    return all(item is not new for item, _ in gone)
+    deleted = surplus([*snapshots, new], bounds, free_bytes - n_bytes, now)
+    return all(item is not new for item, _ in deleted)
 
 
 def by_branch(snapshots: Iterable[Snapshot]) -> dict[str, list[Snapshot]]:
-    """Snapshots by the conversation they are of, in their order."""
+    """Group snapshots by branch, in their order."""
     found: dict[str, list[Snapshot]] = {}
     for item in snapshots:
         found.setdefault(item.branch, []).append(item)
     return found
 
 
-def described(snapshot: Snapshot) -> dict[str, Any]:
-    """What an operator is shown of one; its tokens stay where they are."""
+def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the fields of a snapshot for operators, without its tokens."""
     value = {key: made for key, made in asdict(snapshot).items() if key != "tokens"}
     return value | {"n_tokens": snapshot.n_tokens}
 
 
 def branch_summary(id: str, snapshots: Sequence[Snapshot]) -> dict[str, Any]:
-    """What an operator is shown of a conversation that has these, one at least."""
+    """Return the fields of a conversation for operators; it has one snapshot at least."""
     return {
         "id": id,
         "tenant": snapshots[0].tenant,

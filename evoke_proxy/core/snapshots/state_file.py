@@ -1,10 +1,10 @@
-"""The file that llama-server writes of one slot, as far as sliding windows make it useless.
+"""Reads the files that llama-server writes of slots, and adds a row that sliding windows lack.
 
-Of a layer that sees the last w tokens the file of n tokens has the rows from n - w on. What goes on
-from there sees those from n - w + 1 on. But llama-server goes on from a restored slot only when the
-lowest position there is below n - w (`pos_min_thold` in tools/server/server-context.cpp), and else
-decodes the whole prompt again. One more row, at n - w - 1, is all that is missing, and no token
-will ever see it: what it holds does not matter. `missing` makes it of another row.
+For a layer that sees the last w tokens, a file of n tokens has the rows from n - w on. The next
+token sees the rows from n - w + 1 on. But llama-server continues a restored slot only when its
+lowest position is below n - w (`pos_min_thold` in tools/server/server-context.cpp), and otherwise
+decodes the whole prompt again. One row is missing, at n - w - 1. No token will see it, so its
+content does not matter: `missing` copies another row.
 
 The format is that of llama_kv_cache::state_write, K rows and V rows by layer, in a file of
 llama_state_seq_save_file. Two versions of it are read (LLAMA_STATE_SEQ_VERSION in include/llama.h):
@@ -14,7 +14,7 @@ llama_state_seq_save_file. Two versions of it are read (LLAMA_STATE_SEQ_VERSION 
   values before its rows, and llama-server appends the slot's context checkpoints to the file
   (save_slot_checkpoints in tools/server/server-context.cpp).
 
-A file of another version, or with anything else in it, is left as it is.
+A file of another version, or with other contents, is left unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-# So many bytes of a file from a place on; fewer where it ends.
+# Reads as many bytes of a file from an offset on; fewer where it ends.
 Read = Callable[[int, int], bytes]
 _HEAD = struct.Struct("<III")
 _MAGIC = 0x67677371
@@ -45,38 +45,44 @@ _CELLS = (np.dtype(_BEGIN + _END), np.dtype([*_BEGIN, ("ext", "V12"), *_END]))
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`count` runs of rows of `size` bytes, `stride` bytes apart; each run has one of each cell.
-    `type` is ggml's number of it."""
+    """Rows of one tensor: `count` runs, each with one row of each cell."""
 
+    # ggml's number of the type.
     type: int
+    # Offset of the first run in the file.
     at: int
+    # Bytes of one row.
     size: int
     count: int = 1
+    # Bytes from the start of one run to the next.
     stride: int = 0
 
     @property
     def starts(self) -> list[int]:
-        """Where each of the runs begins."""
+        """Offset of each run."""
         return [self.at + i * self.stride for i in range(self.count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The rows of one sequence in one of the caches of a slot: `at` is where their number is
-    written, `lowest` the first of their positions, None when there are none. `types` are those of
-    keys and values, as ggml numbers them; `transposed` are values without flash attention."""
+    """The rows of one sequence in one of the caches of a slot."""
 
+    # Offset at which the number of cells is written.
     at: int
     n_cells: int = 0
+    # Lowest position; None without cells.
     lowest: int | None = None
     rows: tuple[Rows, ...] = ()
+    # ggml's numbers of the types of keys and values; None without rows.
     types: tuple[int, int] | None = None
+    # Values are laid out by column, as without flash attention.
     transposed: bool = False
+    # Bytes that describe one cell.
     cell_bytes: int = 0
 
     @property
     def type_names(self) -> tuple[str, str] | None:
-        """What `-ctk` and `-ctv` call them; None when there are no rows."""
+        """Names of the types as options `-ctk` and `-ctv` take them; None without rows."""
         if self.types is None:
             return None
         keys, values = (_TYPES.get(number, f"type {number}") for number in self.types)
@@ -85,27 +91,28 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """Bytes that come before those at a place, or `over` them."""
+    """Bytes to insert at an offset of a file."""
 
     at: int
     put: bytes
+    # They replace as many bytes instead.
     over: bool = False
 
 
 def caches(read: Read, size: int) -> tuple[Cache, ...]:
-    """The caches in a file of `size` bytes, in their order; none when anything else is in it."""
+    """Return the caches in a file of `size` bytes; none when it has other contents, too."""
     found = list(_caches(_Cursor(read, size)))
     return tuple(cache for cache in found if cache is not None) if None not in found else ()
 
 
 def first_cache(read: Read, size: int) -> Cache | None:
-    """The first cache with rows that a file begins with, whatever follows; None without."""
+    """Return the first cache with rows, whatever follows it; None without."""
     found = _caches(_Cursor(read, size))
     return next((cache for cache in found if cache is None or cache.types), None)
 
 
 def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
-    """One after the other; None, and the end, for what is no cache."""
+    """Yield the caches in order; None, and nothing after it, for what is no cache."""
     try:
         magic, version, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
         if magic != _MAGIC or version not in _VERSIONS:
@@ -118,7 +125,7 @@ def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
 
 
 def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
-    """Whether checkpoints begin here; they must be whole and end the file."""
+    """Whether checkpoints begin here; they must be complete and end the file."""
     if version < _ROTATIONS_SINCE or cursor.peek() != _APPENDIX_MAGIC:
         return False
     _, appendix_version, count = _APPENDIX.unpack(cursor.take(_APPENDIX.size))
@@ -134,17 +141,17 @@ def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
 
 
 def has_windows(found: Sequence[Cache]) -> bool:
-    """Whether some layers keep less than all: they have a cache of their own."""
+    """Return whether some layers keep a window only: those have a cache of their own."""
     return len(found) > 1
 
 
 def in_window(found: Sequence[Cache]) -> bool:
-    """Whether all of the text is still in its windows: nothing helps a restore of that."""
+    """Return whether all of the text lies within its windows: a restore is useless then."""
     return has_windows(found) and found[-1].lowest == 0
 
 
 def missing(found: Sequence[Cache], read: Read) -> list[Insertion]:
-    """What a file of these caches lacks for its windows, by place; empty when nothing."""
+    """Return what a file of these caches lacks for its windows, by offset; empty when nothing."""
     last = found[-1] if has_windows(found) else None
     if last is None or not last.lowest:
         return []
@@ -166,12 +173,12 @@ class _Cursor:
 
     @property
     def over(self) -> bool:
-        """Whether it is at the end."""
+        """Whether the cursor is at the end."""
         return self.at >= self._size
 
     def take(self, n_bytes: int) -> bytes:
         at = self.at
-        self.skip(n_bytes)  # before anybody makes room for more than there is
+        self.skip(n_bytes)  # raises before memory is allocated for more than there is
         return self._read(at, n_bytes)
 
     def skip(self, n_bytes: int) -> None:
@@ -180,7 +187,7 @@ class _Cursor:
             raise ValueError("no caches of rows")
 
     def peek(self) -> int | None:
-        """The number that comes next, which is not taken; None where none is left."""
+        """The next number, which stays; None where none is left."""
         at = self.at
         try:
             return self.number()
@@ -194,15 +201,15 @@ class _Cursor:
 
 
 def _cache(cursor: _Cursor, version: int) -> Cache:
-    """The one that begins here: of its streams one at most has cells of a sequence."""
+    """The cache that begins here; one of its streams at most has cells."""
     n_streams = cursor.number()
     if not 1 <= n_streams <= 256:
         raise ValueError("no caches of rows")
     found = [_stream(cursor, version) for _ in range(n_streams)]
-    held = [cache for cache in found if cache.n_cells]
-    if len(held) > 1:
+    filled = [cache for cache in found if cache.n_cells]
+    if len(filled) > 1:
         raise ValueError("no caches of rows")
-    return held[0] if held else found[0]
+    return filled[0] if filled else found[0]
 
 
 def _stream(cursor: _Cursor, version: int) -> Cache:
@@ -223,7 +230,7 @@ def _stream(cursor: _Cursor, version: int) -> Cache:
 
 
 def _cells(cursor: _Cursor, n_cells: int) -> np.ndarray[Any, Any]:
-    """Positions and sequences of cells, which on M-RoPE have places in an image, too."""
+    """Positions and sequences of cells; with M-RoPE they have image coordinates, too."""
     at = cursor.at
     for kind in _CELLS:
         cursor.at = at
@@ -242,7 +249,7 @@ def _rows(cursor: _Cursor, n_cells: int) -> Rows:
 
 def _columns(cursor: _Cursor, n_cells: int) -> Rows:
     type, size, count = cursor.number(), cursor.number(), cursor.number()
-    if not size:  # else a file could have any number of them
+    if not size:  # otherwise a file could claim any number of them
         raise ValueError("no caches of rows")
     rows = Rows(type, cursor.at, size, count, size * n_cells)
     cursor.skip(size * n_cells * count)

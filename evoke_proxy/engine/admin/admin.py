@@ -118,8 +118,8 @@ class Admin:
     async def show(self, id: str) -> dict[str, Any]:
         """One session: where each of its blocks is, its latest turns, its snapshots."""
         admin = self._admin_of(id)
-        shown = await admin.show(id)
-        return shown | (self._server_of(admin) if admin.has(id) else {})
+        details = await admin.show(id)
+        return details | (self._server_of(admin) if admin.has(id) else {})
 
     def pin(self, id: str, pinned: bool) -> None:
         """Keep a session and its snapshots whatever room they take, or stop doing so."""

@@ -65,7 +65,7 @@ class SessionEraser:
             context.snapshots.wait_until_idle()
         )  # what is written for sessions already forgotten, too
         conversations = [item for item in context.conversations if item.tenant == tenant]
-        vault = context.snapshots.repository if context.snapshots.is_enabled else None
+        repository = context.snapshots.repository if context.snapshots.is_enabled else None
         result = await self.delete(conversations, lambda owner, _session: owner == tenant)
         if context.monitor.server.patched:
             try:
@@ -74,25 +74,25 @@ class SessionEraser:
                 result["left"].append(f"copies in llama-server: {error}")
         elif context.monitor.server.lacking != "unreachable":
             result["left"].append("what llama-server has in its own RAM cache, until it ends")
-        if vault is not None:
-            vault.forget_aside()
-            await vault.wait_for_deletions()
+        if repository is not None:
+            repository.forget_aside()
+            await repository.wait_for_deletions()
         context.embedding.forget()
         return result
 
     async def _delete_stored(self, selects: Selector, left: list[str]) -> Sequence[Snapshot]:
         """Delete snapshots and records on disk; the snapshots that were deleted."""
-        vault = self._context.snapshots.repository
-        selected = [item for item in vault.snapshots if selects(item.tenant, item.branch)]
+        repository = self._context.snapshots.repository
+        selected = [item for item in repository.snapshots if selects(item.tenant, item.branch)]
         for snapshot in selected:
-            vault.delete(snapshot, "asked")
+            repository.delete(snapshot, "asked")
         if selected:
-            await vault.wait_for_deletions()
-        owners = await vault.record_owners()
+            await repository.wait_for_deletions()
+        owners = await repository.record_owners()
         sessions = {own.session for own in owners if selects(own.tenant, own.session)}
         for session in sessions:
-            vault.remove_record(session)
-        if sessions and any(own.session in sessions for own in await vault.record_owners()):
+            repository.remove_record(session)
+        if sessions and any(own.session in sessions for own in await repository.record_owners()):
             left.append("records on disk")
         return selected
 

@@ -19,7 +19,12 @@ from evoke_proxy.core.policy.pins import change_pins, check_least_budget
 from evoke_proxy.core.policy.registry import block_scores
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
-from evoke_proxy.core.snapshots.snapshots import Snapshot, branch_summary, by_branch, described
+from evoke_proxy.core.snapshots.snapshots import (
+    Snapshot,
+    branch_summary,
+    by_branch,
+    snapshot_fields,
+)
 from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.server.conversations import Conversation
@@ -129,7 +134,7 @@ class SessionAdmin:
     async def show(self, id: str) -> dict[str, Any]:
         """One session: where each of its blocks is, its latest turns, its snapshots."""
         conversation, items = self._find(id)
-        snapshots: dict[str, Any] = {"snapshots": [described(item) for item in items]}
+        snapshots: dict[str, Any] = {"snapshots": [snapshot_fields(item) for item in items]}
         if conversation is None:
             nothing = {"blocks": [], "totals": totals(()), "history": []}
             return stored_row(id, items) | nothing | snapshots

@@ -16,8 +16,9 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.engine.embedding.service import EmbeddingService
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
-from evoke_proxy.engine.turns.forwarding import Forwarding
 
 # Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
 _AT_ONCE = 1024
@@ -41,15 +42,16 @@ class BlockVectors:
         self.policy = policy
         self._conversations = conversations
 
-    async def beside(
-        self, rendering: Awaitable[Rendered], way: Forwarding, request: ChatRequest, tenant: str
-    ) -> Rendered:
-        """What `rendering` gives; meanwhile the question is embedded, into `way.vectors`.
+    async def embed_beside(
+        self, rendering: Awaitable[Rendered], request: ParsedChat, trace: RequestTrace
+    ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
+        """The result of `rendering`, and the vectors of the question, which are made meanwhile.
 
-        What that takes longer than the rendering is counted as waiting for it.
+        The vectors are by text, None where one could not be made. The time that embedding takes
+        longer than rendering is counted as a wait.
         """
-        if not self._wanted(request):
-            return await rendering
+        if not self._wanted(request.chat):
+            return await rendering, {}
         loop, rendered_at = asyncio.get_running_loop(), 0.0
 
         async def timed() -> Rendered:
@@ -58,9 +60,9 @@ class BlockVectors:
             rendered_at = loop.time()
             return found
 
-        rendered, way.vectors = await asyncio.gather(timed(), self._asked(request, tenant))
-        way.waits["embed"] = way.waits.get("embed", 0.0) + loop.time() - rendered_at
-        return rendered
+        rendered, vectors = await asyncio.gather(timed(), self._asked(request.chat, request.tenant))
+        trace.add_wait("embed", loop.time() - rendered_at)
+        return rendered, vectors
 
     def arrived(self, known: Conversation) -> Arrived:
         """The vectors of a session's blocks that have been made since its last turn, by label.

@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
+from evoke_proxy.engine.model_router import ModelRouter
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.server import Server
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _FREE_S = 1.0
 _SAVED_S = 15.0
 
 
-async def move(id: str, source: Server, target: Server, there: bool) -> bool:
+async def move(id: str, source: ModelRouter, target: ModelRouter, there: bool) -> bool:
     """Have a conversation go on at `target`; whether it does. `there`: its server answers, and is
     to save what it holds of it.
 
@@ -24,7 +24,7 @@ async def move(id: str, source: Server, target: Server, there: bool) -> bool:
     by the prompt, all else is decoded again. One that is answered now stays: the request is of a
     new conversation then.
     """
-    slots, conversations = source.served[0]
+    slots, conversations = source.server.slots, source.server.conversations
     known = conversations.get(id)
     if known is None or known.passing or not await _free(known):
         return False
@@ -36,7 +36,7 @@ async def move(id: str, source: Server, target: Server, there: bool) -> bool:
     conversations.forget(known)
     known.elsewhere = True
     slots.pool.forget(id)
-    if there and source.server.patched and known.labels:
+    if there and source.info.patched and known.labels:
         await _dropped(source, known)
     _log.info("session %s goes on at %s", id, target.upstream.url)
     return True
@@ -51,7 +51,7 @@ async def _free(known: Conversation) -> bool:
     return False
 
 
-async def _saved(source: Server) -> None:
+async def _saved(source: ModelRouter) -> None:
     try:
         async with asyncio.timeout(_SAVED_S):
             await source.keep()
@@ -59,7 +59,7 @@ async def _saved(source: Server) -> None:
         _log.warning("%s does not save what it holds: %s", source.upstream.url, error or "no time")
 
 
-async def _dropped(source: Server, known: Conversation) -> None:
+async def _dropped(source: ModelRouter, known: Conversation) -> None:
     """Its copies are of no use there."""
     try:
         await BlockApi(source.upstream).drop_copies(known.labels, known.tenant, {})

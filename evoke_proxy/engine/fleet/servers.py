@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import Gauge
 
@@ -17,8 +17,9 @@ from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.servers.server_pool import BREAKER, CLOSED, Member, ServerPool
 from evoke_proxy.core.snapshots.fingerprint import same_model
 from evoke_proxy.engine.feed import EventFeed
+from evoke_proxy.engine.model_router import ModelRouter
 from evoke_proxy.engine.server.background import BackgroundTasks
-from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.slot_queue import finished
 from evoke_proxy.errors import (
     RequestError,
     UpstreamError,
@@ -27,23 +28,23 @@ from evoke_proxy.errors import (
 )
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _CHECKING = "checking a server"
 # How one is, for a person.
 _WELL, _DRAINS, _AWAY, _FOREIGN = "is well", "drains", "is away", "serves another model"
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    """The task of a request, whether its answer has `begun`, and whether it was `called_off`."""
+class _Opening:
+    """The task that opens a request at a server, and whether it was called off."""
 
     task: asyncio.Task[Any]
-    begun: Callable[[], bool]
-    called_off: bool = False
+    is_called_off: bool = False
 
     def call_off(self) -> None:
-        """At once: nothing of an answer is passed on any more. Once; it may take a while to end."""
-        if not (self.called_off or self.begun()):
-            self.called_off = True
+        """Cancel it; it may take a while to end."""
+        if not self.is_called_off:
+            self.is_called_off = True
             self.task.cancel()
 
 
@@ -51,7 +52,11 @@ class Servers:
     """By their place in the configuration; use as an async context manager, inside the engines'."""
 
     def __init__(
-        self, engines: Mapping[str, Server], config: PoolConfig, metrics: Metrics, feed: EventFeed
+        self,
+        engines: Mapping[str, ModelRouter],
+        config: PoolConfig,
+        metrics: Metrics,
+        feed: EventFeed,
     ) -> None:
         self.engines = engines
         self._each = tuple(engines.values())
@@ -60,7 +65,7 @@ class Servers:
         self._metrics, self._feed = metrics, feed
         self._fingerprints = [""] * len(engines)
         self._told = [""] * len(engines)
-        self._waiting: list[list[_Waiting]] = [[] for _ in engines]
+        self._opening: list[list[_Opening]] = [[] for _ in engines]
         self._doubted = asyncio.Event()
         self._unsure: set[int] = set()  # those that may be another than they were
         self._chores = BackgroundTasks()
@@ -69,7 +74,9 @@ class Servers:
 
     async def __aenter__(self) -> Servers:
         await self._chores.__aenter__()
-        first = [self._chores.run(self._check(at), _CHECKING) for at in self.pool.due(_now())]
+        first = [
+            self._chores.run(self._check(at), _CHECKING) for at in self.pool.due_checks(_now())
+        ]
         await asyncio.wait(first)
         self._watching = self._chores.run(self._watch(), "watching the servers")
         return self
@@ -79,7 +86,7 @@ class Servers:
             self._watching.cancel()
         await self._chores.__aexit__()
 
-    def __getitem__(self, at: int) -> Server:
+    def __getitem__(self, at: int) -> ModelRouter:
         return self._each[at]
 
     def __len__(self) -> int:
@@ -105,36 +112,39 @@ class Servers:
     @property
     def able(self) -> list[int]:
         """Those that take requests."""
-        return [at for at in range(len(self)) if self.pool.takes(at)]
+        return [at for at in range(len(self)) if self.pool.accepts_requests(at)]
 
     @contextmanager
     def one(self, at: int) -> Iterator[None]:
         """Around a request that goes there."""
-        self.pool.begun(at)
+        self.pool.request_started(at)
         try:
             yield
         finally:
-            self.pool.ended(at)
+            self.pool.request_ended(at)
 
-    @asynccontextmanager
-    async def while_there(self, at: int, begun: Callable[[], bool]) -> AsyncIterator[None]:
-        """Around a request to a server: raises UpstreamUnavailable when its breaker is opened
-        before the answer has `begun`. One that hangs would be waited for without end."""
-        task = asyncio.current_task()
-        assert task is not None
-        before, waiting = task.cancelling(), _Waiting(task, begun)
-        self._waiting[at].append(waiting)
+    async def open(self, at: int, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work that opens a request at a server.
+
+        It runs in a task of its own. Raises UpstreamUnavailable when the breaker of the server is
+        opened meanwhile: a server that hangs would be waited for without end.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        opening = _Opening(task)
+        self._opening[at].append(opening)
         try:
-            yield
-        except asyncio.CancelledError as error:
-            if not waiting.called_off or task.cancelling() > before + 1:  # by somebody else, too
-                raise
-            url = self._each[at].upstream.url
-            raise UpstreamUnavailable(f"llama-server at {url} hangs", url) from error
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await finished(task)
+            raise
         finally:
-            self._waiting[at].remove(waiting)
-            if waiting.called_off:
-                task.uncancel()
+            self._opening[at].remove(opening)
+        if opening.is_called_off and task.cancelled():
+            url = self._each[at].upstream.url
+            raise UpstreamUnavailable(f"llama-server at {url} hangs", url)
+        return task.result()
 
     def passed_on(self, at: int, error: UpstreamError) -> None:
         """A request goes to another one because of this."""
@@ -152,7 +162,7 @@ class Servers:
         self._each[at].upstream_failed(error)
         self._unsure.add(at)
         if not isinstance(error, UpstreamRejected):
-            self.pool.doubted(at, _now())
+            self.pool.request_failed(at, _now())
             self._doubted.set()
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
@@ -173,13 +183,13 @@ class Servers:
     def row(self, at: int) -> dict[str, Any]:
         """One of them for an operator."""
         member, engine = self.pool.members[at], self._each[at]
-        queues = [queue for queue, _ in engine.served]
+        servers = engine.each()
         retry = None if member.breaker == CLOSED else max(0.0, member.check_at - _now())
         return {
             "name": member.name,
             "url": engine.upstream.url,
             "state": self._state(at),
-            "takes": self.pool.takes(at),
+            "takes": self.pool.accepts_requests(at),
             "breaker": member.breaker,
             "draining": member.draining,
             "foreign": self.pool.is_foreign(at),
@@ -188,10 +198,10 @@ class Servers:
             "mode": engine.mode,
             "slots": member.n_slots,
             "in_flight": member.in_flight,
-            "queued": sum(queue.pool.queued for queue in queues),
-            "sessions": sum(not k.passing for _, known in engine.served for k in known),
+            "queued": sum(server.slots.pool.queued for server in servers),
+            "sessions": sum(not c.passing for server in servers for c in server.conversations),
             "fingerprint": self._fingerprints[at],
-            "snapshots": engine.keeper.description,
+            "snapshots": engine.server.strategy.description,
         }
 
     def described(self) -> str:
@@ -219,7 +229,7 @@ class Servers:
         while True:
             self._doubted.clear()
             now = _now()
-            for at in self.pool.due(now):
+            for at in self.pool.due_checks(now):
                 self._chores.run(self._check(at), _CHECKING)
             due = self.pool.next_check()
             wait_s = min(max(0.05, (due or now + 1.0) - now), 1.0)
@@ -235,28 +245,28 @@ class Servers:
                 await engine.upstream.call("GET", "/health")
                 model = await self._looked(at)
             answered = True
-            self.pool.found(at, _now(), engine.server.n_slots, model)
+            self.pool.check_passed(at, _now(), engine.info.n_slots, model)
             self._tell()
         except (UpstreamError, TimeoutError) as error:
             if isinstance(error, UpstreamError):
-                engine.watch.missed(error)
+                engine.monitor.missed(error)
                 if not isinstance(error, UpstreamRejected):
                     engine.upstream_failed(error)
             answered = True
-            if self.pool.missed(at, _now()):
+            if self.pool.check_failed(at, _now()):
                 self._opened(at, str(error))
         finally:
             if not answered:  # whatever else goes wrong, it is checked again
-                self.pool.missed(at, _now())
+                self.pool.check_failed(at, _now())
 
     async def _looked(self, at: int) -> str:
         """What a server serves; empty when that is known, or not told without a client's key."""
         engine = self._each[at]
-        if self.pool.is_well(at) and at not in self._unsure:
+        if self.pool.is_healthy(at) and at not in self._unsure:
             return ""
-        if self.pool.members[at].openings and not self.pool.is_well(at):  # it may be another one
-            engine.watch.doubt()
-        await engine.watch.look()
+        if self.pool.members[at].openings and not self.pool.is_healthy(at):  # it may be another one
+            engine.monitor.doubt()
+        await engine.monitor.look()
         try:
             props = await engine.upstream.call("GET", "/props")
             models = await engine.upstream.call("GET", "/v1/models")
@@ -264,7 +274,7 @@ class Servers:
             self._unsure.discard(at)
             return ""
         self._unsure.discard(at)
-        if not engine.server.sleeping:  # it would wake
+        if not engine.info.sleeping:  # it would wake
             self._chores.run(self._identify(at), "learning what a server is")
         return same_model(props, models)
 
@@ -275,15 +285,15 @@ class Servers:
 
     def _opened(self, at: int, why: str) -> None:
         self._metrics.openings.labels(server=self.name(at)).inc()
-        for waiting in self._waiting[at]:
-            waiting.call_off()
+        for opening in list(self._opening[at]):
+            opening.call_off()
         self._tell(f": {why or 'it does not answer'}")
 
     def _tell(self, why: str = "") -> None:
         """Say of each server how it is, when that is not as it was said."""
         for at, told in enumerate(self._told):
             state, name = self._state(at), self.name(at)
-            if state != told and self.pool.is_known(at):
+            if state != told and self.pool.is_checked(at):
                 self._told[at] = state
                 level = logging.INFO if state in (_WELL, _DRAINS) else logging.WARNING
                 _log.log(level, "server %s %s%s", name, state, why if state == _AWAY else "")

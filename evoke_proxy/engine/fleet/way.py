@@ -94,5 +94,5 @@ class AnyServer:
             async with asked as reply:
                 reply.headers[SERVER_HEADER] = self._servers.name(at)
                 if reply.status != _LOADING:
-                    self._servers.pool.served(at)
+                    self._servers.pool.request_served(at)
                 yield reply

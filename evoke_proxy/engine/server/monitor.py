@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.errors import (
     EvokeError,
     UpstreamError,
+    UpstreamProtocolError,
     UpstreamRejected,
     UpstreamTimeout,
     UpstreamUnavailable,
@@ -37,13 +39,12 @@ class ServerMonitor:
     same server.
     """
 
-    def __init__(
-        self, upstream: LlamaClient, config: Config, on_start: Callable[[ServerInfo], None]
-    ) -> None:
+    def __init__(self, client: LlamaClient, config: Config, metrics: Metrics) -> None:
         self.server = UNKNOWN_SERVER
-        self._upstream = upstream
+        self.on_start: list[Callable[[ServerInfo], None]] = []
         self.config = config
-        self._on_start = on_start
+        self._client = client
+        self._metrics = metrics
         self._latest = UNKNOWN_SERVER  # the instance that answered last
         self._ended = False  # its process is known to have ended
         self._doubts, self._settled_doubts = 0, 0
@@ -81,6 +82,20 @@ class ServerMonitor:
         """Have the next `look` ask again: a request failed, the server may be another one."""
         self._doubts += 1
 
+    def report_failure(self, error: EvokeError) -> None:
+        """Count a failure of llama-server once; it is asked what it is before the next request.
+
+        Other errors are ignored.
+        """
+        if not isinstance(error, UpstreamError):
+            return
+        if not error.counted:
+            error.counted = True
+            self._metrics.upstream_errors.labels(kind=error.code).inc()
+        is_missing = isinstance(error, UpstreamRejected) and error.status in (404, 501)
+        if is_missing or isinstance(error, UpstreamUnavailable | UpstreamProtocolError):
+            self.doubt()
+
     async def confirm(self, instance: str, client: Mapping[str, str]) -> None:
         """Ask when an answer names another instance than the one that is known."""
         if instance and instance != self.server.instance:
@@ -103,7 +118,7 @@ class ServerMonitor:
     async def _ask(self, client: Mapping[str, str] | None) -> None:
         doubts = self._doubts
         try:
-            server = await self._upstream.info(client)
+            server = await self._client.info(client)
         except UpstreamError as error:
             self.missed(error)
             raise
@@ -120,11 +135,11 @@ class ServerMonitor:
             return {"ok": wants_key, "detail": str(detail)}
         except EvokeError as error:
             return {"ok": False, "detail": str(error)}
-        return {"ok": True, "detail": f"{self._upstream.url} answers"}
+        return {"ok": True, "detail": f"{self._client.url} answers"}
 
     def described(self) -> str:
         """One line for a person: what requests through this proxy get."""
-        url = self._upstream.url
+        url = self._client.url
         if not self.server.patched:
             helped = self.config.snapshots.directory
             what = "Chats keep their slots on disk" if helped else "Every request passes through"
@@ -144,5 +159,6 @@ class ServerMonitor:
         self.server, self._latest, self._ended = server, server, False
         ended &= not server.instance  # an id tells for certain
         if before is UNKNOWN_SERVER or ended or server.is_other_than(before):
-            self._on_start(server)
+            for listener in self.on_start:
+                listener(server)
             _log.log(logging.INFO if server.patched else logging.WARNING, "%s", self.described())

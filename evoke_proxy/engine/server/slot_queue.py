@@ -20,8 +20,6 @@ from evoke_proxy.errors import EvokeError, SlotsBusy, UpstreamRejected, Upstream
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What to do for a client again and again while it waits; what it raises ends the waiting.
-Patience = Callable[[], Awaitable[None]]
 # Runs a coroutine in a task that outlives its caller; the text names it in the log.
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
@@ -301,18 +299,17 @@ class SlotQueue:
         self,
         session: str,
         tenant: str,
-        guest: bool = False,
-        patience: Patience | None = None,
+        ephemeral: bool = False,
         slot: int | None = None,
     ) -> SlotLease:
         """A slot for one request of a session; SlotsBusy when the queue or the time for it ends.
 
-        It is `slot` where one is named, which must exist. A guest does not hold the slot
-        afterwards. `patience` is called every `keepalive_s` of waiting. A caller that is cancelled
-        while it waits leaves its place to the next. All background work is preempted.
+        It is `slot` where one is named, which must exist. An `ephemeral` session does not keep the
+        slot afterwards. A caller that is cancelled while it waits leaves its place to the next.
+        All background work is preempted.
         """
         pool = self._pool
-        answer = pool.request(session, tenant, self._now(), guest, slot)
+        answer = pool.request(session, tenant, self._now(), ephemeral, slot)
         if isinstance(answer, Refuse):
             raise SlotsBusy(f"{answer.queued} requests wait for a slot already; try again later")
         if isinstance(answer, Grant):
@@ -323,7 +320,7 @@ class SlotQueue:
         for lease in self._background:
             wanted = lease.session == session or slot is None or slot in lease.slots
             lease.preempt(_GRACE_S if wanted else 0.0)
-        grant = await self._wait(answer.ticket, patience)
+        grant = await self._wait(answer.ticket)
         return SlotLease(self, grant, waited=True)
 
     def background(
@@ -423,15 +420,13 @@ class SlotQueue:
         now, changed = self._now(), lease.has_decoded
         self._wake(self._pool.end_background(lease.slots, lease.session, now, changed))
 
-    async def _wait(self, ticket: int, patience: Patience | None) -> Grant:
+    async def _wait(self, ticket: int) -> Grant:
         turn: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[ticket] = turn
         limit_s = self._limits.queue_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                while not (await asyncio.wait([turn], timeout=self._limits.keepalive_s))[0]:
-                    if patience is not None:
-                        await patience()
+                await asyncio.wait([turn])
                 return turn.result()
         except TimeoutError as error:
             self._abandon(ticket, turn)

@@ -1,4 +1,4 @@
-"""Turns as they end: into the history of their conversation, and told to whoever listens."""
+"""Records turns in the history of their conversation, and publishes them to operators."""
 
 from __future__ import annotations
 
@@ -8,64 +8,85 @@ from evoke_proxy.core.session.accounting import TurnRecord, moved_spans, path_of
 from evoke_proxy.core.session.block_map import spans
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.engine.feed import EventFeed
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.gateway import Outcome
+from evoke_proxy.engine.server.turn import PreparedTurn
 
 
-def begun(way: Forwarding, feed: EventFeed) -> None:
-    """A turn of a conversation is about to be forwarded: what its plan has moved."""
-    known = way.conversation
-    if known is None or known.passing:
+def publish_start(turn: PreparedTurn, feed: EventFeed) -> None:
+    """Publish what the plan of a turn has moved, when the turn is about to be forwarded."""
+    conversation = turn.remembered
+    if conversation is None:
         return
-    gone, back = moved_spans(way.plan, None)
+    evicted, recovered = moved_spans(turn.plan, None)
     feed.publish(
         "turn",
-        session=known.id,
-        name=known.name,
-        turn=known.answered + 1,
-        slot=way.lease.slot if way.lease is not None else None,
-        decision=way.decision,
-        evicted=spans(gone),
-        recovered=spans(back),
+        session=conversation.id,
+        name=conversation.name,
+        turn=conversation.answered + 1,
+        slot=turn.slots[0] if turn.slots else None,
+        decision=turn.decision,
+        evicted=spans(evicted),
+        recovered=spans(recovered),
     )
 
 
-def ended(way: Forwarding, feed: EventFeed) -> TurnRecord | None:
-    """Its answer is over, or broke off; what it came to, None when it is no turn or there is no
-    answer."""
-    known = way.conversation
-    if known is None or known.passing or way.first_byte_s is None:
+def record_end(turn: PreparedTurn, outcome: Outcome, feed: EventFeed) -> TurnRecord | None:
+    """Record a turn whose reply is over; None when it is no turn, or there was no reply."""
+    conversation = turn.remembered
+    if conversation is None or outcome.first_byte_s is None:
         return None
-    known.answered += 1
-    record = _record(way, known.answered)
-    known.history.append(record)
-    feed.publish("answer", session=known.id, name=known.name, **record.to_json())
+    conversation.answered += 1
+    record = _record(turn, outcome, conversation.answered)
+    conversation.history.append(record)
+    feed.publish("answer", session=conversation.id, name=conversation.name, **record.to_json())
     return record
 
 
-def _record(way: Forwarding, number: int) -> TurnRecord:
-    books, budget = way.books, way.budget
-    if books is None:
-        return _unbooked(way, number)
-    gone, back = moved_spans(way.plan, books)
+def _record(turn: PreparedTurn, outcome: Outcome, number: int) -> TurnRecord:
+    accounting = outcome.accounting
+    if accounting is None:
+        return _without_accounting(turn, outcome, number)
+    evicted, recovered = moved_spans(turn.plan, accounting)
     return TurnRecord(
-        *(number, round(time.time(), 3), path_of(way.plan, books), way.decision, _ttft(way)),
-        *(books.n_prompt, books.decoded, books.recovered, books.resident_before, books.omitted),
-        *(books.n_resident, books.n_resident_peak, budget, gone, back),
+        number=number,
+        at=round(time.time(), 3),
+        path=path_of(turn.plan, accounting),
+        decision=turn.decision,
+        ttft_s=_ttft(outcome),
+        prompt=accounting.n_prompt,
+        decoded=accounting.decoded,
+        recovered=accounting.recovered,
+        resident_before=accounting.resident_before,
+        omitted=accounting.omitted,
+        resident=accounting.n_resident,
+        peak=accounting.n_resident_peak,
+        budget=turn.budget,
+        evicted=evicted,
+        recovered_spans=recovered,
     )
 
 
-def _unbooked(way: Forwarding, number: int) -> TurnRecord:
-    """An unpatched server says what it found and what it decoded, of an answer that ended."""
-    cached, decoded, _ = cost_of(way.observer.timings or {}, way.observer.usage or {})
-    ours = min(cached, way.seat.n_prefilled) if way.seat is not None else 0
-    cached, decoded = cached - ours, decoded + ours
-    path = stock_path(way.decision, cached)
+def _without_accounting(turn: PreparedTurn, outcome: Outcome, number: int) -> TurnRecord:
+    """The record of a turn from what an unpatched server says of a reply that has ended."""
+    cached, decoded, _ = cost_of(outcome.timings or {}, outcome.usage or {})
+    prefilled = min(cached, turn.n_prefilled)
+    cached, decoded = cached - prefilled, decoded + prefilled
+    path = stock_path(turn.decision, cached)
     restored = cached if path == "restored" else 0
     return TurnRecord(
-        *(number, round(time.time(), 3), path, way.decision, _ttft(way)),
-        *(cached + decoded, decoded, restored, cached - restored, 0, cached + decoded),
+        number=number,
+        at=round(time.time(), 3),
+        path=path,
+        decision=turn.decision,
+        ttft_s=_ttft(outcome),
+        prompt=cached + decoded,
+        decoded=decoded,
+        recovered=restored,
+        resident_before=cached - restored,
+        omitted=0,
+        resident=cached + decoded,
     )
 
 
-def _ttft(way: Forwarding) -> float | None:
-    return round(way.first_byte_s, 4) if way.first_byte_s is not None else None
+def _ttft(outcome: Outcome) -> float | None:
+    return round(outcome.first_byte_s, 4) if outcome.first_byte_s is not None else None

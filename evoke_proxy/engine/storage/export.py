@@ -1,7 +1,8 @@
-"""A conversation as one tar: a manifest of what is known of it, and the files of its snapshots."""
+"""Exports a conversation as a tar archive: a manifest, and the files of its snapshots."""
 
 from __future__ import annotations
 
+import io
 import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,45 +11,50 @@ from typing import Any
 
 from evoke_proxy.adapters.snapshot_files import WHOLE
 from evoke_proxy.config.regular_files import open_regular
-from evoke_proxy.core.snapshots.snapshots import Snapshot, described
+from evoke_proxy.core.snapshots.snapshots import Snapshot, snapshot_fields
 
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 
 
 def archive(
     directory: Path, snapshots: Sequence[Snapshot], about: Mapping[str, Any] | None = None
 ) -> Iterator[bytes]:
-    """Its bytes, piece by piece, read from disk as they are asked for; it holds all that was said.
+    """Yield a tar archive piece by piece; files are read from disk as the pieces are taken.
 
-    `about` goes into the manifest. Raises OSError when a file is gone or cannot be read.
+    The manifest has the tokens of each snapshot, and `about` as further members. Raises OSError
+    when a file is missing, cannot be read, or becomes shorter while it is read.
     """
-    listed = [described(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
+    listed = [snapshot_fields(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
     manifest = {"version": 1, **(about or {}), "snapshots": listed}
     yield from _entry("manifest.json", json.dumps(manifest).encode())
     for item in snapshots:
-        yield from _file(item.id + WHOLE, directory / (item.id + WHOLE))
+        yield from _file(directory / (item.id + WHOLE))
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _entry(name: str, content: bytes) -> Iterator[bytes]:
-    yield _head(name, len(content))
+    """An entry whose content is in memory."""
+    yield _header(name, len(content))
     yield content + _padding(len(content))
 
 
-def _file(name: str, path: Path) -> Iterator[bytes]:
+def _file(path: Path) -> Iterator[bytes]:
+    """An entry with the content of a file."""
     with open_regular(path) as file:
-        size = path.stat().st_size
-        yield _head(name, size)
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        yield _header(path.name, size)
         left = size
-        while left and (piece := file.read(min(_PIECE, left))):
+        while left and (piece := file.read(min(_PIECE_BYTES, left))):
             left -= len(piece)
             yield piece
         if left:
-            raise OSError(f"{name} became shorter while it was read")
+            raise OSError(f"{path.name} became shorter while it was read")
         yield _padding(size)
 
 
-def _head(name: str, size: int) -> bytes:
+def _header(name: str, size: int) -> bytes:
+    """`TarFile` writes to a file; a stream whose consumer sets the pace needs the headers alone."""
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = size, 0o600
     return entry.tobuf()

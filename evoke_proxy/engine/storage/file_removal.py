@@ -1,4 +1,4 @@
-"""Files moved and deleted behind our back, one after the other: large ones take a disk long."""
+"""Moves and deletes files in a thread: large files keep a disk busy for long."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _log = logging.getLogger(__name__)
-# Files that are swept again and again, the latest ones.
-_AGAIN = 16
+# Files that are removed repeatedly, the latest ones.
+_MAX_REPEATED = 16
 
 
 class FileRemover:
-    """A thread of its own, until `close`."""
+    """Removes files in the order in which they are given; `close` ends its thread."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "vault")
+        self._thread = ThreadPoolExecutor(1, "file-removal")
         self._latest: Future[None] | None = None
-        self._again: dict[str, None] = {}
+        self._repeated: dict[str, None] = {}
 
     @property
-    def busy(self) -> bool:
-        """Whether files are on their way out."""
+    def is_busy(self) -> bool:
+        """Whether files are being removed."""
         return self._latest is not None and not self._latest.done()
 
-    def sweep(self, work: Callable[[str], None], name: str, again: bool = False) -> None:
-        """Have a file moved or deleted; what cannot be is found at the next start. `again` when
-        it may still be written."""
-        if again:
-            self._again.pop(name, None)
-            self._again[name] = None
-            self._again = dict.fromkeys(list(self._again)[-_AGAIN:])
+    def submit(self, work: Callable[[str], None], name: str, repeat: bool = False) -> None:
+        """Call `work` with the name of a file; what cannot be removed is found at the next start.
 
-        def swept() -> None:
+        With `repeat`, `repeat_all` calls it once more: the file may still be written.
+        """
+        if repeat:
+            self._repeated.pop(name, None)
+            self._repeated[name] = None
+            self._repeated = dict.fromkeys(list(self._repeated)[-_MAX_REPEATED:])
+
+        def remove() -> None:
             try:
                 work(name)
             except OSError as error:
-                _log.warning("%s stays where it is: %s", name, error.strerror)
+                _log.warning("%s is not removed: %s", name, error.strerror)
 
-        self._latest = self._thread.submit(swept)
+        self._latest = self._thread.submit(remove)
 
-    def sweep_again(self, work: Callable[[str], None]) -> None:
-        """Those that may have been written meanwhile."""
-        for name in self._again:
-            self.sweep(work, name)
+    def repeat_all(self, work: Callable[[str], None]) -> None:
+        """Remove the files that may have been written since they were removed."""
+        for name in self._repeated:
+            self.submit(work, name)
 
     def wait(self) -> None:
-        """Until all of that is done."""
-        if self._latest is not None:  # they go one after the other
+        """Block until all files are removed that were given before."""
+        if self._latest is not None:  # they are removed one after the other
             self._latest.result()
 
-    async def swept(self) -> None:
-        """The same, without blocking."""
+    async def wait_async(self) -> None:
+        """As `wait`, for the event loop."""
         if self._latest is not None:
-            # Whoever stops waiting does not take it out of the queue.
+            # A caller that is cancelled does not take the removal out of the queue.
             await asyncio.shield(asyncio.wrap_future(self._latest))
 
     def close(self) -> None:
-        """All of that is done, and no call comes after this."""
+        """Wait for all removals; no call may follow."""
         self._thread.shutdown()

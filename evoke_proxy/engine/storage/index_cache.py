@@ -1,4 +1,4 @@
-"""The snapshots of an index, in memory: read once, then only what has changed."""
+"""Keeps the snapshots of an index in memory, and reads only what has changed."""
 
 from __future__ import annotations
 
@@ -7,78 +7,78 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from evoke_proxy.adapters.snapshot_index import SnapshotIndex
-from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, as_changed
+from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, apply_changes
 
 # Ids of removed snapshots that are remembered.
-_REMEMBERED = 4096
+_MAX_REMOVED = 4096
 
 
 class SnapshotIndexCache:
-    """All of them by id, the latest used first as of the last look at the index. Others may change
-    it, too: what they did is read in a thread by `refresh`, and what is left of it when somebody
-    looks.
+    """The snapshots of an index by id, the latest used first as of the latest reading.
 
-    What its owner changes there it says here.
+    Other processes may change the index, too. `refresh` reads what they did in a thread; `items`
+    reads what is left of it. What this process changes in the index it must change here as well.
     """
 
     def __init__(self, index: SnapshotIndex) -> None:
         self._index = index
-        self._generation, self._version, self._touched = -1, -1, 0
+        self._generation, self._version = -1, -1
+        self._n_own_changes = 0
         self._items: dict[str, Snapshot] = {}
-        # Removed here, and maybe not yet from the index: never read from there again.
+        # Removed by this process, and maybe not from the index yet: never read again from there.
         self._removed: dict[str, None] = {}
-        self._look()
+        self._read_changes()
 
     @property
     def items(self) -> dict[str, Snapshot]:
-        """As the index has them now; not to be changed."""
-        self._look()
+        """The snapshots as the index has them now; callers must not change the dictionary."""
+        self._read_changes()
         return self._items
 
     @property
     def latest(self) -> Collection[Snapshot]:
-        """As they were when somebody last looked."""
+        """The snapshots as of the latest reading."""
         return self._items.values()
 
     async def refresh(self) -> None:
-        """Read what others have changed while other requests go on."""
-        generation, touched = self._index.generation(), self._touched
+        """Read what other processes have changed, without blocking the event loop."""
+        generation, n_own_changes = self._index.generation(), self._n_own_changes
         if generation == self._generation:
             return
-        seen = frozenset(self._items)
-        changes = await asyncio.to_thread(self._index.changes, self._version, seen)
-        # What was changed here meanwhile may be older in what was read: it is read when needed.
-        if touched == self._touched and changes.version >= self._version:
-            self._take(changes)
+        ids = frozenset(self._items)
+        changes = await asyncio.to_thread(self._index.changes, self._version, ids)
+        # What this process changed meanwhile may be older in what was read: it is read when needed.
+        if n_own_changes == self._n_own_changes and changes.version >= self._version:
+            self._apply(changes)
             self._generation, self._version = generation, changes.version
 
-    def _take(self, changes: Changes) -> None:
-        found = as_changed(self._items, changes)
-        self._items = {id: item for id, item in found.items() if id not in self._removed}
-
     def put(self, item: Snapshot) -> None:
-        """There is one more."""
-        self._touched += 1
+        """Add a snapshot."""
+        self._n_own_changes += 1
         self._items[item.id] = item
 
     def mark(self, id: str, **values: float) -> None:
-        """These fields of one are others, if it is still there."""
-        self._touched += 1
+        """Replace these fields of a snapshot; nothing when there is none of this id."""
+        self._n_own_changes += 1
         if id in self.items:
             self._items[id] = replace(self._items[id], **values)  # type: ignore[arg-type]
 
     def remove(self, id: str) -> None:
-        """One is there no more."""
-        self._touched += 1
+        """Remove a snapshot; nothing when there is none of this id."""
+        self._n_own_changes += 1
         self._items.pop(id, None)
         self._removed[id] = None
-        while len(self._removed) > _REMEMBERED:
+        while len(self._removed) > _MAX_REMOVED:
             del self._removed[next(iter(self._removed))]
 
-    def _look(self) -> None:
+    def _apply(self, changes: Changes) -> None:
+        items = apply_changes(self._items, changes)
+        self._items = {id: item for id, item in items.items() if id not in self._removed}
+
+    def _read_changes(self) -> None:
         generation = self._index.generation()
         if generation != self._generation:
             changes = self._index.changes(self._version, self._items.keys())
-            self._take(changes)
+            self._apply(changes)
             self._generation, self._version = generation, changes.version
-            self._touched += 1
+            self._n_own_changes += 1

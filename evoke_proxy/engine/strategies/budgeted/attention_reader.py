@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policy.attention import NO_CAPTURE, Capture, captured_layers
 from evoke_proxy.core.policy.registry import capture_of
 from evoke_proxy.core.policy.turn import Turn
-from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import PlanRefused
 
 CAPTURE = str(NO_CAPTURE["op"])
@@ -25,54 +24,56 @@ TOO_MUCH_WORK = "too_much_work"
 class AttentionReader:
     """Has llama-server capture what a turn's policy wants to know, and reads it."""
 
-    def __init__(self, upstream: LlamaClient, server: Callable[[], ServerInfo]) -> None:
-        self._blocks = BlockApi(upstream)
-        self._server = server
+    def __init__(self, blocks: BlockApi, monitor: ServerMonitor) -> None:
+        self._blocks = blocks
+        self._monitor = monitor
 
-    def can_capture(self, known: Conversation) -> bool:
+    def can_capture(self, conversation: Conversation) -> bool:
         """Whether the server captures attention, and has not refused to do so for this session."""
-        server = self._server()
-        return bool(server.capturable) and known.capture_refused != server.instance
+        server = self._monitor.server
+        return bool(server.capturable) and conversation.capture_refused != server.instance
 
-    def note_refusal(self, known: Conversation, refused: PlanRefused) -> bool:
+    def note_refusal(self, conversation: Conversation, refused: PlanRefused) -> bool:
         """Remember a refusal of the capture for as long as this server runs; False if the refusal
         has another cause, or is remembered already."""
-        if refused.operation != CAPTURE or not self.can_capture(known):
+        if refused.operation != CAPTURE or not self.can_capture(conversation):
             return False
-        known.capture_refused = self._server().instance
+        conversation.capture_refused = self._monitor.server.instance
         return True
 
-    def wanted(self, config: PolicyConfig, known: Conversation) -> Capture | None:
+    def wanted(self, config: PolicyConfig, conversation: Conversation) -> Capture | None:
         """What a turn's policy needs, as far as this server can capture it for the session."""
-        return capture_of(config) if self.can_capture(known) else None
+        return capture_of(config) if self.can_capture(conversation) else None
 
-    def ops(self, config: PolicyConfig, known: Conversation) -> list[dict[str, Any]]:
+    def ops(self, config: PolicyConfig, conversation: Conversation) -> list[dict[str, Any]]:
         """What a plan has to say about it: that it begins, goes on, or ends."""
-        wanted = self.wanted(config, known)
+        wanted = self.wanted(config, conversation)
         if wanted is None:
-            return [NO_CAPTURE] if known.capture is not None else []
-        possible = self._server().capturable
+            return [NO_CAPTURE] if conversation.capture is not None else []
+        possible = self._monitor.server.capturable
         return [wanted.op(captured_layers(possible, config.attention_layers))]
 
-    async def seen(self, turn: Turn, known: Conversation, client: Mapping[str, str]) -> Turn:
+    async def read(
+        self, turn: Turn, conversation: Conversation, headers: Mapping[str, str]
+    ) -> Turn:
         """The turn with what was captured in its slot since it was last asked.
 
         As it is where nothing was, or in another way. Raises PlanRefused, and other EvokeErrors for
         what llama-server does.
         """
-        wanted = self.wanted(turn.config, known)
-        if wanted is None or wanted != known.capture or not turn.view.in_cache.any():
+        wanted = self.wanted(turn.config, conversation)
+        if wanted is None or wanted != conversation.capture or not turn.view.in_cache.any():
             return turn
         if not wanted.read:
             return turn
-        memory, session = known.session.attention, known.session
-        body = memory.request(turn.view, wanted) | {"tenant": known.tenant}
-        answer = await self.ask(turn.slot.id, body, "bounds", client)
+        memory, session = conversation.session.attention, conversation.session
+        body = memory.request(turn.view, wanted) | {"tenant": conversation.tenant}
+        answer = await self.ask(turn.slot.id, body, "bounds", headers)
         view = memory.updated(turn.view, answer, session.turns, turn.config.sink_tokens)
         return replace(turn, view=view)
 
     async def ask(
-        self, slot: int, body: Mapping[str, Any], key: str, client: Mapping[str, str]
+        self, slot: int, body: Mapping[str, Any], key: str, headers: Mapping[str, str]
     ) -> dict[str, Any]:
         """The answer of an `attention` call; `key` (`bounds` or `products`) lists most of its work.
 
@@ -90,7 +91,7 @@ class AttentionReader:
             part = spans[start : start + size]
             try:
                 more = {key: part} if part or key in body else {}
-                answer = await self._blocks.run(slot, "attention", {**rest, **more}, client)
+                answer = await self._blocks.run(slot, "attention", {**rest, **more}, headers)
             except PlanRefused as refused:
                 if refused.type != TOO_MUCH_WORK or not part:
                     raise

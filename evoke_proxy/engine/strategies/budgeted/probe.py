@@ -8,13 +8,12 @@ of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
-from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
+from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.core.model.block_table import FloatArray, Positions
 from evoke_proxy.core.model.counts import token_count
 from evoke_proxy.core.model.plan import Plan
@@ -31,81 +30,83 @@ from evoke_proxy.core.policy.probe import (
 )
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.resources import ServerResources
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
-from evoke_proxy.engine.turns.forwarding import Forwarding
+from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
 
 PROBE = {"op": "probe"}
-Client = Mapping[str, str]
+
+
+@dataclass(slots=True)
+class ProbeRecord:
+    """Whether a request was probed: once is enough, also when its plan is made again."""
+
+    result: ProbeResult | None = None
 
 
 class Prober:
     """Probes turns where that pays; knows how fast its server has been."""
 
-    def __init__(
-        self,
-        upstream: LlamaClient,
-        metrics: Metrics,
-        attending: AttentionReader,
-        server: Callable[[], ServerInfo],
-    ) -> None:
-        self._upstream = upstream
-        self._blocks = BlockApi(upstream)
-        self._metrics = metrics
-        self._attending = attending
+    def __init__(self, server: ServerResources, attention: AttentionReader) -> None:
         self._server = server
+        self._attention = attention
         self.pace = DecodeSpeed()
 
-    async def looked(
-        self, way: Forwarding, turn: Turn, plan: Plan, client: Client
+    async def probe(
+        self,
+        turn: RenderedTurn,
+        trace: RequestTrace,
+        record: ProbeRecord,
+        planned: tuple[Turn, Plan],
     ) -> tuple[Turn, Plan]:
-        """The turn with what the model looks for, and a plan by that; as they were where a probe
-        does not pay, or was tried before.
+        """The turn with what the model looks for, and a plan by that.
 
-        Runs a plan of its own first. Raises PlanRefused, and other EvokeErrors for what
-        llama-server does.
+        Both are as `planned` where a probe does not pay, or was tried before. Runs a plan of its
+        own first. Raises PlanRefused, and other EvokeErrors for what llama-server does.
         """
-        known = way.conversation
-        reason = self._declined(way, turn)
+        (begun, _), conversation, metrics = planned, turn.conversation, self._server.metrics
+        reason = "off" if record.result is not None else self._declined(conversation, begun)
         if reason != "off":
-            self._metrics.probes.labels(result=reason or "made").inc()
-        if reason or known is None:
-            return turn, plan
-        began = asyncio.get_running_loop().time()
-        roomy = _with_room(turn)
-        first = known.session.plan(roomy)
+            metrics.probes.labels(result=reason or "made").inc()
+        if reason:
+            return planned
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        session, roomy = conversation.session, _with_room(begun)
+        first = session.plan(roomy)
         if first.infeasible or first.crowded:
-            return turn, plan
-        way.probe = ProbeResult(first, 0, 0.0)  # tried: not again, should it be refused
-        more = [*self._attending.ops(turn.config, known), PROBE]
-        call = PlanCall(first, turn.slot, known.owner, turn.rendered.tokens, more)
-        epoch = await self._blocks.run_plan(call, client)
-        known.session.applied(roomy, first)
-        cursor = turn.view.decode_from
-        decoded = await way.keep_alive(self._decode(turn, epoch, known, client))
-        # Of nobody's copies: it is only asked what is resident.
-        now = SlotView.parse(await self._blocks.slot(turn.slot.id, "", client, LATEST))
-        later = known.session.begin(
-            turn.rendered, replace(now, n_common=cursor), turn.request, way.vectors
-        )
-        found = await self._sought(later, known, client)
+            return planned
+        record.result = ProbeResult(first, 0, 0.0)  # tried, should it be refused
+        more = [*self._attention.ops(begun.config, conversation), PROBE]
+        call = PlanCall(first, begun.slot, conversation.owner, begun.rendered.tokens, more)
+        epoch = await self._server.blocks.run_plan(call, turn.headers)
+        session.applied(roomy, first)
+        cursor = begun.view.decode_from
+        with trace.waiting():
+            decoded = await self._decode(turn, begun, epoch)
+        # Without a tenant no copies are listed: only what is resident matters.
+        answer = await self._server.blocks.slot(begun.slot.id, "", turn.headers, LATEST)
+        view = replace(SlotView.parse(answer), n_common=cursor)
+        later = session.begin(begun.rendered, view, begun.request, turn.question_vectors)
+        found = await self._sought(turn, later)
         later = replace(later, view=replace(later.view, model_relevance=found))
-        seconds = asyncio.get_running_loop().time() - began
-        way.probe = ProbeResult(first, decoded, seconds)
-        self._metrics.probe_tokens.inc(decoded)
-        self._metrics.probe_seconds.observe(seconds)
-        return later, known.session.plan(later)
+        seconds = loop.time() - started
+        record.result = ProbeResult(first, decoded, seconds)
+        metrics.probe_tokens.inc(decoded)
+        metrics.probe_seconds.observe(seconds)
+        return later, session.plan(later)
 
-    def _declined(self, way: Forwarding, turn: Turn) -> str:
-        server, view, known = self._server(), turn.view, way.conversation
-        if way.probe is not None or not server.probes or known is None:
+    def _declined(self, conversation: Conversation, turn: Turn) -> str:
+        view = turn.view
+        if not self._server.monitor.server.probes:
             return "off"
-        if not self._attending.can_capture(known):
+        if not self._attention.can_capture(conversation):
             return "off"
-        self.pace.note(known.timings)
-        tail = view.n_tokens - (view.decode_from)
+        self.pace.note(conversation.timings)
+        tail = view.n_tokens - view.decode_from
         seconds = self.pace.seconds(tail, turn.config.probe_tokens)
         reason = reason_to_skip(view, turn.config, seconds, 0.0)
         if reason or turn.config.recall != "fused":
@@ -113,43 +114,47 @@ class Prober:
         sure = view.index.confidence(turn.query, view.blocks, view.first_new_block)
         return reason_to_skip(view, turn.config, seconds, sure)
 
-    async def _decode(self, turn: Turn, epoch: int, known: Conversation, client: Client) -> int:
-        """The probe itself: how many tokens it decoded."""
+    async def _decode(self, turn: RenderedTurn, begun: Turn, epoch: int) -> int:
+        """Run the probe; how many tokens it decoded."""
         body = {
-            "prompt": turn.rendered.tokens.tolist(),
-            "n_predict": turn.config.probe_tokens,
+            "prompt": begun.rendered.tokens.tolist(),
+            "n_predict": begun.config.probe_tokens,
             "temperature": 0,
             "cache_prompt": True,
-            "id_slot": turn.slot.id,
+            "id_slot": begun.slot.id,
             "evoke": {"epoch": epoch},
             "response_fields": ["timings"],
         }
-        options = CallOptions(client, "probe", is_long=True)
-        answer = await self._upstream.call("POST", "/completion", body, options)
+        options = CallOptions(turn.headers, "probe", is_long=True)
+        answer = await self._server.client.call("POST", "/completion", body, options)
         timings: Mapping[str, Any] = answer.get("timings") or {}
         self.pace.note(timings)
-        books = TokenAccounting.parse(timings)
-        if books is not None:
-            evicted = [(label, span) for span, label in books.auto_evicted if label is not None]
-            known.session.add_copies(evicted)
+        accounting = TokenAccounting.parse(timings)
+        if accounting is not None:
+            evicted = accounting.auto_evicted
+            labelled = [(label, span) for span, label in evicted if label is not None]
+            turn.conversation.session.add_copies(labelled)
         return sum(token_count(timings.get(name)) for name in ("prompt_n", "predicted_n"))
 
-    async def _sought(self, turn: Turn, known: Conversation, client: Client) -> FloatArray | None:
+    async def _sought(self, turn: RenderedTurn, later: Turn) -> FloatArray | None:
         """What the queries of the probe say of all blocks that have rows anywhere."""
-        view, at = turn.view, blocks_with_rows(turn.view)
+        view, at = later.view, blocks_with_rows(later.view)
+        tenant = turn.conversation.tenant
         if len(at) > MAX_COMPARED_BLOCKS:
-            at = await self._likeliest(turn, known, client)
-        asked = {"ranges": [], "products": spans_of(view, at), "tenant": known.tenant}
-        answer = await self._attending.ask(turn.slot.id, asked, "products", client)
+            at = await self._likeliest(turn, later)
+        question = {"ranges": [], "products": spans_of(view, at), "tenant": tenant}
+        answer = await self._attention.ask(later.slot.id, question, "products", turn.headers)
         return model_relevance(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
 
-    async def _likeliest(self, turn: Turn, known: Conversation, client: Client) -> Positions:
-        view, bounds = turn.view, known.session.attention.bounds
+    async def _likeliest(self, turn: RenderedTurn, later: Turn) -> Positions:
+        view, conversation = later.view, turn.conversation
+        bounds = conversation.session.attention.bounds
         bounds.retain(view.blocks)
         lacking = [i for i in bounds.missing(view.blocks) if view.blocks.ends[i] <= view.n_past]
         spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
-        asked = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": known.tenant}
-        answer = await self._attending.ask(turn.slot.id, asked, "bounds", client)
+        tenant = conversation.tenant
+        question = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": tenant}
+        answer = await self._attention.ask(later.slot.id, question, "bounds", turn.headers)
         bounds.add(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
         queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
         return most_likely(view, bounds, queries)

@@ -16,13 +16,11 @@ from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan, Save
-from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease, SlotQueue, until_over
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.turns.forwarding import Forwarding
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -54,12 +52,12 @@ class WriteBack:
         self._waiting: dict[str, tuple[Conversation, Mapping[str, str]]] = {}
         self._running = False
 
-    def after(self, way: Forwarding, client: Mapping[str, str]) -> None:
-        """A request has given its slot back; `client` are the headers our calls are made with."""
-        known, turn = way.conversation, way.turn
-        if known is not None and turn is not None and way.books is not None:
-            if turn.config.writeback and saves_evicted(turn.config) and not known.passing:
-                self._waiting[known.id] = (known, client)
+    def add(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
+        """Have the blocks of a conversation copied; `headers` carry the key for the calls."""
+        self._waiting[conversation.id] = (conversation, headers)
+
+    def start(self) -> None:
+        """Begin to copy when the server is idle and blocks are waiting."""
         if len(self._waiting) > len(self._slots.pool):  # some have lost their slots
             slot_of, waiting = self._slots.pool.slot_of, self._waiting
             self._waiting = {id: waiting[id] for id in waiting if slot_of(id) is not None}

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import orjson
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
-from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
-from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
-from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import write_in_pieces
 from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.core.servers.slot_pool import taken_by
 from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
-from evoke_proxy.engine.gateway import ForwardedBody, Outcome, ParsedRequest, RequestTrace
+from evoke_proxy.engine.gateway import ForwardedBody, Outcome
 from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
-from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
-from evoke_proxy.engine.server.slot_queue import SlotQueue
-from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
+from evoke_proxy.engine.server.conversations import Arrival, Conversation
+from evoke_proxy.engine.server.resources import ServerResources
+from evoke_proxy.engine.server.turn import CacheStrategy, PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.engine.strategies.failures import PreparationFailures
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, set_contents
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
-from evoke_proxy.errors import EvokeError, PromptTooLong
+from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
 
 _log = logging.getLogger(__name__)
 # A step of decoding ahead that ends within this time is not cut off: llama-server would notice
@@ -46,7 +45,7 @@ _AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 _COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
-class SnapshotStrategy:
+class SnapshotStrategy(CacheStrategy):
     """Serves chats from an unpatched server; use as an async context manager.
 
     Snapshots of a conversation's slot are saved at the end of its history, and restored when the
@@ -62,11 +61,10 @@ class SnapshotStrategy:
         config: SnapshotsConfig,
         api: StockApi,
         repository: SnapshotRepository,
-        slots: SlotQueue,
-        conversations: Conversations,
-        metrics: Metrics,
+        server: ServerResources,
         tasks: BackgroundTasks,
     ) -> None:
+        slots, conversations, metrics = server.slots, server.conversations, server.metrics
         self._config = config
         self._api = api
         self._repository = repository
@@ -74,8 +72,10 @@ class SnapshotStrategy:
         self._conversations = conversations
         self._metrics = metrics
         self._tasks = tasks
-        # Whether nothing is to be waited for any more.
-        self.is_stopping: Callable[[], bool] = lambda: slots.is_closed
+        self._is_stopping = server.is_stopping
+        self._assignment = SlotAssignment(server)
+        self._monitor = server.monitor
+        self._failures = PreparationFailures(server.monitor, metrics)
         self.probe = ServerProbe(config=config, api=api, repository=repository, slots=slots)
         self.transfers = SnapshotTransfers(
             api=api, repository=repository, probe=self.probe, metrics=metrics, tasks=tasks
@@ -127,10 +127,14 @@ class SnapshotStrategy:
         """What is done for conversations; "" before the server was asked."""
         return self.probe.describe() if self.probe.fingerprint else ""
 
-    def adjust(self, config: SnapshotsConfig) -> None:
+    def adjust(self, config: Config) -> None:
         """Take over other limits for what is stored."""
         if self.is_enabled:
-            self._repository.adjust(config)
+            self._repository.adjust(config.snapshots)
+
+    def running(self) -> SnapshotStrategy:
+        """See CacheStrategy."""
+        return self
 
     def n_slots(self, server: ServerInfo) -> int:
         """Return how many requests may run on a server at the same time."""
@@ -192,71 +196,72 @@ class SnapshotStrategy:
         async with lease:
             await self._placement.save_contents(conversation)
 
-    def scope(self, request: ParsedRequest, trace: RequestTrace) -> TurnScope:
-        """Make the scope of a request."""
-        return TurnScope(request, trace, self._slots, self._metrics)
+    async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
+        """See CacheStrategy."""
+        reason = self._monitor.server.lacking
+        self._metrics.bypass.labels(reason=reason).inc()
+        scope.turn = replace(scope.turn, decision=f"bypass:{reason}")
+        scope.expect_slot()
+        try:
+            return await self._managed(request, scope)
+        except (RequestError, CapacityError):
+            raise
+        except Exception as error:
+            decision = self._failures.decide(scope.trace, error)
+            return replace(scope.turn, decision=decision)
 
-    async def prepare(self, scope: TurnScope) -> PreparedTurn:
+    async def _managed(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """Lease a slot and bring as much of the prompt into it as can be had cheaply.
 
         Raises SlotsBusy when no slot becomes free, and EvokeError for failures of llama-server;
         `scope.turn` is then what was done.
         """
-        request = scope.request
         self.preempt_background()
         await self._repository.refresh()
         chat = request.chat
-        if chat is None:
-            return scope.turn
         reason = "id_slot" if request.id_slot is not None else snapshot_obstacle(chat)
         if reason:
-            return await self._prepare_unmanaged(scope, chat, reason)
+            return await self._prepare_unmanaged(request, scope, reason)
         scope.trace.stage = "learn"
         await self.probe.learn(request.headers)
         try:
-            turn = await self._render(scope, chat)
+            turn = await self._render(request, scope)
         except PromptTooLong:
-            return await self._prepare_unmanaged(scope, chat, "too_long")
+            return await self._prepare_unmanaged(request, scope, "too_long")
         if turn is None:
             self._metrics.saves.labels(result="skipped_miscounted").inc()
-            return await self._prepare_unmanaged(scope, chat, "miscounted")
+            return await self._prepare_unmanaged(request, scope, "miscounted")
         scope.trace.stage = "session"
         rendered = Rendered(turn.prompt, len(turn.boundary), ())
         conversation = self._conversations.of_request(chat, rendered, request.hint, request.tenant)
         arrival = Arrival(rendered, request.hint)
-        scope.join(conversation)
-        scope.turn = replace(scope.turn, conversation=conversation, arrival=arrival)
+        scope.join(conversation, arrival)
         lease = await scope.acquire(conversation.id, ephemeral=conversation.passing)
         lease.vacated()  # llama-server decides what it keeps of what others have left
         if conversation.passing:
-            scope.turn = replace(scope.turn, decision="guest:side", slots=(lease.slot,))
-            return scope.turn
+            return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
         scope.turn = turn
         await self._note_drift(conversation, turn)
         turn = await self._placement.prepare(scope, turn, conversation, lease)
         if turn.slot is not None and chat.dialect != "messages":  # it has no field for a slot
             members = {"id_slot": orjson.dumps(turn.slot)}
-            turn = replace(turn, forwarded=await _with_members(request, members))
+            turn = replace(turn, forwarded=await turn.with_members(members, chat.keys))
         scope.turn = turn
         return turn
 
     async def _prepare_unmanaged(
-        self, scope: TurnScope, chat: ChatRequest, reason: str
+        self, request: ParsedChat, scope: TurnScope, reason: str
     ) -> PreparedTurn:
         """Lease slots for a request of which nothing is kept."""
         scope.turn = replace(scope.turn, decision=f"guest:{reason}")
-        for slot in _slots_for(scope.request, chat, len(self._slots.pool)):
-            lease = await scope.acquire(f"guest-{id(scope)}", ephemeral=True, slot=slot)
-            lease.vacated()
-        slots = tuple(lease.slot for lease in scope.leases)
-        scope.turn = replace(scope.turn, slots=slots)
+        await self._assignment.acquire_ephemeral(request, scope)
         return scope.turn
 
-    async def _render(self, scope: TurnScope, chat: ChatRequest) -> SnapshotTurn | None:
+    async def _render(self, request: ParsedChat, scope: TurnScope) -> SnapshotTurn | None:
         """Render a request; None when llama-server counts other tokens than the rendering has."""
         scope.trace.stage = "render"
-        request = scope.request
+        chat = request.chat
         body, headers = request.body, request.headers
         count_path = _COUNT_PATHS.get(chat.dialect)
         self._api.check_size(body)
@@ -309,7 +314,7 @@ class SnapshotStrategy:
         if not isinstance(turn, SnapshotTurn):
             return
         if not outcome.is_finished:
-            await self._placement.until_idle(turn, turn.request.headers, self.is_stopping)
+            await self._placement.until_idle(turn, turn.request.headers, self._is_stopping)
         await self._placement.record_reply(turn, outcome)
 
     def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
@@ -346,33 +351,6 @@ def request_before(
         if sent.opening and other_sent.opening == sent.opening:
             alike.append(other_sent)
     return next(reversed(named or alike), None)
-
-
-def _slots_for(request: ParsedRequest, chat: ChatRequest, n_slots: int) -> Sequence[int | None]:
-    """The slots of a request in ascending order, so that two never wait for each other.
-
-    None is a slot that llama-server chooses.
-    """
-    named = request.id_slot
-    wanted = named if named is not None and 0 <= named < n_slots else None
-    if chat.n == 1:
-        return (wanted,)
-    if request.is_batch:  # llama-server chooses the slots of its prompts
-        return range(n_slots)
-    return taken_by(chat.n, n_slots, wanted or 0)
-
-
-async def _with_members(request: ParsedRequest, members: dict[str, bytes]) -> ForwardedBody:
-    """The body of a request with members put at its top level; large ones are not copied."""
-    body = request.body
-    keys = request.chat.keys if request.chat is not None else ()
-    if is_large(body) and members.keys().isdisjoint(keys):
-        return ForwardedBody(body, members)
-
-    def edited() -> bytes:
-        return edit_top_level(body, members, (), keys=keys)
-
-    return ForwardedBody(await run_off_loop(body, edited))
 
 
 def _opening(body: bytes) -> bytes:

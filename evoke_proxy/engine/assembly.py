@@ -1,0 +1,169 @@
+"""Builds the gateway of a configuration: all wiring of the engine is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from evoke_proxy.adapters.llama.block_api import BlockApi
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.stock_api import StockApi
+from evoke_proxy.config import Config
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.admin.exposition import register_gauges
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors
+from evoke_proxy.engine.fleet.fleet import Fleet
+from evoke_proxy.engine.front import Front
+from evoke_proxy.engine.model_router import ModelRouter, ServedModel
+from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.server.background import BackgroundTasks
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.resources import ServerResources
+from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.server.turn import Strategies
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.strategies.budgeted.planner import Planner
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.budgeted.strategy import BudgetedStrategy
+from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
+from evoke_proxy.engine.strategies.passthrough import Passthrough
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
+from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
+
+
+def build_gateway(config: Config) -> Front:
+    """The gateway to one llama-server, or to several where the configuration names them."""
+    urls = config.pool.servers
+    if not urls:
+        router = build_router(config)
+        register_gauges(router.metrics, lambda: served_by([router]))
+        return router
+    shared = Shared(config, tuple(urls.values()))
+    members = {name: build_router(_at(config, url), shared, name) for name, url in urls.items()}
+    register_gauges(shared.metrics, lambda: served_by(members.values()))
+    return Fleet(config, shared, members)
+
+
+def served_by(routers: Iterable[ModelRouter]) -> list[tuple[SlotQueue, Conversations]]:
+    """The slots and the conversations of every server and model there is now."""
+    return [(it.slots, it.conversations) for router in routers for it in router.each()]
+
+
+def build_router(config: Config, shared: Shared | None = None, name: str = "") -> ModelRouter:
+    """The gateway to one URL; with `shared` it is one of several, and has a name."""
+    common = shared or Shared(config)
+    client = LlamaClient(config.upstream)
+    return ModelRouter(
+        config=config,
+        shared=common,
+        served=build_server(config, common, client, server_name=name),
+        models=Models(
+            client,
+            lambda model: build_server(config, common, client, model=model, server_name=name),
+        ),
+        owns_shared=shared is None,
+    )
+
+
+def build_server(
+    config: Config,
+    shared: Shared,
+    client: LlamaClient,
+    *,
+    model: str = "",
+    server_name: str = "",
+) -> ServedModel:
+    """The server behind a client; with `model`, one model of a router."""
+    client = client.bound_to(model) if model else client
+    monitor = ServerMonitor(client, config, shared.metrics)
+    slots = SlotQueue(config.limits)
+    resources = ServerResources(
+        client=client,
+        blocks=BlockApi(client),
+        monitor=monitor,
+        slots=slots,
+        conversations=Conversations(config.policy, config.limits.sessions, shared.body_memory),
+        background=BackgroundTasks(monitor.report_failure),
+        metrics=shared.metrics,
+        feed=shared.feed,
+        is_stopping=lambda: shared.draining or slots.is_closed,
+    )
+    snapshots = build_snapshots(config, shared, resources)
+    records = SessionPersistence(
+        upstream=client,
+        whole=None if model else build_slot_snapshots(shared, resources, snapshots),
+        conversations=resources.conversations,
+        common=shared,
+    )
+    admin = AdminContext(
+        client=client,
+        monitor=monitor,
+        slots=slots,
+        conversations=resources.conversations,
+        snapshots=snapshots,
+        records=records,
+        embedding=shared.embedding,
+        feed=shared.feed,
+        server_name=server_name,
+    )
+    strategies = Strategies(
+        budgeted=build_budgeted(config, shared, resources, records),
+        snapshots=snapshots if snapshots.is_enabled else None,
+        passthrough=Passthrough(monitor, shared.metrics),
+    )
+    return ServedModel(Server(resources, strategies), admin)
+
+
+def build_budgeted(
+    config: Config, shared: Shared, resources: ServerResources, records: SessionPersistence
+) -> BudgetedStrategy:
+    """The strategy for a patched server."""
+    vectors = BlockVectors(shared.embedding, config.policy, resources.conversations)
+    return BudgetedStrategy(
+        server=resources,
+        slots=SlotAssignment(resources),
+        planner=Planner(resources, vectors, records),
+        records=records,
+        write_back=WriteBack(
+            resources.client,
+            resources.metrics,
+            resources.slots,
+            resources.background,
+            records,
+        ),
+        vectors=vectors,
+        policy=config.policy,
+    )
+
+
+def build_snapshots(config: Config, shared: Shared, resources: ServerResources) -> SnapshotStrategy:
+    """The strategy for an unpatched server; its background work ends before that of others."""
+    return SnapshotStrategy(
+        config=config.snapshots,
+        api=StockApi(resources.client),
+        repository=shared.vault,
+        server=resources,
+        tasks=BackgroundTasks(),
+    )
+
+
+def build_slot_snapshots(
+    shared: Shared, resources: ServerResources, snapshots: SnapshotStrategy
+) -> SlotSnapshots | None:
+    """Whole slots of a patched server as files; None without a directory for snapshots."""
+    if not snapshots.is_enabled:
+        return None
+    return SlotSnapshots(
+        api=StockApi(resources.client),
+        probe=snapshots.probe,
+        transfers=snapshots.transfers,
+        repository=shared.vault,
+        conversations=resources.conversations,
+    )
+
+
+def _at(config: Config, url: str) -> Config:
+    return replace(config, upstream=replace(config.upstream, url=url))

@@ -1,0 +1,173 @@
+"""The gateway to one URL: a llama-server, or a router with several models behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.config import Config
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.parsing.parser import RequestParser
+from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.errors import UpstreamError
+
+# A step of decoding ahead that ends this soon is not cut off: llama-server would notice later.
+_GRACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The server of one model, and what admins work with."""
+
+    server: Server
+    admin: AdminContext
+
+    @property
+    def client(self) -> LlamaClient:
+        """Makes the calls about the model."""
+        return self.server.client
+
+    async def __aenter__(self) -> ServedModel:
+        await self.server.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.__aexit__()
+
+
+class ModelRouter:
+    """Uses one `Server`, and behind a router whose models' slots are kept, one for each model.
+
+    Use as an async context manager. `owns_shared` says that leaving it also ends what is shared.
+    """
+
+    pool = None
+
+    def __init__(
+        self,
+        config: Config,
+        shared: Shared,
+        served: ServedModel,
+        models: Models[ServedModel],
+        owns_shared: bool,
+    ) -> None:
+        self.config = config
+        self.shared = shared
+        self.server = served.server
+        self.metrics, self.feed = shared.metrics, shared.feed
+        self.upstream: LlamaClient = served.client
+        self.uplinks = {"": self.upstream}
+        self._served = served
+        self._models = models
+        self._owns_shared = owns_shared
+        self._exit_stack = AsyncExitStack()
+
+    async def __aenter__(self) -> ModelRouter:
+        try:
+            if self._owns_shared:
+                await self._exit_stack.enter_async_context(self.shared)
+            await self._exit_stack.enter_async_context(self.server)
+            await self._exit_stack.enter_async_context(self._models)
+        except BaseException:
+            await self._exit_stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in self.each():
+            server.slots.close()
+        await self._exit_stack.aclose()
+
+    @asynccontextmanager
+    async def exchange(
+        self, request: ParsedRequest, trace: RequestTrace
+    ) -> AsyncIterator[Exchange]:
+        """See Gateway."""
+        server = await self._server_of(request, trace)
+        async with server.exchange(request, trace) as exchange:
+            yield exchange
+
+    async def _server_of(self, request: ParsedRequest, trace: RequestTrace) -> Server:
+        """The server of the model that a request names, which is loaded then."""
+        await self.server.monitor.look(request.headers)
+        if not (self._is_router and isinstance(request, ParsedChat)):
+            return self.server
+        with trace.waiting():
+            served = await self._models.of(request.model, request.headers)
+        if served is None:
+            return self.server
+        for other in self._models:  # what one decodes ahead, another waits for
+            other.server.slots.preempt(_GRACE_S)
+        trace.begin_attempt()
+        return served.server
+
+    @property
+    def _is_router(self) -> bool:
+        """Whether there are several models behind the URL, whose slots are kept."""
+        return self.info.routes and self.server.strategies.snapshots is not None
+
+    def each(self) -> Sequence[Server]:
+        """The server, and those of the models that were asked for."""
+        return [self.server, *(served.server for served in self._models)]
+
+    @property
+    def parser(self) -> RequestParser:
+        """Reads requests."""
+        return self.shared.parser
+
+    @property
+    def monitor(self) -> ServerMonitor:
+        """Knows what the server is."""
+        return self.server.monitor
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server is now."""
+        return self.server.info
+
+    @property
+    def mode(self) -> str:
+        """What chats get: a budget, snapshots of their slots, or nothing."""
+        return self.server.strategy.mode
+
+    @property
+    def conversations(self) -> Conversations:
+        """The conversations at the server itself."""
+        return self.server.conversations
+
+    @property
+    def admin_contexts(self) -> Sequence[AdminContext]:
+        """What admins work with, of the server and of each model that was asked for."""
+        return [served.admin for served in (self._served, *self._models)]
+
+    def upstream_failed(self, error: UpstreamError) -> None:
+        """Count a failure of llama-server once; it is asked what it is before the next request."""
+        self.monitor.report_failure(error)
+
+    async def keep(self) -> None:
+        """Save what would be lost if the proxy stopped now."""
+        for server in self.each():
+            await server.save_all()
+
+    def adjust(self, config: Config) -> None:
+        """Continue with another configuration, of the keys that can be changed."""
+        self.config = config
+        self.shared.adjust(config)
+        for server in self.each():
+            server.adjust(config)
+
+    async def checks(self) -> dict[str, dict[str, Any]]:
+        """What readiness depends on: each check with `ok` and a `detail` for a person."""
+        checks = await self.server.checks()
+        upstream = checks.pop("upstream")
+        return {"upstream": upstream, "accepting": self.shared.accepting(), **checks}

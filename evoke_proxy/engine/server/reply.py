@@ -1,0 +1,75 @@
+"""Reads a reply while it is relayed, and says what came of the request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.reply.observer import ReplyObserver
+from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.engine.gateway import Outcome, RequestTrace
+from evoke_proxy.engine.server.turn import PreparedTurn
+
+_ACCOUNTED = ("decoded", "recovered", "resident_before", "omitted")
+
+
+class ReplyReader:
+    """Takes a copy of the bytes of one reply; `answer` reads its text, when it is wanted."""
+
+    def __init__(self, trace: RequestTrace) -> None:
+        self.observer = ReplyObserver()
+        self.answer: AnswerReader | None = None
+        self.first_byte_s: float | None = None
+        self._trace = trace
+
+    def feed(self, data: bytes) -> None:
+        """Take a copy of the next bytes."""
+        if self.first_byte_s is None:
+            now = asyncio.get_running_loop().time()
+            self.first_byte_s = now - self._trace.arrived_at
+        self.observer.feed(data)
+        if self.answer is not None:
+            self.answer.feed(data)
+
+    def close(self) -> None:
+        """Read what is left: no more bytes come."""
+        self.observer.close()
+
+    def outcome(self) -> Outcome:
+        """What the reply has said so far."""
+        observer = self.observer
+        return Outcome(
+            is_finished=observer.done,
+            accounting=TokenAccounting.parse(observer.timings),
+            timings=observer.timings,
+            usage=observer.usage,
+            error=observer.error,
+            first_byte_s=self.first_byte_s,
+        )
+
+
+def facts_of(turn: PreparedTurn, outcome: Outcome, trace: RequestTrace) -> Mapping[str, Any]:
+    """What was decided and what came of it, for the log; never any text. None: not known."""
+    accounting, first = outcome.accounting, outcome.first_byte_s
+    facts: dict[str, Any] = {"decision": turn.decision}
+    if trace.server:
+        facts["server"] = trace.server
+    facts["session"] = turn.conversation.id if turn.conversation is not None else None
+    facts["slot"] = turn.slots[0] if turn.slots else None
+    if accounting is not None:
+        facts["evicted"] = len(turn.plan.evicts)
+        facts["auto_evicted"] = len(accounting.auto_evicted)
+        facts["prompt"] = accounting.n_prompt
+        facts |= {name: getattr(accounting, name) for name in _ACCOUNTED}
+        facts["peak"] = accounting.n_resident_peak
+    if trace.own_s is not None:
+        facts |= {"own_ms": _ms(trace.own_s), "after_ms": _ms(trace.after_s)}
+        facts |= {f"{name}_ms": _ms(seconds) for name, seconds in trace.waits.items()}
+    facts["first_byte_ms"] = round(first * 1000) if first is not None else None
+    return facts
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 2)

@@ -1,0 +1,302 @@
+"""Holds every conversation of a patched server within a token budget."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from evoke_proxy.adapters.llama.block_api import slot_in
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
+from evoke_proxy.config import Config, PolicyConfig
+from evoke_proxy.core.policy.turn import effective_config
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors
+from evoke_proxy.engine.gateway import ForwardedBody, Outcome
+from evoke_proxy.engine.parsing.request import ParsedChat
+from evoke_proxy.engine.server.conversations import Arrival, Conversation
+from evoke_proxy.engine.server.resources import ServerResources
+from evoke_proxy.engine.server.slot_queue import SlotLease
+from evoke_proxy.engine.server.turn import CacheStrategy, PreparedTurn, TurnScope
+from evoke_proxy.engine.strategies.budgeted.planner import Planner
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
+from evoke_proxy.engine.strategies.failures import PreparationFailures
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
+from evoke_proxy.errors import (
+    CapacityError,
+    PromptTooLong,
+    RequestError,
+    UpstreamError,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+
+_log = logging.getLogger(__name__)
+# How long a request waits for a foreign one in its slot: llama-server notices within a second, or a
+# batch, that a client is gone.
+_FOREIGN_REQUEST_S = 10.0
+
+
+class BudgetedStrategy(CacheStrategy):
+    """Plans each turn on its slot, and copies its rows while nobody needs the server."""
+
+    mode = "budgeted"
+
+    def __init__(
+        self,
+        server: ServerResources,
+        slots: SlotAssignment,
+        planner: Planner,
+        records: SessionPersistence,
+        write_back: WriteBack,
+        vectors: BlockVectors,
+        policy: PolicyConfig,
+    ) -> None:
+        self._server = server
+        self._slots = slots
+        self._planner = planner
+        self._records = records
+        self._write_back = write_back
+        self._vectors = vectors
+        self._policy = policy
+        self._failures = PreparationFailures(server.monitor, server.metrics)
+
+    async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
+        """See CacheStrategy."""
+        scope.expect_slot()
+        reason = request.chat.bypass
+        if reason:
+            self._server.metrics.bypass.labels(reason=reason).inc()
+            scope.turn = replace(scope.turn, decision=f"bypass:{reason}")
+        try:
+            if reason:
+                return await self._without_conversation(request, scope)
+            return await self._planned(request, scope)
+        except (RequestError, CapacityError):
+            raise
+        except Exception as error:
+            decision = self._failures.decide(scope.trace, error)
+            scope.turn = replace(scope.turn, decision=decision)
+            if decision.startswith("bypass:"):
+                return scope.turn
+            return await self._fallback(request, scope, error)
+
+    async def _without_conversation(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
+        """A turn in a slot whose rows were saved, and of which nothing is remembered."""
+        forwarded = await self._slots.acquire_emptied(request, scope)
+        return replace(scope.turn, forwarded=forwarded)
+
+    async def _planned(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
+        """A turn with a plan, or one that llama-server refuses for its length.
+
+        It refuses the prompt in the words that agents look for; nothing is moved for it.
+        """
+        try:
+            turn = await self._turn(request, scope)
+        except PromptTooLong:
+            scope.turn = self._too_long(scope.turn)
+            if scope.turn.slots:
+                return scope.turn
+            return await self._without_conversation(request, scope)
+        return turn
+
+    async def _turn(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
+        """Find the conversation, wait for its slot, run its plan."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        rendered, vectors = await self._planner.render_first(request, scope.trace)
+        scope.trace.stage = "session"
+        conversation = self._server.conversations.of_request(
+            request.chat, rendered, request.hint, request.tenant
+        )
+        scope.join(conversation, Arrival(rendered, request.hint, request.cached_body))
+        lease = await scope.acquire(
+            conversation.id, ephemeral=conversation.passing, slot=self._slots.named(request)
+        )
+        turn = RenderedTurn(
+            request=request,
+            chat=request.chat,
+            body=request.body,
+            conversation=conversation,
+            rendered=rendered,
+            question_vectors=vectors,
+            slot=lease.slot,
+        )
+        with lease.vacating():
+            turn = await self._admitted(turn, scope, lease, began)
+        if self._planner.exceeds_context(turn.rendered):
+            return self._too_long(scope.turn)
+        planned = await self._planner.plan(turn, scope)
+        waited_s = scope.trace.waits["queue"]
+        self._server.metrics.plan_seconds.observe(loop.time() - began - waited_s)
+        return planned
+
+    async def _admitted(
+        self, turn: RenderedTurn, scope: TurnScope, lease: SlotLease, rendered_at: float
+    ) -> RenderedTurn:
+        """The turn as its slot is now, with the rows of others saved and its own restored."""
+        trace, planner = scope.trace, self._planner
+        turn = await self._restored(turn, scope)
+        shorter = await planner.truncate(turn)
+        if shorter is not turn or lease.has_changed(rendered_at):
+            turn = shorter
+            scope.turn = replace(scope.turn, forwarded=ForwardedBody(turn.body))
+            trace.stage = "render"
+            turn = await self._rendered_anew(turn)
+        if turn.view.busy:
+            turn = await self._rendered_when_idle(turn, scope)
+        if lease.left is not None:
+            left = slot_in(turn.rendered, lease.left)
+            await self._slots.save_rows(turn.conversation, left, turn.headers)
+        victim = self._server.conversations.get(lease.victim)
+        await self._slots.save_rows(victim, turn.view, turn.headers)
+        return turn
+
+    async def _rendered_anew(self, turn: RenderedTurn) -> RenderedTurn:
+        rendered = await self._planner.render(turn.request, turn.body, turn.rendered)
+        return replace(turn, rendered=rendered)
+
+    async def _restored(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
+        """The turn on a slot that has what a restart, or another session, took from it.
+
+        As far as copies of blocks do not bring that back.
+        """
+        conversation, headers = turn.conversation, turn.headers
+        if conversation.unsure:
+            await self._records.ground(conversation, turn.slot, headers)
+        tokens, view = turn.rendered.tokens, turn.view
+        if not await self._records.restored(conversation, tokens, view, headers):
+            return turn
+        scope.trace.stage = "render"
+        turn = await self._rendered_anew(turn)
+        conversation.epoch = turn.view.epoch
+        return turn
+
+    async def _rendered_when_idle(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
+        """The turn once llama-server has ended a foreign request in its slot.
+
+        That is what a proxy that was killed has left, or of a client that asks llama-server
+        itself. No plan holds until it has ended; it is waited for `_FOREIGN_REQUEST_S` at most.
+        """
+        scope.trace.stage = "slot"
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _FOREIGN_REQUEST_S
+        tenant, headers = turn.conversation.tenant, turn.headers
+        with scope.trace.waiting():
+            await self._slots.until_idle(turn.slot, tenant, headers, lambda: loop.time() > until)
+        scope.trace.stage = "render"
+        return await self._rendered_anew(turn)
+
+    def _too_long(self, turn: PreparedTurn) -> PreparedTurn:
+        self._server.metrics.bypass.labels(reason="too_long").inc()
+        return replace(turn, decision="bypass:too_long", arrival=None)
+
+    async def _fallback(
+        self, request: ParsedChat, scope: TurnScope, error: Exception
+    ) -> PreparedTurn:
+        """A turn without a plan; llama-server holds the budget by itself where it can.
+
+        Counts a breach when not even that works.
+        """
+        turn, conversation = scope.turn, scope.turn.conversation
+        if scope.trace.stage == "seat":
+            return turn
+        # A server that is gone, or hangs, would only be waited for once more.
+        is_answering = not isinstance(error, UpstreamUnavailable | UpstreamTimeout)
+        if is_answering and turn.slots and conversation is not None:
+            try:
+                held = await self._planner.hold_budget(request, scope, conversation)
+                return replace(held, decision=f"{held.decision}:held")
+            except PromptTooLong:
+                return turn  # llama-server refuses it, so it exceeds no budget
+            except Exception as failure:
+                _log.warning("the budget is not held either: %s", type(failure).__name__)
+        if isinstance(error, UpstreamError) and not error.reached:
+            return turn  # nor will the request reach it
+        policy = conversation.session.config if conversation is not None else self._policy
+        if effective_config(policy, request.chat).budget is not None:
+            self._server.metrics.breaches.inc()
+        return turn
+
+    def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
+        """Whether llama-server may still work on the turn: its reply did not end as it should."""
+        if not turn.slots:
+            return False
+        if turn.conversation is None:
+            return not outcome.is_finished
+        return outcome.accounting is None
+
+    async def drain(self, turn: PreparedTurn, outcome: Outcome) -> None:
+        """Wait until the slots are idle; only then the next request gets them."""
+        tenant, give_up = turn.request.tenant, self._server.is_stopping
+        for slot in turn.slots:
+            await self._slots.until_idle(slot, tenant, turn.headers, give_up)
+
+    def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
+        """Tell the session how its turn ended."""
+        conversation = turn.conversation
+        if conversation is None:
+            return
+        if outcome.accounting is not None:
+            self._account(turn, conversation, outcome.accounting)
+            conversation.timings = outcome.timings
+            return
+        has_marker = is_planned = False
+        if isinstance(turn, BudgetedTurn):
+            has_marker, is_planned = turn.has_marker, turn.is_planned
+        if turn.slots and not has_marker:
+            conversation.epoch = None
+        if is_planned:
+            conversation.session.finish(None)
+
+    def _account(
+        self, turn: PreparedTurn, conversation: Conversation, accounting: TokenAccounting
+    ) -> None:
+        """Take in what llama-server says that a turn came to."""
+        metrics = self._server.metrics
+        as_planned = conversation.session.finish(accounting)
+        if accounting.marker != "ok" or not as_planned:
+            metrics.plan_failures.labels(reason="books_differ").inc()
+            _log.warning("session %s: %r differs from the plan", conversation.id, accounting)
+        if accounting.marker != "ok":
+            conversation.epoch = None
+        if turn.budget is not None and accounting.n_resident_peak > turn.budget:
+            metrics.breaches.inc()
+        conversation.n_resident = accounting.n_resident
+        metrics.decoded_again.inc(max(0, conversation.session.redecoded))
+        metrics.evicted.inc(len(accounting.auto_evicted))
+        metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
+
+    def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
+        """Copy the blocks of the turn, and those of others, while the server is idle."""
+        conversation = turn.remembered
+        is_done = outcome.accounting is not None
+        writes_back = isinstance(turn, BudgetedTurn) and turn.writes_back
+        if conversation is not None and writes_back and is_done:
+            self._write_back.add(conversation, turn.headers)
+        self._write_back.start()
+        if conversation is not None:
+            self._vectors.submit(conversation)
+
+    def forget(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
+        """See CacheStrategy."""
+        self._records.forget(conversation.id)
+        if conversation.labels:
+            work = self._slots.drop_copies(conversation, headers)
+            self._server.background.run(work, "dropping forgotten blocks")
+
+    def adjust(self, config: Config) -> None:
+        """See CacheStrategy."""
+        self._policy = self._vectors.policy = config.policy
+
+    async def load(self) -> None:
+        """Recall the sessions that were written down."""
+        await self._records.recall()
+
+    def server_started(self, server: ServerInfo) -> None:
+        """See CacheStrategy."""
+        self._records.started(server)

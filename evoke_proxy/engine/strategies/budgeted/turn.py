@@ -1,0 +1,51 @@
+"""The stages of a turn whose slot is held within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from evoke_proxy.adapters.llama.block_api import slot_in
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.engine.parsing.request import ParsedChat
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.turn import PreparedTurn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedTurn:
+    """A request of a conversation as tokens, and the slot that is leased for it."""
+
+    request: ParsedChat
+    # The request as it is sent, which may lack its oldest messages, and its body.
+    chat: ChatRequest
+    body: bytes
+    conversation: Conversation
+    rendered: Rendered
+    # Vectors of the clauses of the question, by text; None for those that could not be embedded.
+    question_vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
+    slot: int
+
+    @property
+    def view(self) -> SlotView:
+        """The state of the slot; UpstreamProtocolError when the rendering does not have it."""
+        return slot_in(self.rendered, self.slot)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """The client's headers."""
+        return self.request.headers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedTurn(PreparedTurn):
+    """A turn whose slot is held within a budget."""
+
+    # The session has planned it, and is told how it ended.
+    is_planned: bool = False
+    # The body carries the marker of the plan: the reply states its token accounting.
+    has_marker: bool = False
+    # Its blocks are to be copied while nobody needs the server.
+    writes_back: bool = False

@@ -1,0 +1,46 @@
+"""What becomes of a request whose preparation failed: counted once, and forwarded unprepared."""
+
+from __future__ import annotations
+
+import logging
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.errors import EvokeError, PlanRefused, UpstreamError, UpstreamRejected
+
+_log = logging.getLogger(__name__)
+
+# The decision for a body that llama-server cannot render, as a label of `evoke_bypass_total`.
+INVALID = "invalid"
+
+
+class PreparationFailures:
+    """Counts and logs failures by the stage that a request had reached."""
+
+    def __init__(self, monitor: ServerMonitor, metrics: Metrics) -> None:
+        self._monitor = monitor
+        self._metrics = metrics
+
+    def decide(self, trace: RequestTrace, error: Exception) -> str:
+        """The decision for a request that goes on without a plan: "bypass:..." or "degraded:...".
+
+        A body that llama-server refuses to render is the client's fault: llama-server tells the
+        client what is wrong with it.
+        """
+        if isinstance(error, UpstreamError):
+            self._monitor.report_failure(error)
+            trace.has_counted_failure = True
+        is_rejected = isinstance(error, UpstreamRejected) and error.status == 400
+        if trace.stage == "render" and is_rejected:
+            self._metrics.bypass.labels(reason=INVALID).inc()
+            return f"bypass:{INVALID}"
+        self._metrics.degraded.labels(stage=trace.stage).inc()
+        if isinstance(error, UpstreamRejected):
+            # Its message may quote the prompt.
+            error = PlanRefused(f"status {error.status}", str(error.error.get("type")))
+        if isinstance(error, EvokeError):
+            _log.warning("no plan, failed at %s: %s", trace.stage, error)
+        else:
+            _log.error("no plan, failed at %s", trace.stage, exc_info=error)
+        return f"degraded:{trace.stage}"

@@ -1,1 +1,0 @@
-"""One turn from the request to the end of its reply: a slot, a plan, the books."""

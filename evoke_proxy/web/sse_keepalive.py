@@ -1,0 +1,129 @@
+"""Event streams that begin before their answer: comments while the request waits.
+
+Once such a stream has begun its status is 200: whatever fails after that is an event in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from evoke_proxy.adapters.llama.transport import Reply
+from evoke_proxy.engine.front import Way
+from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.server.slot_queue import finished
+from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
+from evoke_proxy.web import error_responses
+from evoke_proxy.web.relay import Relayed, origin_header
+from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
+
+_CORS = frozenset(("access-control-allow-origin", "vary"))
+_CORS_S = 2.0
+# The event stream format's comment: every client skips it, everything in between sees life.
+_WAITING = b": waiting\n\n"
+
+
+class KeepaliveStream:
+    """Enters an exchange, and meanwhile shows a streaming client that its request is alive.
+
+    `response` is what the client was sent before there was an answer; None while it was sent
+    nothing. `interval_s` are the seconds of waiting before each comment.
+    """
+
+    def __init__(self, request: web.Request, upstream: Way, interval_s: float) -> None:
+        self.response: Relayed | None = None
+        self._request = request
+        self._upstream = upstream
+        self._interval_s = interval_s
+
+    async def enter(
+        self,
+        stack: AsyncExitStack,
+        opening: AbstractAsyncContextManager[Exchange],
+        trace: RequestTrace,
+    ) -> Exchange:
+        """Enter an exchange on a stack, in a task of its own.
+
+        Raises what entering raises, and ConnectionResetError when the client is gone; entering is
+        cancelled then, and has ended when this raises.
+        """
+        task = asyncio.get_running_loop().create_task(stack.enter_async_context(opening))
+        task.add_done_callback(lambda _: trace.wait_changed.set())
+        try:
+            await self._comment_until(task, trace)
+        except BaseException:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await finished(task)
+            raise
+        return task.result()
+
+    async def _comment_until(self, task: asyncio.Task[Exchange], trace: RequestTrace) -> None:
+        """Send a comment after each interval that the request has waited for something."""
+        loop = asyncio.get_running_loop()
+        sent_at = loop.time()
+        while not task.done():
+            trace.wait_changed.clear()
+            since = trace.waiting_since
+            due_s = None
+            if since is not None:
+                due_s = max(since, sent_at) + self._interval_s - loop.time()
+            if due_s is not None and due_s <= 0:
+                await self._send_comment()
+                sent_at = loop.time()
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(due_s):
+                    await trace.wait_changed.wait()
+
+    async def _send_comment(self) -> None:
+        """Send a comment, and the head of the stream before the first one."""
+        if self.response is None:
+            headers = CIMultiDict({"Content-Type": "text/event-stream"})
+            if origin := origin_header(self._request):
+                headers.extend(await _cors_headers(self._upstream, self._request.path, origin))
+            self.response = Relayed(200, "OK", headers)
+            await self.response.prepare(self._request)
+        guard = self._request.app[SLOW_CLIENT_GUARD]
+        await guard.write(self._request, self.response, _WAITING)
+
+    async def fail(
+        self, response: Relayed, error: EvokeError | ConnectionResetError
+    ) -> web.StreamResponse:
+        """End the stream with an error event in the client's dialect, if it is still there."""
+        if isinstance(error, UpstreamError):
+            response.broken = error
+        try:
+            if isinstance(error, EvokeError):
+                event = error_responses.error_event(self._request.path, error)
+                await self._request.app[SLOW_CLIENT_GUARD].write(self._request, response, event)
+        except ConnectionResetError:
+            response.client_left = True
+        response.client_left |= isinstance(error, ConnectionResetError)
+        return response
+
+
+async def check(reply: Reply) -> None:
+    """Raise UpstreamRejected when an answer cannot continue an event stream."""
+    kind = reply.headers.get("Content-Type", "")
+    if reply.status != 200 or not kind.startswith("text/event-stream"):
+        raise UpstreamRejected(reply.status, await reply.read())
+
+
+async def _cors_headers(upstream: Way, path: str, origin: Mapping[str, str]) -> Mapping[str, str]:
+    """The CORS headers that llama-server sends to pages of this origin; none when it does not say.
+
+    A browser reads no answer that does not allow its origin, and which are allowed is a setting of
+    llama-server (`--cors-origins`).
+    """
+    try:
+        async with asyncio.timeout(_CORS_S):
+            async with upstream.open("OPTIONS", path, origin) as reply:
+                answered = reply.headers.items()
+                return {name: value for name, value in answered if name.lower() in _CORS}
+    except (EvokeError, TimeoutError):
+        return {}
