@@ -72,7 +72,7 @@ def _begun(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPRespo
     return connection, answer
 
 
-def test_while_it_stops_new_requests_are_refused_in_their_dialect() -> None:
+def test_new_requests_are_refused_in_their_dialect_while_stopping() -> None:
     seen = threading.Event()
 
     async def stream(exchange: Exchange) -> None:
@@ -109,7 +109,7 @@ async def _endless_stream(exchange: Exchange) -> None:
     await exchange.say(*[chunked(b"x")] * 600, pause_s=0.1)
 
 
-def test_what_does_not_end_in_its_time_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_beyond_the_drain_timeout_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVOKE_LIMITS_DRAIN_TIMEOUT_S", "0.3")
     with (
         fake_upstream(_endless_stream) as fake,
@@ -121,7 +121,7 @@ def test_what_does_not_end_in_its_time_is_cut_off(monkeypatch: pytest.MonkeyPatc
         connection.close()
 
 
-def test_what_is_worth_keeping_is_on_disk_before_it_ends(
+def test_snapshots_are_on_disk_before_the_proxy_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The first save is dear enough that the second would have to wait for minutes.
@@ -150,7 +150,7 @@ def test_what_is_worth_keeping_is_on_disk_before_it_ends(
         assert len(before) == 1 and len(house.files()) == 2
 
 
-def test_sighup_takes_over_what_it_can_and_says_so(tmp_path: Path) -> None:
+def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) -> None:
     path, log = tmp_path / "evoke.yaml", tmp_path / "log"
     path.write_text("policy: {budget: 512}\nlog: {format: json}\n")
     upstream = f"http://127.0.0.1:{nobody()}"
@@ -194,7 +194,7 @@ def _logged(log: Path, said: str) -> dict[str, object]:
     return found
 
 
-def test_sigterm_ends_an_idle_proxy_whose_upstream_is_away() -> None:
+def test_sigterm_stops_an_idle_proxy_without_upstream() -> None:
     with _serving("--upstream", f"http://127.0.0.1:{nobody()}") as (process, port):
         assert ask(port, "GET", "/evoke/health").status == 200
         process.send_signal(signal.SIGTERM)
@@ -232,7 +232,7 @@ def test_wrong_settings_are_exit_2() -> None:
     assert _run().returncode == 2
 
 
-def test_check_config_says_what_would_run() -> None:
+def test_check_config_prints_the_main_settings() -> None:
     ended = _run("check-config", "--upstream", "http://gpu:1", "--budget", "4096")
     assert ended.returncode == 0
     assert "http://gpu:1" in ended.stdout
@@ -246,7 +246,7 @@ def test_every_help_has_examples() -> None:
         assert "examples:" in ended.stdout.lower(), command
 
 
-def test_check_config_names_the_key_at_fault_and_the_nearest(tmp_path: Path) -> None:
+def test_check_config_names_the_unknown_key_and_the_nearest(tmp_path: Path) -> None:
     path = tmp_path / "evoke.yaml"
     path.write_text("policy: {budgte: 3}\n")
     ended = _run("check-config", "--config", str(path))
@@ -256,7 +256,7 @@ def test_check_config_names_the_key_at_fault_and_the_nearest(tmp_path: Path) -> 
     )
 
 
-def test_options_win_over_the_environment_and_that_over_the_file(
+def test_options_override_the_environment_and_it_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "evoke.yaml"

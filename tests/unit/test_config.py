@@ -129,7 +129,7 @@ def test_environment_reads_each_type() -> None:
         ("a: [", "not valid YAML"),
     ],
 )
-def test_wrong_file_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused_with_the_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(_file(tmp_path, text))
     assert message in str(refused.value)
@@ -162,7 +162,7 @@ def test_environment_names() -> None:
 
 
 @pytest.mark.parametrize(("key", "most"), [("header_bytes", 8000), ("headers", 90)])
-def test_heads_that_llama_server_cannot_parse_are_never_allowed(key: str, most: int) -> None:
+def test_limits_of_heads_cannot_exceed_what_llama_server_parses(key: str, most: int) -> None:
     assert getattr(load(None, {}, {f"limits.{key}": most}).limits, key) == most
     with pytest.raises(ConfigError, match=f"limits.{key}: must be at most {most}, not {most + 1}"):
         load(None, {}, {f"limits.{key}": most + 1})
@@ -183,7 +183,7 @@ def test_the_admin_needs_no_token_on_loopback(address: str) -> None:
     assert load(None, {}, {"security.admin_listen": [address]}).security.admin_listen == (address,)
 
 
-def test_clients_with_keys_may_not_be_operators_by_default() -> None:
+def test_keys_with_a_shared_admin_address_need_an_admin_token() -> None:
     shared = {"security.admin_listen": [], "security.keys_file": "keys"}
     with pytest.raises(ConfigError, match="security.admin_listen: empty, so that clients"):
         load(None, {}, shared)
@@ -194,9 +194,7 @@ def test_clients_with_keys_may_not_be_operators_by_default() -> None:
 @pytest.mark.parametrize(
     ("text", "budget"), (("010000", 10000), ("1e4", 10000), ("10_000", 10000), (" 3000 ", 3000))
 )
-def test_numbers_are_decimal_wherever_they_are_written(
-    text: str, budget: int, tmp_path: Path
-) -> None:
+def test_numbers_are_decimal_in_files_and_variables(text: str, budget: int, tmp_path: Path) -> None:
     assert load(None, {"EVOKE_POLICY_BUDGET": text}).policy.budget == budget
     assert load(_file(tmp_path, f"policy: {{budget: {text}}}\n")).policy.budget == budget
 
@@ -204,7 +202,7 @@ def test_numbers_are_decimal_wherever_they_are_written(
 @pytest.mark.parametrize(
     "text", ("1:30", "0o17", "1e-1", "12.5", "9" * 5000, "[", "1e400", "&a [*a]")
 )
-def test_what_is_no_whole_number_is_refused(text: str, tmp_path: Path) -> None:
+def test_values_that_are_not_whole_numbers_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load(None, {"EVOKE_POLICY_BUDGET": text})
     with pytest.raises(ConfigError):
@@ -226,14 +224,14 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str, near: s
         load(None, {name: "1"})
 
 
-def test_variables_of_others_may_begin_as_ours_do() -> None:
+def test_variables_of_other_programs_are_ignored() -> None:
     for name in ("EVOKE_CACHE", "EVOKE_KEY", "LLAMA_ARG_EVOKE_RAM", "EVOKEX", "EVOKE_SERVICE_HOST"):
         load(None, {name: "x"})
     for name in ("EVOKE_PORT", "EVOKE_PORT_8090_TCP_ADDR", "EVOKE_PROXY_SERVICE_PORT_HTTP"):
         load(None, {name: "x"})
 
 
-def test_the_end_of_the_line_is_no_part_of_the_api_key() -> None:
+def test_the_api_key_is_stripped_of_line_ends() -> None:
     assert load(None, {"EVOKE_UPSTREAM_API_KEY": "secret\n"}).upstream.api_key == "secret"
 
 
@@ -256,12 +254,12 @@ def test_the_end_of_the_line_is_no_part_of_the_api_key() -> None:
         ("listen", ["127.0.0.1:" + "9" * 5000]),
     ),
 )
-def test_what_fails_later_is_refused_at_once(key: str, value: object) -> None:
+def test_values_that_would_fail_later_are_refused_at_start(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         load(None, {}, {key: value})
 
 
-def test_a_file_that_is_nested_deep_or_refers_to_itself_is_refused(tmp_path: Path) -> None:
+def test_a_deeply_nested_or_recursive_file_is_refused(tmp_path: Path) -> None:
     for text in ("[" * 5000, "a: " + "{a: " * 3000, "listen: &a [*a]\n"):
         with pytest.raises(ConfigError):
             load(_file(tmp_path, text))

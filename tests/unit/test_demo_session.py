@@ -46,7 +46,7 @@ def test_a_seed_always_draws_the_same_session() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_value_stands_in_the_first_turn_and_nowhere_else(seed: int) -> None:
+def test_only_the_first_turn_contains_the_value(seed: int) -> None:
     script = draw(seed)
     assert script.fact.value in script.turns[0]
     assert not any(script.fact.value in text for text in script.turns[1:])
@@ -64,7 +64,7 @@ def test_the_value_cannot_be_guessed(seed: int) -> None:
         assert color in COLORS and animal in ANIMALS
 
 
-def test_values_are_fresh() -> None:
+def test_each_session_has_another_value() -> None:
     assert len({draw(seed).fact.value for seed in range(100)}) > 90
 
 
@@ -88,7 +88,7 @@ def test_an_answer_counts_only_when_it_ends_with_exactly_the_value(
     assert recalled(answer, "12345") is right
 
 
-def test_a_word_pair_is_judged_as_a_whole() -> None:
+def test_a_word_pair_counts_only_complete() -> None:
     assert recalled("Your nickname is red fox.", "red fox")
     assert not recalled("Your nickname is infrared fox.", "red fox")
 

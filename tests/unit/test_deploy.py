@@ -44,7 +44,7 @@ def test_there_is_a_unit_for_each_program() -> None:
     assert set(UNITS) == {PROXY, SERVER}
 
 
-def test_proxy_is_started_with_options_it_has() -> None:
+def test_the_unit_starts_the_proxy_with_valid_options() -> None:
     program, *arguments = shlex.split(_one(PROXY, "Service.ExecStart"))
     assert Path(program).name == "evoke-proxy"
     parsed = build_parser(arguments).parse_args(arguments)
@@ -53,7 +53,7 @@ def test_proxy_is_started_with_options_it_has() -> None:
 
 
 @EACH
-def test_program_is_where_the_readme_installs_it(name: str) -> None:
+def test_the_unit_runs_the_program_that_the_readme_installs(name: str) -> None:
     program = Path(shlex.split(_one(name, "Service.ExecStart"))[0])
     assert f"python3 -m venv {program.parents[1]}\n" in README
     if name == SERVER:
@@ -90,7 +90,7 @@ def test_settings_of_the_proxy_exist() -> None:
     assert load(env=given).policy.budget
 
 
-def test_server_listens_where_the_proxy_looks_and_nowhere_else() -> None:
+def test_the_server_listens_only_at_the_default_upstream() -> None:
     given = dict(pair.split("=") for pair in " ".join(unit(SERVER)["Service.Environment"]).split())
     host, port = given["LLAMA_ARG_HOST"], given["LLAMA_ARG_PORT"]
     assert host == "127.0.0.1"
@@ -114,7 +114,7 @@ def test_order_and_restarts() -> None:
 
 
 @EACH
-def test_unit_is_shut(name: str) -> None:
+def test_the_unit_is_sandboxed(name: str) -> None:
     wanted = {
         "DynamicUser": "yes",
         "NoNewPrivileges": "yes",
@@ -144,7 +144,7 @@ def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @EACH
-def test_systemd_understands_the_unit(name: str, tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
     text = UNITS[name].read_text("utf-8")
     # Verifying insists on an installed program and on the other unit.
     text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.M)

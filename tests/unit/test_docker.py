@@ -119,7 +119,7 @@ def test_everything_copied_exists_and_is_not_ignored(path: Path) -> None:
         assert any(plain == name or plain.startswith(f"{name}/") for name in allowed), pattern
 
 
-def test_nothing_else_reaches_the_engine() -> None:
+def test_the_build_context_contains_nothing_else() -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     rules = [line for line in lines if not line.startswith("#")]
     assert rules[0] == "*"
@@ -181,7 +181,7 @@ def _install_line() -> str:
     return lines[0]
 
 
-def test_one_extra_that_exists_and_never_both() -> None:
+def test_images_install_exactly_one_existing_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
         "optional-dependencies"
     ]
@@ -195,7 +195,7 @@ def test_one_extra_that_exists_and_never_both() -> None:
 @pytest.mark.parametrize(
     ("extra", "code"), [("cpu", 0), ("gpu", 0), ("cpu,gpu", 1), ("", 1), ("dev", 1)]
 )
-def test_image_refuses_other_extras(extra: str, code: int) -> None:
+def test_the_image_refuses_unknown_extras(extra: str, code: int) -> None:
     check = re.search(r"case .*? esac", _install_line())
     assert check is not None
     done = subprocess.run(["sh", "-c", check[0]], env={"EXTRA": extra}, capture_output=True)
@@ -203,7 +203,7 @@ def test_image_refuses_other_extras(extra: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_every_stage_that_is_run_leaves_root(path: Path) -> None:
+def test_every_final_stage_runs_as_another_user(path: Path) -> None:
     stages: dict[str, list[tuple[str, str]]] = {}
     for name, rest in instructions(path.read_text("utf-8")):
         if name == "FROM":
@@ -233,7 +233,7 @@ def _hadolint(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_hadolint_has_nothing_to_say(path: Path, tmp_path: Path) -> None:
+def test_hadolint_accepts_the_dockerfiles(path: Path, tmp_path: Path) -> None:
     assert _hadolint(path).stdout == ""
     # It reads the shell of RUN lines too.
     worse = tmp_path / "Dockerfile"
@@ -256,7 +256,7 @@ def _fits_the_specification(stack: Any, folder: Path) -> bool:
 
 
 @STACKS
-def test_the_compose_specification_allows_it(stack: Any, tmp_path: Path) -> None:
+def test_the_stacks_match_the_compose_schema(stack: Any, tmp_path: Path) -> None:
     assert _fits_the_specification(stack, tmp_path)
     for name in stack["services"]:
         misspelled = merged(stack, {"services": {name: {"depend_on": []}}})
@@ -274,7 +274,7 @@ def test_nothing_runs_as_root_or_gains_rights(stack: Any) -> None:
 
 
 @STACKS
-def test_health_is_watched_with_patience(stack: Any) -> None:
+def test_health_checks_allow_time_to_start(stack: Any) -> None:
     units = {"s": 1, "m": 60}
     long_enough = {"llama-server": 600, "proxy": 60, "prometheus": 60, "grafana": 60}
     for name, seconds in long_enough.items():
@@ -298,7 +298,7 @@ def test_health_checks_ask_paths_and_ports_that_exist(stack: Any) -> None:
     assert llama["healthcheck"]["test"][-1] == f"http://127.0.0.1:{port_of_llama}/health"
 
 
-def test_proxy_health_command_tells_well_from_ill(tmp_path: Path) -> None:
+def test_the_health_command_of_the_proxy_reports_readiness(tmp_path: Path) -> None:
     command = GPU["services"]["proxy"]["healthcheck"]["test"][1:]
     assert command[0] == "python3"
     fake = tmp_path / "urllib"
@@ -312,7 +312,7 @@ def test_proxy_health_command_tells_well_from_ill(tmp_path: Path) -> None:
 
 
 @STACKS
-def test_only_loopback_is_published_and_never_the_server(stack: Any) -> None:
+def test_only_loopback_ports_are_published_and_none_of_the_server(stack: Any) -> None:
     services = stack["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert set(published) == {"proxy", "prometheus", "grafana"}
@@ -340,7 +340,7 @@ def test_proxy_reaches_the_server_and_waits_for_it(stack: Any) -> None:
     assert set(services["proxy"]["networks"]) & set(services["llama-server"]["networks"])
 
 
-def test_stopping_leaves_time_to_finish_answers() -> None:
+def test_the_stop_timeout_exceeds_the_drain_timeout() -> None:
     grace = GPU["services"]["proxy"]["stop_grace_period"]
     assert grace.endswith("s") and int(grace[:-1]) > Config().limits.drain_timeout_s
 
@@ -362,7 +362,7 @@ def _declared(service: str) -> set[str]:
 
 
 @STACKS
-def test_build_and_run_images_are_of_one_kind(stack: Any) -> None:
+def test_build_and_run_images_are_of_the_same_distribution(stack: Any) -> None:
     """A server linked against another libc or CUDA does not start."""
     args = stack["services"]["llama-server"]["build"]["args"]
     strip = re.compile("-(devel|runtime)-")
@@ -391,14 +391,14 @@ def _example() -> dict[str, str]:
     return dict(re.findall(r"^#?([A-Z][A-Z_]+)=(.*)$", text, re.M))
 
 
-def test_every_variable_is_explained_with_its_default() -> None:
+def test_the_env_example_has_every_variable_with_its_default() -> None:
     used = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", "\n".join(_texts(GPU))))
     assert len(used) >= 6
     example = _example()
     assert {name: example.get(name) for name in used} == used
 
 
-def test_the_rest_of_the_example_are_settings_of_a_program() -> None:
+def test_other_variables_of_the_env_example_are_settings() -> None:
     used = set(re.findall(r"\$\{([A-Z_]+):-", "\n".join(_texts(GPU))))
     others = {name: value for name, value in _example().items() if name not in used}
     ours = {name: value for name, value in others.items() if name.startswith("EVOKE_")}
@@ -438,7 +438,7 @@ def test_server_settings_are_those_of_the_patched_server() -> None:
     assert {"LLAMA_ARG_EVOKE_RAM", "LLAMA_ARG_MODEL", "LLAMA_API_KEY"} <= used <= known
 
 
-def test_default_model_is_there() -> None:
+def test_the_default_model_exists() -> None:
     service = GPU["services"]["llama-server"]
     (volume,) = service["volumes"]
     defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", "\n".join(_texts(service))))
@@ -462,7 +462,7 @@ def test_prometheus_scrapes_the_proxy() -> None:
 
 
 @STACKS
-def test_what_is_mounted_of_ours_exists_and_is_not_written_to(stack: Any) -> None:
+def test_mounted_files_exist_and_are_read_only(stack: Any) -> None:
     mounted = [
         volume.split(":")
         for service in stack["services"].values()
@@ -474,7 +474,7 @@ def test_what_is_mounted_of_ours_exists_and_is_not_written_to(stack: Any) -> Non
         assert (DOCKER / source).is_file() and mode == "ro", source
 
 
-def test_grafana_finds_what_it_is_to_show() -> None:
+def test_grafana_is_provisioned_with_the_dashboard() -> None:
     service = GPU["services"]["grafana"]
     at = {Path(volume.split(":")[0]).name: volume.split(":")[1] for volume in service["volumes"]}
     grafana = ROOT / "deploy/grafana"
@@ -489,7 +489,7 @@ def test_grafana_finds_what_it_is_to_show() -> None:
     assert used == {source["uid"]}
 
 
-def test_embedder_is_optional_and_lands_where_the_proxy_looks() -> None:
+def test_the_embedder_is_optional_and_mounted_for_the_proxy() -> None:
     service = GPU["services"]["fetch-embedder"]
     assert service["profiles"] == ["embedder"]
     target = service["volumes"][0].split(":")[1]

@@ -25,13 +25,13 @@ COMMANDS = [
 ]
 
 
-def test_there_are_the_pages_and_commands() -> None:
+def test_the_expected_pages_and_commands_exist() -> None:
     wanted = {"operate.md", "clients.md", "tune.md", "architecture.md", "admin-api.md"}
     assert wanted <= set(TEXTS) and len(COMMANDS) >= 7
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_one(command: str) -> None:
+def test_each_command_of_the_docs_parses(command: str) -> None:
     program, *arguments = shlex.split(command)
     if program == "evoke-proxy":
         build_parser(arguments).parse_args(arguments)
@@ -42,7 +42,7 @@ def test_a_command_is_one(command: str) -> None:
     assert module.exists() or module.with_suffix("").is_dir()
 
 
-def test_the_commands_of_keys_do_what_is_said(
+def test_the_commands_for_keys_work_as_documented(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -75,7 +75,7 @@ def test_settings_metrics_and_files_exist(name: str) -> None:
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
-def test_what_a_client_is_to_be_told_can_be_read() -> None:
+def test_configurations_for_clients_are_valid() -> None:
     text = TEXTS["clients.md"]
     (config,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     options = json.loads(config)["provider"]["evoke"]
@@ -91,7 +91,7 @@ def test_what_a_client_is_to_be_told_can_be_read() -> None:
         assert tested == "**not run**" or (ROOT / tested).exists(), row
 
 
-def test_no_page_links_to_what_is_not_reported_yet() -> None:
+def test_no_page_links_to_unreported_faults() -> None:
     """Faults of other projects stay out of published pages until a person has reported them."""
     pages = [*ROOT.glob("*.md"), *DOCS, *(ROOT / "deploy").glob("*.md"), ROOT / "patches/README.md"]
     assert [page.name for page in pages if "patches/upstream" in page.read_text("utf-8")] == []

@@ -56,7 +56,7 @@ def test_embedder_is_fetched_once(
     assert capsys.readouterr().out.count(": was there\n") == len(fetcher.SHA256)
 
 
-def test_foreign_embedder_is_never_kept(
+def test_an_embedder_with_another_hash_is_not_stored(
     hub: tuple[ModuleType, Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetcher, home, url = hub
@@ -70,6 +70,6 @@ def test_foreign_embedder_is_never_kept(
     assert not list(into.glob(".new-*"))
 
 
-def test_unreachable_hub_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_hub_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _fetcher().main([str(tmp_path), "--hub", (tmp_path / "none").as_uri()]) == 1
     assert "model.onnx" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from evoke_proxy.errors import ConfigError
 KEY = key_of(bytes(range(32)))
 
 
-def test_only_the_very_key_is_its_callers() -> None:
+def test_only_the_exact_key_identifies_a_caller() -> None:
     keys = Keys.parse(f"# who\n\n{line_of(Caller('alice', 'lab'), KEY)}  # since May\n")
     assert keys.caller(KEY) == Caller("alice", "lab")
     for other in ("", KEY[:-1], KEY + " ", KEY.lower(), digest(KEY), key_of(bytes(32))):
@@ -27,7 +27,7 @@ def test_only_the_very_key_is_its_callers() -> None:
 
 
 @given(st.text())
-def test_a_guess_is_nobody_and_nothing_breaks(guess: str) -> None:
+def test_an_invalid_key_identifies_nobody(guess: str) -> None:
     keys = Keys.parse(line_of(Caller("a", "a"), KEY))
     assert (keys.caller(guess) is None) == (guess != KEY)
 
@@ -50,18 +50,18 @@ def test_a_file_that_is_wrong_is_refused_with_its_line(text: str) -> None:
         Keys.parse(text)
 
 
-def test_a_key_is_made_of_what_cannot_be_guessed() -> None:
+def test_a_key_contains_256_random_bits() -> None:
     with pytest.raises(ValueError):
         key_of(b"short")
     assert KEY.startswith("evk_") and len(KEY) > 40
 
 
-def test_both_ways_of_showing_a_key() -> None:
+def test_a_key_is_read_from_both_headers() -> None:
     assert list(presented({"Authorization": "bearer  x ", "X-Api-Key": "y"})) == ["x", "y"]
     assert list(presented({"Authorization": "Basic x"})) == []
 
 
-def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_secret_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write_secret(path, "word\n")
     assert path.stat().st_mode & 0o777 == 0o600
@@ -79,7 +79,7 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-def test_root_sees_to_the_files_of_others_and_leaves_them_theirs(tmp_path: Path) -> None:
+def test_root_may_edit_secret_files_and_keeps_their_owner(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write_secret(path, "one")
     os.chown(path, 10001, 10002)
@@ -90,7 +90,7 @@ def test_root_sees_to_the_files_of_others_and_leaves_them_theirs(tmp_path: Path)
     assert read_secret(path, "x") == "two"
 
 
-def test_a_key_counts_from_the_moment_it_is_in_the_file_until_it_is_out(tmp_path: Path) -> None:
+def test_a_key_is_valid_exactly_while_the_file_contains_it(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write_secret(path, "")
     file = KeyFile(path)
@@ -103,7 +103,7 @@ def test_a_key_counts_from_the_moment_it_is_in_the_file_until_it_is_out(tmp_path
     assert file.keys.caller(KEY) is None
 
 
-def test_whatever_happens_to_the_files_lets_nobody_in() -> None:
+def test_a_damaged_key_file_admits_no_unknown_key() -> None:
     """200 truncations and bit flips of the keys, and of the admin's token."""
     with in_memory() as memory:
         n_broken, n_lost = _damaged_again_and_again(memory)
@@ -144,7 +144,7 @@ def _parses(path: Path) -> bool:
     return True
 
 
-def test_the_command_shows_a_key_once_and_keeps_its_hash(
+def test_keys_add_prints_the_key_and_stores_its_hash(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(tmp_path / "keys")

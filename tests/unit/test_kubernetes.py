@@ -27,7 +27,7 @@ POD = _part("StatefulSet")["spec"]["template"]["spec"]
 CONTAINERS = {item["name"]: item for item in POD["containers"]}
 
 
-def test_kubernetes_would_take_it(tmp_path: Path) -> None:
+def test_the_manifest_matches_the_kubernetes_schema(tmp_path: Path) -> None:
     tool = shutil.which("kubernetes-validate", path=str(Path(sys.executable).parent))
     if tool is None:
         pytest.skip("needs the extra [docker]")
@@ -37,7 +37,7 @@ def test_kubernetes_would_take_it(tmp_path: Path) -> None:
     assert subprocess.run([tool, "--strict", str(wrong)], capture_output=True).returncode != 0
 
 
-def test_the_settings_are_the_proxys(tmp_path: Path) -> None:
+def test_the_settings_of_the_manifest_are_valid(tmp_path: Path) -> None:
     (name,) = _part("ConfigMap")["data"]
     (tmp_path / name).write_text(_part("ConfigMap")["data"][name])
     config = load(tmp_path / name, {})
@@ -52,7 +52,7 @@ def test_the_settings_are_the_proxys(tmp_path: Path) -> None:
     assert config.security.keys_file.startswith(mounts["run"] + "/")
 
 
-def test_it_is_asked_where_it_answers_and_given_time_to_drain(tmp_path: Path) -> None:
+def test_probes_ask_existing_paths_and_stopping_allows_draining(tmp_path: Path) -> None:
     served = {route.path for route in admin.routes(None)}  # type: ignore[arg-type]
     proxy = CONTAINERS["proxy"]
     assert proxy["readinessProbe"]["httpGet"]["path"] == "/evoke/ready"
@@ -68,7 +68,7 @@ def test_it_is_asked_where_it_answers_and_given_time_to_drain(tmp_path: Path) ->
     assert waits["proxy"] + drain < waits["llama-server"] < POD["terminationGracePeriodSeconds"]
 
 
-def test_nothing_runs_as_root_or_writes_where_it_need_not() -> None:
+def test_containers_run_without_root_on_read_only_file_systems() -> None:
     assert POD["securityContext"]["runAsNonRoot"] and POD["securityContext"]["runAsUser"] > 0
     for container in (*POD["containers"], *POD["initContainers"]):
         shut = container["securityContext"]

@@ -65,7 +65,9 @@ def opened(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["lock", "index.sqlite", "quarantine", ""])
-def test_the_start_names_what_is_no_file(kind: str, name: str, tmp_path: Path) -> None:
+def test_start_refuses_paths_that_are_not_regular_files(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "slots"
     if name:
         folder.mkdir()
@@ -76,7 +78,9 @@ def test_the_start_names_what_is_no_file(kind: str, name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["probe.evoke-part", "left.evoke-part", "left.evoke-kv"])
-def test_what_lies_where_snapshots_do_is_put_away(kind: str, name: str, tmp_path: Path) -> None:
+def test_other_files_in_the_snapshot_directory_are_renamed(
+    kind: str, name: str, tmp_path: Path
+) -> None:
     KINDS[kind](tmp_path / name)
     left: list[str] = []
     assert in_time(lambda: left.extend(opened(tmp_path))) is None
@@ -84,7 +88,7 @@ def test_what_lies_where_snapshots_do_is_put_away(kind: str, name: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_files_that_are_none_are_not_waited_for(
+def test_pipes_and_sockets_as_files_do_not_block(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "_PIPE_TIMEOUT_S", 0.1)
@@ -96,7 +100,7 @@ def test_other_files_that_are_none_are_not_waited_for(
     assert in_time(lambda: ModelFiles().identify(str(path))) is None
 
 
-def test_settings_may_come_from_a_pipe_that_somebody_writes_to() -> None:
+def test_settings_are_read_from_a_pipe_with_a_writer() -> None:
     read, write = os.pipe()
     os.write(write, b"limits: {sessions: 7}\n")
     os.close(write)

@@ -10,7 +10,7 @@ from evoke_proxy.config import Config, LimitsConfig, LogConfig, PolicyConfig, Up
 from evoke_proxy.config.loader import reloaded
 
 
-def test_safe_keys_are_taken_over_and_the_others_wait() -> None:
+def test_reload_applies_reloadable_settings_and_lists_the_others() -> None:
     wanted = Config(
         listen=("0.0.0.0:1",),
         upstream=UpstreamConfig(url="http://other:1"),
@@ -26,13 +26,13 @@ def test_safe_keys_are_taken_over_and_the_others_wait() -> None:
     )
 
 
-def test_nothing_new_is_nothing_to_do() -> None:
+def test_reload_of_an_unchanged_file_applies_nothing() -> None:
     found = reloaded(Config(), Config())
     assert (found.config, found.applied, found.waiting) == (Config(), (), ())
 
 
 @pytest.mark.parametrize("key", [key for key in keys() if key.startswith(("upstream.", "embed"))])
-def test_what_connections_and_models_are_made_from_is_never_swapped(key: str) -> None:
+def test_settings_of_connections_and_models_are_not_reloadable(key: str) -> None:
     section, name = key.split(".")
     part = replace(getattr(Config(), section), **{name: "other"})
     found = reloaded(Config(), replace(Config(), **{section: part}))

@@ -72,7 +72,7 @@ def test_a_finished_server_is_returned_without_building(
         build(patched=False)
 
 
-def test_the_stamp_tells_what_the_server_is_made_of(build: Build, llama: Path) -> None:
+def test_the_stamp_records_the_ingredients_of_the_server(build: Build, llama: Path) -> None:
     stamp = json.loads(build().with_name("stamp.json").read_text())
     assert stamp["variant"] == "patched"
     assert stamp["patches"] == ["0001-name.patch"]
@@ -80,7 +80,7 @@ def test_the_stamp_tells_what_the_server_is_made_of(build: Build, llama: Path) -
     assert "-DGGML_NATIVE=ON" in stamp["flags"]
 
 
-def test_every_ingredient_makes_another_server(
+def test_each_changed_ingredient_builds_another_server(
     build: Build, llama: Path, patches: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [build()]
@@ -111,7 +111,7 @@ def test_a_series_that_does_not_apply_changes_nothing(
     assert sorted(path.name for path in tree.parent.iterdir()) == ["build", "build.log", "src"]
 
 
-def test_a_compile_error_is_shown_with_the_log_and_fixing_it_is_enough(
+def test_a_compile_error_quotes_the_log_and_a_fix_resumes_the_build(
     build: Build, llama: Path
 ) -> None:
     calm = llama / "src/calm.cpp"
@@ -148,7 +148,7 @@ def spoil(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("make_only")
-def test_a_killed_build_whose_remains_do_not_link_is_started_over(
+def test_a_killed_build_that_cannot_be_resumed_is_started_over(
     build: Build, cache: Path, patches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build()
@@ -169,7 +169,7 @@ def test_without_a_kill_a_failure_is_final(build: Build, cache: Path, patches: P
         build()
 
 
-def test_drafts_of_killed_builders_are_swept_away(build: Build, cache: Path) -> None:
+def test_drafts_of_killed_builders_are_removed(build: Build, cache: Path) -> None:
     build(patched=False)
     left = [cache / "bin/.new-x", cache / "downloads/.new-y", only_tree(cache) / ".overlay-z"]
     for draft in left:
@@ -185,7 +185,7 @@ def test_a_server_that_does_not_start_is_not_kept(build: Build, llama: Path, cac
     assert not (cache / "bin").exists()
 
 
-def test_a_directory_that_is_no_checkout_is_refused(build: Build, tmp_path: Path) -> None:
+def test_a_directory_without_llama_cpp_is_refused(build: Build, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="is not a llama.cpp checkout"):
         build(source=tmp_path)
 

@@ -63,7 +63,7 @@ def test_print_path_prints_only_the_path(llama: Path) -> None:
     assert (again.stdout, again.stderr) == (first.stdout, "")
 
 
-def test_without_print_path_a_person_is_told(llama: Path) -> None:
+def test_without_print_path_the_output_is_a_sentence(llama: Path) -> None:
     done = run(llama)
     assert done.stdout.startswith("llama-server (stock): /")
 
@@ -92,7 +92,7 @@ def test_jobs_must_be_a_positive_number(llama: Path, jobs: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_build_leaves_nobody_running_and_resumes(
+def test_an_interrupted_build_leaves_no_process_and_resumes(
     llama: Path, tmp_path: Path, stop: signal.Signals
 ) -> None:
     lists = llama / "CMakeLists.txt"
@@ -117,7 +117,7 @@ def test_a_stopped_build_leaves_nobody_running_and_resumes(
     assert done.returncode == 0, done.stderr
 
 
-def test_after_a_kill_the_next_builder_waits_for_the_compilers_and_no_longer(llama: Path) -> None:
+def test_after_a_kill_the_next_builder_waits_only_for_the_compilers(llama: Path) -> None:
     lists = llama / "CMakeLists.txt"
     quick = lists.read_text()
     nap = NAP.replace("300", "4", 1)
@@ -146,7 +146,7 @@ def test_cache_directory_follows_the_environment(
     assert cache_dir() == tmp_path / "mine"
 
 
-def test_an_unfinished_entry_of_the_cache_is_no_server(tmp_path: Path) -> None:
+def test_an_unfinished_cache_entry_is_not_a_server(tmp_path: Path) -> None:
     entry = tmp_path / "bin" / "key"
     entry.mkdir(parents=True)
     (entry / "llama-server").write_text("half a copy")

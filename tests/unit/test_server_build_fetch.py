@@ -76,7 +76,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "index"
 
 
-def test_pip_fetches_and_the_vendored_tree_comes_out(index: Path, tmp_path: Path) -> None:
+def test_pip_downloads_and_the_vendored_tree_is_unpacked(index: Path, tmp_path: Path) -> None:
     pin, said = write_sdist(index / "tiny_llama-1.0.tar.gz"), list[str]()
     tree = pristine_source(pin, tmp_path / "cache", said.append)
     files = sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file())
@@ -86,7 +86,7 @@ def test_pip_fetches_and_the_vendored_tree_comes_out(index: Path, tmp_path: Path
     assert said[0].startswith("fetching tiny-llama==1.0")
 
 
-def test_an_unpacked_tree_is_used_without_asking_again(index: Path, tmp_path: Path) -> None:
+def test_an_unpacked_tree_is_reused_without_a_download(index: Path, tmp_path: Path) -> None:
     pin, said = write_sdist(index / "tiny_llama-1.0.tar.gz"), list[str]()
     tree = pristine_source(pin, tmp_path / "cache", said.append)
     (index / "tiny_llama-1.0.tar.gz").unlink()
@@ -146,7 +146,7 @@ def test_nothing_is_written_outside_the_tree(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("escaped.txt")) == []
 
 
-def test_a_broken_archive_leaves_no_half_tree(tmp_path: Path) -> None:
+def test_a_damaged_archive_leaves_no_partial_tree(tmp_path: Path) -> None:
     archive = tmp_path / "tiny_llama-1.0.tar.gz"
     write_sdist(archive)
     archive.write_bytes(archive.read_bytes()[:200])

@@ -99,7 +99,7 @@ def test_the_time_left_follows_the_measured_speed_of_this_step() -> None:
     ]
 
 
-def test_a_message_does_not_land_on_the_rewritten_line() -> None:
+def test_a_message_gets_a_separate_line() -> None:
     stream = Terminal()
     progress = Progress(stream, Clock())
     progress.begin("building")

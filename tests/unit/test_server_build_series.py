@@ -60,9 +60,7 @@ def test_git_variables_of_a_hook_do_not_reach_git_apply(
     assert "server_name()" in (scratch / "tools/server/main.cpp").read_text()
 
 
-def test_changed_context_is_refused_even_where_one_line_of_it_would_do(
-    llama: Path, patches: Path, scratch: Path
-) -> None:
+def test_changed_context_is_refused(llama: Path, patches: Path, scratch: Path) -> None:
     main = llama / "tools/server/main.cpp"
     main.write_text(main.read_text().replace("return status;", "return 0 + status;"))
     loose = subprocess.run([GIT, "apply", "-C1", "--check", patches / "0001-name.patch"], cwd=llama)
@@ -71,7 +69,7 @@ def test_changed_context_is_refused_even_where_one_line_of_it_would_do(
         make_overlay(read_series(patches), llama, scratch, GIT)
 
 
-def test_a_patch_that_is_there_already_is_left_alone(llama: Path, patches: Path) -> None:
+def test_an_applied_patch_is_skipped(llama: Path, patches: Path) -> None:
     shutil.copy(patches / "src/server-name.h", llama / "tools/server")
     patch = patches / "0001-name.patch"
     assert apply_patch(patch, llama, GIT) is True
@@ -104,7 +102,7 @@ def test_patches_are_taken_in_number_order(patches: Path) -> None:
     assert names == ["0001-name.patch", "0002-early.patch", "0010-late.patch"]
 
 
-def test_sources_go_where_their_first_word_says(patches: Path) -> None:
+def test_the_first_word_of_a_source_selects_its_directory(patches: Path) -> None:
     (patches / "src/llama-rows.cpp").write_text("")
     (patches / "src/notes.md").write_text("")
     homes = dict((path.name, home) for path, home in read_series(patches).sources)
@@ -114,13 +112,13 @@ def test_sources_go_where_their_first_word_says(patches: Path) -> None:
     }
 
 
-def test_a_source_of_unknown_home_is_refused(patches: Path) -> None:
+def test_a_source_with_another_first_word_is_refused(patches: Path) -> None:
     (patches / "src/other.cpp").write_text("")
     with pytest.raises(BuildError, match=r"other.cpp.*llama-\* or server-\*"):
         read_series(patches)
 
 
-def test_an_empty_directory_is_no_series(tmp_path: Path) -> None:
+def test_a_directory_without_patches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="no NNNN"):
         read_series(tmp_path)
 
@@ -142,7 +140,7 @@ def test_this_checkout_has_its_patches_and_a_complete_pin() -> None:
 
 
 @pytest.mark.parametrize("patch", read_series(patches_dir()).patches, ids=lambda p: p.name)
-def test_every_patch_says_why_it_exists_and_until_when(patch: Path) -> None:
+def test_every_patch_states_its_reason_and_its_end(patch: Path) -> None:
     head = patch.read_text("utf-8").split("\ndiff --git ")[0]
     for entry in ("Why: ", "Forwarded: ", f"Applies-to: {read_pin(patch.parent).commit}", "Drop-"):
         assert f"\n{entry}" in head
@@ -153,14 +151,16 @@ def test_every_patch_says_why_it_exists_and_until_when(patch: Path) -> None:
     ("spoil", "named"),
     [("size = 1", "size"), ("commit = abc123", "commit"), ("tree =", "tree")],
 )
-def test_an_incomplete_pin_names_what_is_wrong(patches: Path, spoil: str, named: str) -> None:
+def test_an_incomplete_pin_is_refused_with_the_entries(
+    patches: Path, spoil: str, named: str
+) -> None:
     path = patches / "LLAMA_CPP_VERSION"
     path.write_text(path.read_text().replace(spoil, "# gone"))
     with pytest.raises(BuildError, match=rf"wrong or missing entries: .*{named}"):
         read_pin(patches)
 
 
-def test_a_size_that_is_no_number_is_refused(patches: Path) -> None:
+def test_a_size_that_is_not_a_number_is_refused(patches: Path) -> None:
     path = patches / "LLAMA_CPP_VERSION"
     path.write_text(path.read_text().replace("size = 1", "size = big"))
     with pytest.raises(BuildError, match="size"):

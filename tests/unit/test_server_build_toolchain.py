@@ -43,14 +43,14 @@ def bare_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_nothing_that_downloads_or_is_not_needed_is_switched_on() -> None:
+def test_flags_that_download_or_are_not_needed_are_off() -> None:
     flags = find_toolchain(cuda=False).flags
     assert "-DLLAMA_USE_PREBUILT_UI=OFF" in flags
     assert "-DLLAMA_BUILD_TESTS=OFF" in flags
     assert not any("CUDA" in flag for flag in flags)
 
 
-def test_sanitizers_are_a_flag_of_their_own_that_names_a_file() -> None:
+def test_a_sanitizer_is_a_flag_that_includes_an_existing_file() -> None:
     plain = set(find_toolchain(cuda=False).flags)
     (flag,) = set(find_toolchain(cuda=False, sanitize="address").flags) - plain
     assert Path(flag.partition("=")[2]).is_file()
@@ -58,13 +58,13 @@ def test_sanitizers_are_a_flag_of_their_own_that_names_a_file() -> None:
     assert thread == {flag, "-DEVOKE_SANITIZER=thread", "-DGGML_OPENMP=OFF"}
 
 
-def test_a_compiler_is_asked_not_guessed() -> None:
+def test_flags_are_tried_on_the_compiler() -> None:
     compiler = shutil.which("g++") or "c++"
     assert compiler_accepts(compiler, ("-O2",))
     assert not compiler_accepts(compiler, ("-mno-such-thing-exists",))
 
 
-def test_amx_is_off_only_where_the_compiler_knows_it(bare_path: Path) -> None:
+def test_amx_is_switched_off_if_the_compiler_supports_the_flags(bare_path: Path) -> None:
     assert not any("-mno-amx" in flag for flag in find_toolchain(cuda=False).flags)
     write_tool(bare_path, "g++", 'echo "g++ 99.1"')
     flags = find_toolchain(cuda=False).flags
@@ -97,7 +97,9 @@ def test_a_missing_tool_names_its_package(bare_path: Path, tool: str, package: s
     assert str(caught.value).endswith(f"sudo apt-get install -y {package}")
 
 
-def test_the_named_compiler_wins(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cc_and_cxx_override_the_default_compilers(
+    bare_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = write_tool(bare_path, "clang++", 'echo "clang 42"')
     monkeypatch.setenv("CXX", str(own))
     tools = find_toolchain(cuda=False)
@@ -105,7 +107,7 @@ def test_the_named_compiler_wins(bare_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tools.compiler == "clang 42"
 
 
-def test_cuda_without_nvcc_says_so(bare_path: Path) -> None:
+def test_cuda_without_nvcc_is_refused(bare_path: Path) -> None:
     with pytest.raises(BuildError, match="--cuda needs nvcc"):
         find_toolchain(cuda=True)
 
@@ -123,13 +125,13 @@ def test_cuda_without_a_gpu_asks_for_an_architecture(
     assert tools.compiler == "g++ 99.1; Build cuda_13.0"
 
 
-def test_cuda_builds_for_the_gpus_that_are_there(bare_path: Path) -> None:
+def test_cuda_builds_for_the_installed_gpus(bare_path: Path) -> None:
     write_tool(bare_path, "nvcc", 'echo "Build cuda_13.0"')
     write_tool(bare_path, "nvidia-smi", "printf '9.0\\n12.0\\n9.0\\n'")
     assert "-DCMAKE_CUDA_ARCHITECTURES=120;90" in find_toolchain(cuda=True).flags
 
 
-def test_a_driver_without_a_gpu_counts_as_none(bare_path: Path) -> None:
+def test_a_driver_without_a_gpu_is_treated_as_no_gpu(bare_path: Path) -> None:
     write_tool(bare_path, "nvcc", "exit 0")
     write_tool(bare_path, "nvidia-smi", 'echo "No devices were found"; exit 6')
     with pytest.raises(BuildError, match="no GPU"):

@@ -47,9 +47,7 @@ def contents(tree: Path) -> dict[str, bytes]:
     return {name: data for name, (data, _) in snapshot(tree).items()}
 
 
-def test_first_copy_keeps_times_and_leaves_out_what_no_build_reads(
-    source: Path, tmp_path: Path
-) -> None:
+def test_the_first_copy_keeps_times_and_skips_unread_files(source: Path, tmp_path: Path) -> None:
     mirror(source, None, tmp_path / "tree")
     assert snapshot(tmp_path / "tree") == snapshot(source)
     assert not (tmp_path / "tree" / "docs").exists()
@@ -62,7 +60,9 @@ def test_second_copy_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert snapshot(tmp_path / "tree") == before
 
 
-def test_patching_renews_only_touched_files(source: Path, overlay: Overlay, tmp_path: Path) -> None:
+def test_patching_rewrites_only_changed_files(
+    source: Path, overlay: Overlay, tmp_path: Path
+) -> None:
     tree = tmp_path / "tree"
     mirror(source, None, tree)
     before, switched = snapshot(tree), time.time_ns() - 1_000_000_000
@@ -88,7 +88,7 @@ def test_going_back_restores_pristine_content_with_new_times(
         assert snapshot(tree)[name][1] >= patched[MAIN][1]
 
 
-def test_an_own_file_that_comes_back_is_newer_than_its_old_objects(
+def test_a_restored_file_is_newer_than_its_old_objects(
     source: Path, overlay: Overlay, tmp_path: Path
 ) -> None:
     tree, own = tmp_path / "tree", "tools/server/server-own.h"
@@ -99,7 +99,9 @@ def test_an_own_file_that_comes_back_is_newer_than_its_old_objects(
     assert (tree / own).stat().st_mtime > LONG_AGO + 1
 
 
-def test_a_half_edited_tree_is_repaired(source: Path, overlay: Overlay, tmp_path: Path) -> None:
+def test_a_partially_edited_tree_is_repaired(
+    source: Path, overlay: Overlay, tmp_path: Path
+) -> None:
     tree = tmp_path / "tree"
     mirror(source, overlay, tree)
     expected = contents(tree)

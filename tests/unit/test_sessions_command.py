@@ -32,7 +32,7 @@ def _run(folder: Path, *words: str) -> int:
     return main(["sessions", *words, "--directory", str(folder)])
 
 
-def test_list_and_show_say_what_there_is_but_no_token(
+def test_list_and_show_print_sessions_without_tokens(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(folder, "list") == 0
@@ -70,7 +70,7 @@ def test_budgeted_sessions_are_listed_and_deleted_too(
         assert [left.id for left in it.records()] == ["bbbb2222"] and len(it.snapshots) == 3
 
 
-def test_pin_and_delete_reach_files_and_index(folder: Path) -> None:
+def test_pin_and_delete_change_files_and_index(folder: Path) -> None:
     assert _run(folder, "pin", "aaaa") == 0
     assert _run(folder, "delete", "bbbb") == 0
     with vault(folder) as it:
@@ -81,7 +81,7 @@ def test_pin_and_delete_reach_files_and_index(folder: Path) -> None:
         assert not any(item.pinned for item in it.snapshots)
 
 
-def test_an_export_is_complete_and_for_its_owner_alone(folder: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_and_readable_by_its_owner_only(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "chat.tar"
     assert _run(folder, "export", "aaaa", str(out)) == 0
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
@@ -104,14 +104,14 @@ def test_an_export_is_complete_and_for_its_owner_alone(folder: Path, tmp_path: P
         (["export", "aaaa"], "name the tar file"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_an_impossible_action_prints_why(
     folder: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(folder, *words) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_directory_without_snapshots_is_left_alone(
+def test_a_directory_without_snapshots_is_refused_and_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(tmp_path, "list") == 2
