@@ -201,8 +201,8 @@ def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Done:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
-    shown = " ".join(["python", *command[1:]])
-    return Done(shown, process.returncode, tuple(lines))
+    command_line = " ".join(["python", *command[1:]])
+    return Done(command_line, process.returncode, tuple(lines))
 
 
 @contextlib.contextmanager
