@@ -47,7 +47,7 @@ async def questions(front: EmbeddingService, texts: Texts, tokens: int, n: int) 
     times = []
     for _ in range(n):
         began = time.perf_counter()
-        if await front.embed_query(texts.of(tokens)) is None:
+        if (await front.embed_queries([texts.of(tokens)]))[0] is None:
             raise RuntimeError("a question got no vector in its time")
         times.append((time.perf_counter() - began) * 1e3)
     return times
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     front = EmbeddingService(config, Metrics())
     rows = asyncio.run(measure(front, args.sizes, args.repeats))
-    encoder = front.described().replace(str(directory), directory.name)
+    encoder = front.describe().replace(str(directory), directory.name)
     summary = summed(rows) | {"encoder": encoder, "threads": args.threads}
     print(record.table(rows, _COLUMNS))
     print(f"{summary['encoder']}, {args.threads} threads; {record.machine()}")

@@ -151,7 +151,7 @@ class NoEncoder:
         vector = np.ones(_DIMENSIONS, np.float32)
         self._vector = vector / np.linalg.norm(vector)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """One line for a person."""
         return "vectors without a model"
 

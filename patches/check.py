@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     others = [row for row in rows[1:] if row[1].applies]
     compiled: dict[str, str] = {}
     for pin, _, tree in others:
-        if sum(word == _COMPILES for word in compiled.values()) < args.compile:
+        wanted = pin.requirement in args.build if args.build else True
+        if wanted and sum(word == _COMPILES for word in compiled.values()) < args.compile:
             compiled[pin.requirement] = _compiled(pin, tree, work)
     alone = list(_alone(series)) if args.alone else []
     text = document(series, [(pin, tried) for pin, tried, _ in rows], compiled, alone)
@@ -284,6 +285,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--compile", type=int, default=2, help="how many releases to build (2)")
+    parser.add_argument(
+        "--build",
+        action="append",
+        metavar="PACKAGE==VERSION",
+        help="build this release instead of the newest; may be repeated",
+    )
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="patch by patch (yes)"
     )

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/contract")]
 
 from adapters import write_adapter, write_vector  # noqa: E402
-from crowd import jostle  # noqa: E402
+from concurrent_clients import run_clients  # noqa: E402
 from llama import Llama, running  # noqa: E402
 from nonsense import torment  # noqa: E402
 from operations import play  # noqa: E402
@@ -144,7 +144,7 @@ def operate(server: Llama, count: int, seed: int) -> None:
     """So many operations of the three kinds."""
     play(server, count * 2 // 5, seed)
     torment(server, count * 3 // 10, seed)
-    jostle(server, count - count * 2 // 5 - count * 3 // 10, seed)
+    run_clients(server, count - count * 2 // 5 - count * 3 // 10, seed)
 
 
 def outlive(case: Case, folder: Path, seed: int) -> None:

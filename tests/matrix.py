@@ -107,7 +107,7 @@ TARGETS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Builds one target, runs its tests, writes the result; returns their exit status."""
-    args = _parser().parse_args(arguments)
+    args, options = _parser().parse_known_args(arguments)
     target = TARGETS[args.target]
     missing = {
         name: packages for name, packages in target.programs.items() if not shutil.which(name)
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["EVOKE_CACHE"] = str(_cache_of(args.target))
     started = time.monotonic()
     try:
-        done = _run(target, args.rest)
+        done = _run(target, [*args.rest, *options])
     except BuildError as error:
         print(f"test-matrix: {error}", file=sys.stderr)
         return 1
@@ -138,7 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("target", choices=TARGETS, metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument(
-        "rest", nargs="*", metavar="TEST", help="run these tests instead of the target's own"
+        "rest",
+        nargs="*",
+        metavar="TEST",
+        help="tests instead of the target's own; options of its command",
     )
     return parser
 
@@ -170,7 +173,7 @@ class Done:
 
 def _run(target: Target, chosen: Sequence[str]) -> Done:
     if target.command:
-        return _execute([sys.executable, *target.command], os.environ)
+        return _execute([sys.executable, *target.command, *chosen], os.environ)
     servers = {}
     for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
         if patched or target.stock:
@@ -198,8 +201,8 @@ def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Done:
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
-    shown = " ".join(["python", *command[1:]])
-    return Done(shown, process.returncode, tuple(lines))
+    command_line = " ".join(["python", *command[1:]])
+    return Done(command_line, process.returncode, tuple(lines))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A clock for what is kept across processes: it tells the date, and nobody can set it back."""
+"""A clock for times that are stored on disk: seconds since the epoch that never go backwards."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import time
 
 
 def uptime_s() -> float:
-    """Seconds that go on evenly, also while the machine sleeps; only differences mean anything."""
+    """Seconds of a monotonic clock that includes suspend; only differences are meaningful."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if boottime is None else time.clock_gettime(boottime)
 
 
 class SteadyClock:
-    """Seconds since the epoch by the system's clock as it was when this one was made.
+    """Seconds since the epoch, independent of later changes of the system clock.
 
-    Setting the system's clock afterwards changes nothing here: nothing gets older or younger at
-    once, and what is used later has the later time.
+    The system clock is read once, when this one is made. A later event always has the later time.
     """
 
     def __init__(self) -> None:
@@ -26,8 +25,8 @@ class SteadyClock:
         return uptime_s() + self._ahead_s
 
     def advance_to(self, seconds: float) -> None:
-        """Go on from a time that was noted before this clock was made, unless it is later now.
+        """Move the clock forward to a time that an earlier process stored, if it is behind it.
 
-        The system's clock may have been set back since, or have no battery.
+        The system clock may have been set back since, or have lost its battery.
         """
         self._ahead_s = max(self._ahead_s, seconds - uptime_s())

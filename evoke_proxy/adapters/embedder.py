@@ -1,6 +1,7 @@
-"""A BERT-like encoder in ONNX, run by onnxruntime: texts in, vectors of unit length out.
+"""Text embedder: runs a BERT-like ONNX encoder and returns vectors of unit length.
 
-The two packages it needs come with the extra [cpu] or [gpu] and are imported only to load one.
+onnxruntime and tokenizers come with the extra [cpu] or [gpu]; they are imported when an encoder is
+loaded.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ _MODELS = ("model.onnx", "onnx/model.onnx")
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 _CUDA = "CUDAExecutionProvider"
-# One inference holds at most so many tokens, padding included: it bounds memory and time.
+# The most tokens of one inference, with padding; it limits memory and time.
 _BATCH_TOKENS = 1024
-# Longer texts are cut before the tokenizer sees them, which would read a whole file for nothing.
+# Longer texts are cut before the tokenizer reads them.
 _CHARS_PER_TOKEN = 32
 _DOES_NOT_LOAD = "embedder.directory: {} cannot be loaded: {}; export or fetch it again"
 _OR_WITHOUT = "leave embedder.directory empty to rank blocks by their words alone"
 
 
 class Embedder:
-    """One loaded encoder; its methods may be called from several threads at a time.
+    """A loaded encoder; its methods may be called from several threads at a time.
 
-    `dimensions` is d, `fingerprint` (32 bytes) differs between encoders whose vectors differ.
+    Attributes:
+        dimensions: The length d of its vectors.
+        fingerprint: 32 bytes that differ between encoders whose vectors differ.
     """
 
     def __init__(self, config: EmbedderConfig) -> None:
-        """Load the directory and try it once; ConfigError says what is wrong and what to do."""
+        """Load an encoder and run it once; raises ConfigError with the cause and the fix."""
         self._directory = Path(config.directory).expanduser()
         model = _model_file(self._directory)
         self.recipe = recipe(_read_files(self._directory), config)
@@ -49,8 +52,8 @@ class Embedder:
         self.fingerprint = _fingerprint(self._directory, model, self.recipe, self._output)
         self.dimensions = self._try(model)
 
-    def described(self) -> str:
-        """One line for a person."""
+    def describe(self) -> str:
+        """The encoder in one line, for the log."""
         device = "CUDA" if self._session.get_providers()[0] == _CUDA else "CPU"
         return (
             f"{self._directory}: {self.dimensions} dimensions, pooling {self.recipe.pooling},"
@@ -58,22 +61,23 @@ class Embedder:
         )
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        """Vectors [n, d] of questions: each text after the query instruction. See `documents`."""
+        """Unit vectors [n, d] of questions, each after the query instruction; see `documents`."""
         return self._encoded([self.recipe.query_instruction + text for text in texts])
 
     def documents(self, texts: Sequence[str]) -> Vectors:
-        """Vectors [n, d] of texts to be found, float32, each of length 1; in the texts' order.
+        """Unit vectors [n, d], float32, of the texts to search, in their order.
 
-        A text longer than the encoder reads is cut. EmbedderError when inference fails.
+        Texts beyond the encoder's maximum length are cut. Raises EmbedderError when inference
+        fails.
         """
         return self._encoded([self.recipe.document_instruction + text for text in texts])
 
     def _encoded(self, texts: Sequence[str]) -> Vectors:
         limit = self.recipe.max_tokens * _CHARS_PER_TOKEN
-        # JSON may carry half of a surrogate pair, which no tokenizer takes.
-        sound = [text[:limit].encode("utf-8", "replace").decode("utf-8") for text in texts]
+        # JSON may contain half of a surrogate pair, which tokenizers reject.
+        valid = [text[:limit].encode("utf-8", "replace").decode("utf-8") for text in texts]
         try:
-            tokens = [encoding.ids for encoding in self._tokenizer.encode_batch(sound)]
+            tokens = [encoding.ids for encoding in self._tokenizer.encode_batch(valid)]
             found = [(batch, self._run([tokens[i] for i in batch])) for batch in _batches(tokens)]
         except Exception as error:  # onnxruntime's errors have no base of their own
             raise EmbedderError(f"the embedder failed: {_first_line(error)}") from error
@@ -99,7 +103,7 @@ class Embedder:
         return pooled(rows, mask, self.recipe.pooling)
 
     def _try(self, model: Path) -> int:
-        """The number of dimensions; also the first inference, which is the slowest."""
+        """Run the first inference, which is the slowest; returns the number of dimensions."""
         try:
             return int(self.documents(["", "a " * self.recipe.max_tokens]).shape[1])
         except EmbedderError as error:
@@ -108,7 +112,7 @@ class Embedder:
 
 
 def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Indexes of texts of similar length, so that little of a batch is padding."""
+    """Batches of indexes of texts of similar length, so that little is padding."""
     batch: list[int] = []
     for index in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
         if batch and (len(batch) + 1) * len(tokens[index]) > _BATCH_TOKENS:
@@ -162,13 +166,13 @@ def _tokenizer(directory: Path, how: Recipe) -> Any:
 
 
 def _pad_id(tokenizer: Any) -> int:
-    """What fills a batch up. Read before padding is off: some models count positions by it."""
+    """The padding token of a tokenizer, whose own padding is switched off here."""
     padding = tokenizer.padding
     tokenizer.no_padding()
     if padding:
         return int(padding["pad_id"])
-    known = (tokenizer.token_to_id(token) for token in ("[PAD]", "<pad>"))
-    return next((number for number in known if number is not None), 0)
+    ids = (tokenizer.token_to_id(token) for token in ("[PAD]", "<pad>"))
+    return next((number for number in ids if number is not None), 0)
 
 
 def _session(model: Path, config: EmbedderConfig) -> Any:
@@ -179,8 +183,8 @@ def _session(model: Path, config: EmbedderConfig) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = config.threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what goes wrong is raised, too
-    # Otherwise it remembers a plan for every shape it has seen, and spins between inferences.
+    options.log_severity_level = 4  # errors are raised as well
+    # By default it caches a memory plan for every shape, and spins between inferences.
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
@@ -193,7 +197,7 @@ def _session(model: Path, config: EmbedderConfig) -> Any:
 
 
 def _providers(available: Sequence[str], config: EmbedderConfig) -> list[Any]:
-    # llama-server shares the GPU: take no more memory than is asked for.
+    # llama-server uses the same GPU, so the arena grows only as far as requested.
     cuda = (_CUDA, {"arena_extend_strategy": "kSameAsRequested"})
     wanted = config.device != "cpu" and _CUDA in available
     return [cuda, "CPUExecutionProvider"] if wanted else ["CPUExecutionProvider"]
@@ -207,7 +211,7 @@ def _no_cuda(why: str) -> ConfigError:
 
 
 def _inputs(session: Any, model: Path) -> dict[str, npt.DTypeLike]:
-    """The inputs that the graph declares, with their types."""
+    """The declared inputs of the graph, with their types."""
     kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
     found = {value.name: kinds.get(value.type) for value in session.get_inputs()}
     if not set(found) <= set(_INPUTS) or None in found.values() or _INPUTS[0] not in found:
@@ -227,7 +231,7 @@ def _output(session: Any, model: Path, wanted: str | None) -> str:
 
 def _fingerprint(directory: Path, model: Path, how: Recipe, output: str) -> bytes:
     digest = hashlib.blake2b(repr((how, output)).encode(), digest_size=32)
-    # Weights over 2 GB lie beside the graph, in files that begin with its name.
+    # Weights over 2 GB are in separate files whose names begin with that of the graph.
     for path in [*sorted(model.parent.glob(f"{model.name}*")), directory / "tokenizer.json"]:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "blake2b").digest())

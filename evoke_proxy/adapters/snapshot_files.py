@@ -1,6 +1,8 @@
-"""Snapshot files in the directory that llama-server saves slots to: sealed, verified, set aside.
+"""Snapshot files in the directory that llama-server saves slots to.
 
-All calls block on the disk; whoever serves requests runs them in a thread.
+A part file that llama-server wrote is checked and sealed, which makes it a snapshot. A snapshot is
+verified before each restore; a corrupt one is moved to quarantine. All calls block on the disk, so
+they run in threads.
 """
 
 from __future__ import annotations
@@ -25,39 +27,40 @@ from evoke_proxy.core.snapshots import state_file
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
-# What llama-server is told to write, until it is known to be whole, and what it becomes.
+# Suffixes of the file that llama-server writes, and of the sealed snapshot.
 PART, WHOLE = ".evoke-part", ".evoke-kv"
 INDEX = "index.sqlite"
-_ASIDE = "quarantine"
-_KEPT_ASIDE = 4
-# llama-server puts at most so much in front of the list of tokens.
+_QUARANTINE = "quarantine"
+_QUARANTINED_FILES = 4
+# The most bytes that llama-server writes before the list of tokens.
 _HEADER_BYTES = 256
-_MOVED_AT_ONCE = 1 << 20
+_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A snapshot's file as it is to be found again."""
+    """Size and checksum of a sealed snapshot file, for later verification."""
 
     n_bytes: int
+    # SHA-256 of the file, in hexadecimal.
     checksum: str
 
 
 class SnapshotFiles:
-    """The files of one directory; names are plain, without a path."""
+    """The snapshot files of one directory; file names are without a path."""
 
     def __init__(self, directory: Path, disk_format: DiskFormat | None = None) -> None:
-        """`disk_format` is how files are stored."""
+        """`disk_format` encodes the files, or leaves them as they are."""
         self.directory = directory
         self._format = disk_format or DiskFormat()
         self._lock: BinaryIO | None = None
 
     def prepare(self) -> None:
-        """Make the directory ours alone; ConfigError when it cannot be read and written."""
+        """Create the directory, for the proxy's user only; raises ConfigError if unusable."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.chmod(0o700)
-            (self.directory / _ASIDE).mkdir(mode=0o700, exist_ok=True)
+            (self.directory / _QUARANTINE).mkdir(mode=0o700, exist_ok=True)
             probe = self.directory / f"probe{PART}"
             probe.unlink(missing_ok=True)
             with open_regular(probe, "wb") as file:
@@ -68,17 +71,18 @@ class SnapshotFiles:
             raise ConfigError(message) from error
 
     def claim(self, shared: bool = False) -> bool:
-        """Keep every other proxy out for as long as this process lives, or with `shared` those that
-        do not share; whether nobody else is there, so that it may be put in order.
+        """Lock the directory against other proxies; returns whether the lock is exclusive.
 
-        ConfigError when one is there already: each would take the other's files for leavings.
+        With `shared`, proxies that share the directory too are admitted. Only an exclusive holder
+        may clean up. Raises ConfigError when another proxy holds the lock: each would take the
+        files of the other for leftovers. The lock ends with the process.
         """
         try:
             self._lock = open_regular(self.directory / "lock", "wb")
         except OSError as error:
             message = f"snapshots.directory: {self.directory}/lock: {error.strerror}"
             raise ConfigError(message) from error
-        for wait_s in (0.0, *[0.1] * (50 if shared else 0)):  # as long as another puts it in order
+        for wait_s in (0.0, *[0.1] * (50 if shared else 0)):  # while another proxy cleans up
             time.sleep(wait_s)
             for how in (fcntl.LOCK_EX, *([fcntl.LOCK_SH] if shared else [])):
                 try:
@@ -90,21 +94,21 @@ class SnapshotFiles:
         raise ConfigError(f"snapshots.directory: another evoke-proxy uses {self.directory}")
 
     def share(self) -> None:
-        """Let others in that share it, too."""
+        """Turn the exclusive lock into a shared one."""
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def free(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
     def free_bytes(self) -> int:
-        """What the disk has left."""
+        """Free bytes of the disk."""
         return shutil.disk_usage(self.directory).free
 
     def sizes(self) -> Mapping[str, int]:
-        """Every whole snapshot in the directory, with its size; parts of dead saves are deleted."""
+        """The sizes of all snapshots by name; deletes the part files of unfinished saves."""
         found = {}
         for path in self.directory.iterdir():
             if path.name.endswith(PART):
@@ -114,18 +118,18 @@ class SnapshotFiles:
         return found
 
     def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> Sealed:
-        """Turn what llama-server has written into a snapshot.
+        """Turn a part file of llama-server into the snapshot `name`.
 
-        Raises SnapshotUnusable, and deletes it, when it is not there, not as long as it was said to
-        be, or not of these tokens: slots are emptied, and taken, behind our back. Or when a restore
-        of it would be of no use, because all of it is within the model's windows.
+        Raises SnapshotUnusable, and deletes the part file, when it is missing, has another size
+        than `n_bytes`, or holds other tokens: llama-server may have emptied or reused the slot. It
+        is unusable, too, when all its tokens are within the model's attention windows.
         """
         source = self.directory / part
         try:
             self.receive(part, n_bytes)
             _check_tokens(source, tokens)
             self.complete(part)
-            sealed = self._sealed(source, name)
+            sealed = self._encoded(source, name)
             checksum, n_bytes = _checksum(sealed, sync=True), sealed.stat().st_size
             sealed.rename(self.directory / name)
             self._sync_directory()
@@ -137,9 +141,11 @@ class SnapshotFiles:
         return Sealed(n_bytes, checksum)
 
     def complete(self, part: str) -> int:
-        """Add to what llama-server has written what it lacks to be of use where windows slide (see
-        core/snapshots/state_file.py); how long it is now. SnapshotUnusable (`window`) where nothing
-        helps."""
+        """Add what a part file lacks for models with sliding windows; returns its new size.
+
+        See core/snapshots/state_file.py. Raises SnapshotUnusable (`window`) when all tokens are
+        within the windows.
+        """
         with open_regular(self.directory / part, "r+b") as file:
             found = _caches(file)
             if state_file.in_window(found):
@@ -147,18 +153,20 @@ class SnapshotFiles:
             return _insert(file, state_file.missing(found, _read_by(file)[0]))
 
     def caches(self, part: str) -> Sequence[state_file.Cache]:
-        """What llama-server has written of which caches; none where that cannot be told."""
+        """The caches that a part file contains; empty when they cannot be determined."""
         with open_regular(self.directory / part) as file:
             return _caches(file)
 
     def first_cache(self, part: str) -> state_file.Cache | None:
-        """The first of them; None where that cannot be told."""
+        """The first cache of a part file; None when it cannot be determined."""
         with open_regular(self.directory / part) as file:
             return state_file.first_cache(*_read_by(file))
 
     def tokens(self, part: str, n_tokens: int, beginning: Tokens) -> Tokens:
-        """Of which tokens a file is that llama-server has written, so many that begin like that;
-        none when it is not there, or of others."""
+        """The `n_tokens` tokens of a part file, which begin with `beginning`.
+
+        Empty when the file is missing or holds other tokens.
+        """
         size = _HEADER_BYTES + 4 * n_tokens
         try:
             with open_regular(self.directory / part) as file:
@@ -172,33 +180,36 @@ class SnapshotFiles:
                 return found.astype(np.int32)
         return np.zeros(0, np.int32)
 
-    def _sealed(self, source: Path, name: str) -> Path:
+    def _encoded(self, source: Path, name: str) -> Path:
         sealed = source.with_name(f"sealed-{source.name}")
         return (
             sealed if self._format.encode_file(str(source), str(sealed), name.encode()) else source
         )
 
-    def lend(self, name: str) -> str:
-        """What llama-server is to restore: the snapshot, or what it is decrypted, which the caller
-        discards, of its own for each. Raises SnapshotUnusable, and then leaves nothing."""
-        lent = f"lent-{uuid.uuid4().hex[:20]}{PART}"
-        paths = str(self.directory / name), str(self.directory / lent)
+    def decrypt(self, name: str) -> str:
+        """The name of the file that llama-server can restore from a snapshot.
+
+        That is the snapshot, or a decrypted copy, which the caller discards; each call makes a copy
+        of its own. Raises SnapshotUnusable, and then leaves no copy.
+        """
+        copy = f"lent-{uuid.uuid4().hex[:20]}{PART}"
+        paths = str(self.directory / name), str(self.directory / copy)
         try:
-            return lent if self._format.decode_file(*paths, name.encode()) else name
+            return copy if self._format.decode_file(*paths, name.encode()) else name
         except OSError as error:
-            self.discard(lent)
+            self.discard(copy)
             raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
         except SnapshotUnusable:
-            self.discard(lent)
+            self.discard(copy)
             raise
 
     def index_aside(self) -> None:
-        """Move an index that is none, or damaged, out of the way; nothing is deleted."""
+        """Move a damaged index to quarantine."""
         for path in self.directory.glob(f"{INDEX}*"):
-            path.replace(self.directory / _ASIDE / path.name)
+            path.replace(self.directory / _QUARANTINE / path.name)
 
     def receive(self, part: str, n_bytes: int) -> None:
-        """Raises SnapshotUnusable unless llama-server has written it here, as long as it says."""
+        """Raises SnapshotUnusable unless a part file exists and has `n_bytes` bytes."""
         source = self.directory / part
         try:
             source.chmod(0o600)
@@ -209,42 +220,42 @@ class SnapshotFiles:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
 
     def verify(self, name: str, n_bytes: int, checksum: str) -> None:
-        """Raises SnapshotUnusable unless the file is the one that was sealed, to the last bit."""
+        """Raises SnapshotUnusable unless a snapshot has the size and checksum of its sealing."""
         path = self.directory / name
         try:
             self._check_size(path, n_bytes)
             if _checksum(path) != checksum:
-                raise SnapshotUnusable("checksum", f"{name} is not what was saved")
+                raise SnapshotUnusable("checksum", f"{name} has changed since it was saved")
         except FileNotFoundError as error:
-            raise SnapshotUnusable("missing", f"{name} is gone") from error
+            raise SnapshotUnusable("missing", f"{name} does not exist") from error
         except OSError as error:
             raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
 
     def checksum(self, name: str) -> str:
-        """Of all its bytes."""
+        """The SHA-256 checksum of a file, in hexadecimal."""
         return _checksum(self.directory / name)
 
     def discard(self, part: str) -> None:
-        """Delete a part or a whole one, if it is there."""
+        """Delete a part file or a snapshot, if it exists."""
         (self.directory / part).unlink(missing_ok=True)
 
     def set_aside(self, name: str) -> None:
-        """Move a bad one out of reach of any restore; a few are kept for whoever wants to look."""
-        aside = self.directory / _ASIDE
+        """Move a corrupt snapshot to quarantine, where the latest few are kept for inspection."""
+        quarantine = self.directory / _QUARANTINE
         if (self.directory / name).exists():
-            (self.directory / name).rename(aside / name)
-        oldest_first = sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime)
-        for path in oldest_first[:-_KEPT_ASIDE]:
+            (self.directory / name).rename(quarantine / name)
+        oldest_first = sorted(quarantine.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in oldest_first[:-_QUARANTINED_FILES]:
             path.unlink()
 
     def forget_aside(self) -> None:
-        """Delete what was set aside."""
-        for path in (self.directory / _ASIDE).iterdir():
+        """Delete the files in quarantine."""
+        for path in (self.directory / _QUARANTINE).iterdir():
             path.unlink(missing_ok=True)
 
     def _check_size(self, path: Path, n_bytes: int) -> None:
         if path.is_symlink():
-            raise SnapshotUnusable("foreign", f"{path.name} is a link")
+            raise SnapshotUnusable("foreign", f"{path.name} is a symbolic link")
         size = path.stat().st_size
         if size != n_bytes or not n_bytes:
             raise SnapshotUnusable("size", f"{path.name} has {size} bytes, not {n_bytes}")
@@ -269,13 +280,13 @@ def _check_tokens(path: Path, tokens: Tokens) -> None:
     wanted = tokens.astype("<i4").tobytes()
     with open_regular(path) as file:
         head = file.read(_HEADER_BYTES + len(wanted))
-    # The list of them begins with how many there are.
+    # The list of tokens begins with their number.
     if len(tokens).to_bytes(4, "little") + wanted not in head:
         raise SnapshotUnusable("tokens", f"{path.name} holds another prompt")
 
 
 def _read_by(file: BinaryIO) -> tuple[state_file.Read, int]:
-    """How it is read, and its size."""
+    """A function that reads from a file, and the size of the file."""
     handle = file.fileno()
     return lambda at, n_bytes: os.pread(handle, n_bytes, at), os.fstat(handle).st_size
 
@@ -285,7 +296,7 @@ def _caches(file: BinaryIO) -> Sequence[state_file.Cache]:
 
 
 def _insert(file: BinaryIO, more: Sequence[state_file.Insertion]) -> int:
-    """Make room, from the end on, and fill it; the size of the file then."""
+    """Insert bytes into a file, from the end on; returns its new size."""
     handle, end = file.fileno(), os.fstat(file.fileno()).st_size
     shift = sum(len(item.put) for item in more if not item.over)
     size = end + shift
@@ -294,7 +305,7 @@ def _insert(file: BinaryIO, more: Sequence[state_file.Insertion]) -> int:
             _write(handle, item.put, item.at)
             continue
         while end > item.at:
-            n_bytes = min(_MOVED_AT_ONCE, end - item.at)
+            n_bytes = min(_COPY_BYTES, end - item.at)
             end -= n_bytes
             _write(handle, os.pread(handle, n_bytes, end), end + shift)
         shift -= len(item.put)
@@ -304,4 +315,4 @@ def _insert(file: BinaryIO, more: Sequence[state_file.Insertion]) -> int:
 
 def _write(handle: int, data: bytes, at: int) -> None:
     if os.pwrite(handle, data, at) != len(data):
-        raise OSError(errno.ENOSPC, "no room for all of it")
+        raise OSError(errno.ENOSPC, "not all bytes could be written")

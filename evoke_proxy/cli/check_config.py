@@ -71,4 +71,4 @@ def _embedder(config: Config) -> str:
         return "none (blocks are ranked by words alone)"
     from evoke_proxy.adapters.embedder import Embedder
 
-    return Embedder(config.embedder).described()
+    return Embedder(config.embedder).describe()

@@ -84,12 +84,12 @@ class Llama:
         return answer
 
     def complete(
-        self, prompt: object, slot: int = 0, *, marked: bool = True, **more: object
+        self, prompt: object, slot: int = 0, *, marker: bool = True, **more: object
     ) -> Json:
         """Greedy decoding; a marked request keeps the holes of its slot."""
         body: Json = {"prompt": prompt, "temperature": 0, "n_predict": 8, "cache_prompt": True}
         body |= {"id_slot": slot, "return_tokens": True, "ignore_eos": True}
-        body |= {"evoke": {"epoch": self.epoch(slot)}} if marked else {}
+        body |= {"evoke": {"epoch": self.epoch(slot)}} if marker else {}
         answer: Json = self.post("/completion", body | more)
         return answer
 

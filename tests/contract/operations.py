@@ -41,7 +41,7 @@ class Model:
 
     server: Llama
     chance: random.Random
-    held: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
+    cached: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
     budget: dict[int, int] = field(default_factory=lambda: {0: 0, 1: 0})
     saved: dict[str, Copy] = field(default_factory=dict)
     rows: dict[int, Rows] = field(default_factory=lambda: {0: {}, 1: {}})
@@ -60,31 +60,31 @@ class Model:
         self.adapted = bool(self.server.get("/lora-adapters"))
         self.cells, self.evicts = evoke["limits"]["n_cells"], evoke["kv_eviction"]["mode"] != "off"
 
-    def chat(self, slot: int, marked: bool = True) -> None:
+    def chat(self, slot: int, marker: bool = True) -> None:
         more = self.server.tokens(story(self.chance.randint(5, 60), self.chance.randint(0, 99)))
-        prompt = self.held[slot] + more
+        prompt = self.cached[slot] + more
         if len(prompt) > MOST_TOKENS:
             prompt = more
-        self._complete(slot, prompt, marked)
+        self._complete(slot, prompt, marker)
 
-    def _complete(self, slot: int, prompt: list[int], marked: bool = True, count: int = 4) -> None:
+    def _complete(self, slot: int, prompt: list[int], marker: bool = True, count: int = 4) -> None:
         lora = [{"id": 0, "scale": self.scale[slot]}]
         more_fields = {"lora": lora} if self.adapted else {}
-        answer = self.server.complete(prompt, slot, marked=marked, n_predict=count, **more_fields)
-        self.held[slot] = prompt + answer["tokens"][:-1]
-        if not marked:
+        answer = self.server.complete(prompt, slot, marker=marker, n_predict=count, **more_fields)
+        self.cached[slot] = prompt + answer["tokens"][:-1]
+        if not marker:
             self.budget[slot] = 0
         evoke = answer["timings"].get("evoke")
         decoded = evoke["decoded"] if evoke else answer["timings"]["prompt_n"]
         self._went_out(slot, evoke["auto_evicted"] if evoke else [])
         self._forget(slot, len(prompt) - decoded)
-        assert evoke or not (marked or self.evicts)
+        assert evoke or not (marker or self.evicts)
         if evoke:
             assert sum(evoke[part] for part in PARTS) == len(prompt)
             budget = self.budget[slot]
             assert evoke["budget"] == budget
             assert evoke["n_resident"] <= (budget or self.cells) or evoke["budget_breaches"]
-        if not marked and (not evoke or (len(prompt) <= self.cells and not evoke["auto_evicted"])):
+        if not marker and (not evoke or (len(prompt) <= self.cells and not evoke["auto_evicted"])):
             # a stranger never reads a cache with text missing, but for what left while it was read
             assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(prompt)
 
@@ -109,10 +109,10 @@ class Model:
         self._keep(slot, "remade", (p0, p1), done["visibility"])
         if p1 - p0 <= self._room(slot, self.server.slot(slot)):
             self.server.act("block-load", slot, names=["remade"])
-            self._came_back(slot, ["remade"])
+            self._was_recovered(slot, ["remade"])
 
     def stranger(self, slot: int) -> None:
-        self.chat(slot, marked=False)
+        self.chat(slot, marker=False)
 
     def dress(self, slot: int) -> None:
         """The adapter at another scale: nothing of what is there is of use."""
@@ -122,13 +122,13 @@ class Model:
         self.chat(slot)
 
     def diverge(self, slot: int) -> None:
-        cut = self.chance.randint(0, len(self.held[slot]))
-        self.held[slot] = self.held[slot][:cut]
+        cut = self.chance.randint(0, len(self.cached[slot]))
+        self.cached[slot] = self.cached[slot][:cut]
         self.chat(slot)
 
     def erase(self, slot: int) -> None:
         self.server.erase(slot)
-        self.held[slot], self.budget[slot] = [], 0
+        self.cached[slot], self.budget[slot] = [], 0
         self._forget(slot, 0)
 
     def hold(self, slot: int) -> None:
@@ -145,7 +145,7 @@ class Model:
         name = f"b{self.chance.randint(0, 40)}"
         done = self.server.act("block-save", slot, name=name, p0=p0, p1=p1, evict=True)
         assert done["n_evicted"] == p1 - p0
-        hashed = (self.scale[slot], *self.held[slot][:p1])
+        hashed = (self.scale[slot], *self.cached[slot][:p1])
         assert self.hashes.setdefault(hashed, done["tokens_hash"]) == done["tokens_hash"]
         self._keep(slot, name, (p0, p1), done["visibility"])
 
@@ -156,7 +156,7 @@ class Model:
         name = self.chance.choice(sorted(self.saved))
         prefix, p0 = self.saved[name].prefix, self.saved[name].p0
         before = self.server.slot(slot)
-        fits = tuple(self.held[slot][: len(prefix)]) == prefix
+        fits = tuple(self.cached[slot][: len(prefix)]) == prefix
         fits = fits and self.saved[name].scale == self.scale[slot]
         free = not any(a < len(prefix) and p0 < b for a, b in before["resident"])
         status, answer = self._ask("block-load", slot, names=[name])
@@ -170,7 +170,7 @@ class Model:
             assert len(prefix) - p0 > self._room(slot, before), answer
         else:
             assert status == 200 and answer["n_loaded"] == len(prefix) - p0, answer
-            self._came_back(slot, [name])
+            self._was_recovered(slot, [name])
 
     def recover(self, slot: int) -> None:
         """Several blocks that can come back, in one plan, and the one that they are."""
@@ -186,7 +186,7 @@ class Model:
         if names:
             answer = self.server.act("block-plan", slot, ops=[{"op": "load", "names": names}])
             assert answer["results"][0]["n_loaded"] == sum(p1 - p0 for p0, p1 in taken)
-            self._came_back(slot, names)
+            self._was_recovered(slot, names)
 
     def swap(self, slot: int) -> None:
         """A plan of which one op may be wrong: all of it or nothing."""
@@ -204,7 +204,7 @@ class Model:
         else:
             assert after["n_resident"] == answer["n_resident"]
             self._keep(slot, "swap", (p0, p1), answer["results"][0]["visibility"])
-            self._came_back(slot, [name])
+            self._was_recovered(slot, [name])
 
     def adopt(self, slot: int) -> None:
         if not self.saved:
@@ -220,12 +220,12 @@ class Model:
             assert kind in refusals, answer
             return
         assert answer["n_loaded"] == len(prefix) - p0
-        self.held[slot], self.budget[slot] = list(prefix), 0
+        self.cached[slot], self.budget[slot] = list(prefix), 0
         self._forget(slot, 0)
-        self._came_back(slot, [name])
+        self._was_recovered(slot, [name])
 
     def reuse(self, slot: int) -> None:
-        n_tokens = self.chance.randint(0, len(self.held[slot]))
+        n_tokens = self.chance.randint(0, len(self.cached[slot]))
         self.server.act("block-plan", slot, ops=[{"op": "reuse", "n_tokens": n_tokens}])
         self.chat(slot)
 
@@ -253,7 +253,7 @@ class Model:
     def restore(self, slot: int) -> None:
         """A slot through its file, holes and all."""
         before = self.server.slot(slot)
-        if not self.held[slot]:
+        if not self.cached[slot]:
             return
         name = {"filename": f"slot-{slot}"}
         self.server.post(f"/slots/{slot}?action=save", name)
@@ -269,9 +269,9 @@ class Model:
             assert answer["error"]["type"] == "not_supported_error", answer
             return
         self._forget(slot, before[0][1] if before and before[0][0] == 0 else 0)
-        kept = [self.held[slot][a:b] for a, b in before]
-        self.held[slot], self.budget[slot] = [token for part in kept for token in part], 0
-        assert answer["n_tokens"] == len(self.held[slot])
+        kept = [self.cached[slot][a:b] for a, b in before]
+        self.cached[slot], self.budget[slot] = [token for part in kept for token in part], 0
+        assert answer["n_tokens"] == len(self.cached[slot])
 
     def insert(self, slot: int) -> None:
         """Some block at some place."""
@@ -279,31 +279,34 @@ class Model:
             return
         name = self.chance.choice(sorted(self.saved))
         prefix, p0 = self.saved[name].prefix, self.saved[name].p0
-        at, held = self.chance.randint(0, len(self.held[slot])), self.held[slot]
+        at, cached = (
+            self.chance.randint(0, len(self.cached[slot])),
+            self.cached[slot],
+        )
         status, answer = self._ask("block-load", slot, names=[name], at=at)
         kind = "" if status == 200 else answer["error"]["type"]
         if kind:
-            known = ("not_supported_error", "unknown_block", "no_free_cells")
-            full = len(held) + len(prefix) - p0 >= self.server.slot(slot)["n_ctx_logical"]
-            assert kind in known or full, answer
+            allowed = ("not_supported_error", "unknown_block", "no_free_cells")
+            full = len(cached) + len(prefix) - p0 >= self.server.slot(slot)["n_ctx_logical"]
+            assert kind in allowed or full, answer
             return
-        self.held[slot] = [*held[:at], *prefix[p0:], *held[at:]]
+        self.cached[slot] = [*cached[:at], *prefix[p0:], *cached[at:]]
         self.budget[slot] = 0
         self._forget(slot, at)
 
     def check(self, slot: int) -> None:
         state = self.server.slot(slot)
-        assert state["n_tokens"] == len(self.held[slot])
+        assert state["n_tokens"] == len(self.cached[slot])
         assert sum(b - a for a, b in state["resident"]) == state["n_resident"]
         assert state["ram"]["used"] <= state["ram"]["budget"]
-        if self.held[slot]:
-            assert state["resident"][-1][1] == len(self.held[slot])
-            prefix = (self.scale[slot], *self.held[slot])
+        if self.cached[slot]:
+            assert state["resident"][-1][1] == len(self.cached[slot])
+            prefix = (self.scale[slot], *self.cached[slot])
             assert self.hashes.setdefault(prefix, state["tokens_hash"]) == state["tokens_hash"]
         answer = self.server.act("block-rows", slot, p0=0, p1=state["n_tokens"])
         there = {at: each for at, each in enumerate(answer["sums"]) if each is not None}
-        known = self.rows[slot]
-        other = [at for at, each in there.items() if known.get(at, each) != each]
+        allowed = self.rows[slot]
+        other = [at for at, each in there.items() if allowed.get(at, each) != each]
         assert not other, f"rows at {other} of slot {slot} are not those that were there"
         self.rows[slot] = there
 
@@ -328,14 +331,14 @@ class Model:
     def _keep(self, slot: int, name: str, span: tuple[int, int], visibility: str) -> None:
         """A copy was made of rows that were there; every name of that copy has these now."""
         p0, p1 = span
-        prefix, scale = tuple(self.held[slot][:p1]), self.scale[slot]
+        prefix, scale = tuple(self.cached[slot][:p1]), self.scale[slot]
         rows = {at: self.rows[slot][at] for at in range(p0, p1)}
         self.saved[name] = Copy(prefix, p0, scale, visibility, rows)
         for copy in self.saved.values():
             if (copy.prefix, copy.p0, copy.scale) == (prefix, p0, scale):
                 copy.rows = rows if copy.visibility == visibility else copy.rows
 
-    def _came_back(self, slot: int, names: Sequence[str]) -> None:
+    def _was_recovered(self, slot: int, names: Sequence[str]) -> None:
         """Rows of these copies were written into the cells: they must be what was saved."""
         for name in names:
             rows = self.saved[name].rows if name in self.saved else None

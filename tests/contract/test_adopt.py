@@ -21,32 +21,32 @@ def save_all(server: Llama, slot: int, size: int = 64) -> list[str]:
 def test_a_saved_conversation_refills_an_emptied_slot(server: Llama) -> None:
     history = server.tokens(story(400))
     first = server.complete(history)
-    held = history + first["tokens"][:-1]
-    reference = server.complete(held + history[:20], n_predict=24)
+    cached = history + first["tokens"][:-1]
+    reference = server.complete(cached + history[:20], n_predict=24)
     server.erase()
     server.complete(history)
     names = save_all(server, 0)
     server.erase()
     assert server.slot()["n_tokens"] == 0
-    adopted = server.act("block-adopt", tokens=held, names=names)
-    assert adopted["n_tokens"] == adopted["n_loaded"] == len(held)
-    again = server.complete(held + history[:20], n_predict=24)
-    evoke = again["timings"]["evoke"]
-    assert evoke["recovered"] == len(held) and evoke["decoded"] == 20
-    assert again["tokens"] == reference["tokens"]
+    adopted = server.act("block-adopt", tokens=cached, names=names)
+    assert adopted["n_tokens"] == adopted["n_loaded"] == len(cached)
+    repeated = server.complete(cached + history[:20], n_predict=24)
+    evoke = repeated["timings"]["evoke"]
+    assert evoke["recovered"] == len(cached) and evoke["decoded"] == 20
+    assert repeated["tokens"] == reference["tokens"]
 
 
 def test_only_some_blocks_may_come_and_the_last_one_must(server: Llama) -> None:
     history = server.tokens(story(400))
     first = server.complete(history)
-    held = history + first["tokens"][:-1]
+    cached = history + first["tokens"][:-1]
     names = save_all(server, 0)
     server.erase()
-    refused = server.refuse("block-adopt", tokens=held, names=names[:3])
+    refused = server.refuse("block-adopt", tokens=cached, names=names[:3])
     assert refused["code"] == 400 and "last token" in refused["message"]
-    server.act("block-adopt", tokens=held, names=[names[0], names[-1]])
+    server.act("block-adopt", tokens=cached, names=[names[0], names[-1]])
     assert len(server.slot()["resident"]) == 2
-    evoke = server.complete(held + history[:10])["timings"]["evoke"]
+    evoke = server.complete(cached + history[:10])["timings"]["evoke"]
     assert evoke["decoded"] == 10 and evoke["omitted"] > 0
     assert sum(evoke[part] for part in PARTS) == evoke["n_prompt"]
 
@@ -56,11 +56,11 @@ def test_another_slot_may_adopt(two: Llama) -> None:
         two.erase(slot)
     history = two.tokens(story(300))
     first = two.complete(history, 0)
-    held = history + first["tokens"][:-1]
+    cached = history + first["tokens"][:-1]
     names = save_all(two, 0)
-    two.act("block-adopt", 1, tokens=held, names=names)
-    expected = two.complete(held + history[:9], 0, n_predict=24)["tokens"]
-    assert two.complete(held + history[:9], 1, n_predict=24)["tokens"] == expected
+    two.act("block-adopt", 1, tokens=cached, names=names)
+    expected = two.complete(cached + history[:9], 0, n_predict=24)["tokens"]
+    assert two.complete(cached + history[:9], 1, n_predict=24)["tokens"] == expected
 
 
 def test_tenants_do_not_see_each_others_blocks(one: Llama) -> None:

@@ -337,9 +337,9 @@ def test_somebody_else_ends_the_capture(one: Llama) -> None:
     one.act("attn-capture", layers=[0], mode="sum")
     one.complete(prompt)
     assert one.get("/slots/0/attention")["n_obs"] > 8
-    one.complete(prompt, marked=False)
-    gone = one.get("/slots/0/attention")
-    assert (gone["layers"], gone["n_obs"], gone["total"]) == ([], 0, 0)
+    one.complete(prompt, marker=False)
+    cleared = one.get("/slots/0/attention")
+    assert (cleared["layers"], cleared["n_obs"], cleared["total"]) == ([], 0, 0)
 
 
 def test_tokens_that_are_taken_back_have_no_mass(one: Llama) -> None:

@@ -61,7 +61,7 @@ TOO_MANY: list[tuple[str, Json, str]] = [
 
 
 @pytest.fixture
-def held(two: Llama) -> Iterator[Llama]:
+def filled(two: Llama) -> Iterator[Llama]:
     """Slot 0 with 1900 tokens, whose attention is captured by head."""
     two.erase(0)
     two.act("attn-capture", **CAPTURE)
@@ -72,24 +72,24 @@ def held(two: Llama) -> Iterator[Llama]:
 
 @pytest.mark.parametrize(("action", "body"), LARGEST)
 def test_the_largest_lists_do_not_hold_up_the_main_loop(
-    held: Llama, action: str, body: Json
+    filled: Llama, action: str, body: Json
 ) -> None:
-    best = min(float(held.act(action, **body)["t_ms"]) for _ in range(3))
+    best = min(float(filled.act(action, **body)["t_ms"]) for _ in range(3))
     assert best < LONGEST_MS
 
 
 @pytest.mark.parametrize(("action", "body", "named"), TOO_MANY)
 def test_more_is_refused_and_the_reason_names_it(
-    held: Llama, action: str, body: Json, named: str
+    filled: Llama, action: str, body: Json, named: str
 ) -> None:
-    before = held.slot(0)
-    error = held.refuse(action, **body)
+    before = filled.slot(0)
+    error = filled.refuse(action, **body)
     assert error["code"] == 400 and named in error["message"]
-    assert held.slot(0) == before
+    assert filled.slot(0) == before
 
 
 @pytest.mark.parametrize("value", [2**31, 2**32 + 5, 2**40, 2**63, 2**64 - 1, -1, -(2**40)])
-def test_numbers_of_64_bits_are_checked_not_cut(held: Llama, value: int) -> None:
+def test_numbers_of_64_bits_are_checked_not_cut(filled: Llama, value: int) -> None:
     bodies: list[tuple[str, Json]] = [
         ("stream", STREAM | {"protect": [[0, value]]}),
         ("stream", STREAM | {"protect": [[value, value]]}),
@@ -100,56 +100,56 @@ def test_numbers_of_64_bits_are_checked_not_cut(held: Llama, value: int) -> None
         ("block-adopt", {"tokens": [1, value], "names": ["a"]}),
         ("attention", {"ranges": [[value, 4]]}),
     ]
-    before = held.slot(0)
+    before = filled.slot(0)
     for action, body in bodies:
-        assert held.refuse(action, **body)["code"] == 400, (action, body)
+        assert filled.refuse(action, **body)["code"] == 400, (action, body)
     chat = {"messages": [{"role": "user", "content": "x"}]}
     request = {"dialect": "chat", "body": chat, "compact": True, "known": [[value, "0" * 16]]}
-    status, answer = held.ask("POST", "/evoke/render", request)
+    status, answer = filled.ask("POST", "/evoke/render", request)
     assert status == (200 if value == 2**31 - 1 else 400), answer
-    assert held.slot(0) == before
+    assert filled.slot(0) == before
 
 
-def test_refused_work_says_how_much_is_allowed(held: Llama) -> None:
+def test_refused_work_says_how_much_is_allowed(filled: Llama) -> None:
     """As many ranges as that allows are computed."""
-    error = held.refuse("attention", products=[[0, 1899]] * 15)
+    error = filled.refuse("attention", products=[[0, 1899]] * 15)
     assert error["type"] == "too_much_work" and error["needed"] > error["allowed"]
     count = 15 * error["allowed"] // error["needed"]
-    answer = held.act("attention", products=[[0, 1899]] * count)
+    answer = filled.act("attention", products=[[0, 1899]] * count)
     assert answer["key_products"]["known"] == [True] * count
-    assert held.refuse("attention", products=[[0, 1899]] * (count + 1))["type"] == error["type"]
+    assert filled.refuse("attention", products=[[0, 1899]] * (count + 1))["type"] == error["type"]
 
 
-def test_masses_cost_the_same_however_much_their_ranges_overlap(held: Llama) -> None:
+def test_masses_cost_the_same_however_much_their_ranges_overlap(filled: Llama) -> None:
     def milliseconds(count: int) -> float:
         body: Json = {"ranges": [[0, 1899]] * count} | HEADS
-        return min(float(held.act("attention", **body)["t_ms"]) for _ in range(20))
+        return min(float(filled.act("attention", **body)["t_ms"]) for _ in range(20))
 
     assert milliseconds(15) < 3.0 * milliseconds(1)
 
 
-def test_protected_ranges_mean_the_same_in_any_order(held: Llama) -> None:
+def test_protected_ranges_mean_the_same_in_any_order(filled: Llama) -> None:
     wanted = [[0, 10], [20, 40], [50, 51]]
     for protect in (wanted, wanted[::-1], [[0, 5], [5, 10], [50, 51], [30, 40], [20, 35], [7, 7]]):
-        held.act("stream", budget=1800, sink=0, recent=16, block=16, protect=protect)
-        assert held.slot(0)["stream"]["protect"] == wanted
+        filled.act("stream", budget=1800, sink=0, recent=16, block=16, protect=protect)
+        assert filled.slot(0)["stream"]["protect"] == wanted
 
 
-def test_another_client_decodes_meanwhile(held: Llama) -> None:
+def test_another_client_decodes_meanwhile(filled: Llama) -> None:
     """No token of slot 1 comes late while slot 0 gets the largest calls, one after the other."""
     late, done = [0.0], threading.Event()
 
     def decode() -> None:
         while not done.is_set():
             began = time.monotonic()
-            held.complete([5, 6, 7], 1, marked=False, n_predict=1)
+            filled.complete([5, 6, 7], 1, marker=False, n_predict=1)
             late[0] = max(late[0], time.monotonic() - began)
 
     other = threading.Thread(target=decode)
     other.start()
     try:
         for action, body in LARGEST:
-            answer: Any = held.act(action, **body)
+            answer: Any = filled.act(action, **body)
             assert answer
     finally:
         done.set()

@@ -40,7 +40,7 @@ def read(server: Llama, prompt: list[int], slot: int = 0) -> tuple[list[dict[int
     return found, answer["timings"]["evoke"]["decoded"]
 
 
-def begun(server: Llama) -> list[int]:
+def start_conversation(server: Llama) -> list[int]:
     """A fresh conversation in slot 0 of which a block is saved."""
     server.erase()
     prompt = server.tokens(story(300))
@@ -59,16 +59,16 @@ def out_and_in(server: Llama) -> None:
 
 def round_trips(server: Llama, count: int) -> float:
     """How far what follows is from that of a conversation that nothing was done to."""
-    prompt = begun(server)
+    prompt = start_conversation(server)
     tail = server.tokens(story(20, seed=3))
     whole, _ = read(server, prompt + tail)
-    prompt = begun(server)
+    prompt = start_conversation(server)
     for _ in range(count):
         out_and_in(server)
         server.complete(prompt, n_predict=1)  # keys are turned now, not together with the next
-    again, decoded = read(server, prompt + tail)
+    repeated, decoded = read(server, prompt + tail)
     assert decoded == len(tail)
-    return largest_difference(whole, again)
+    return largest_difference(whole, repeated)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,9 +79,9 @@ def test_round_trips_cost_some_rounding_and_do_not_add_up(kind: str) -> None:
         assert 0 < once < tolerance and 0 < ten < 2 * tolerance
 
 
-def test_gaps_close_and_the_shorter_text_is_gone_on_from() -> None:
+def test_compact_closes_gaps_and_decoding_continues_the_shorter_text() -> None:
     with serving() as server:
-        prompt = begun(server)
+        prompt = start_conversation(server)
         server.act("block-evict", p0=BLOCK[0], p1=BLOCK[1])
         server.act("block-evict", p0=BLOCK[1] + 20, p1=BLOCK[1] + 30)
         epoch = server.epoch()
@@ -99,7 +99,7 @@ def test_gaps_close_and_the_shorter_text_is_gone_on_from() -> None:
 
 def test_a_block_joins_the_end_of_another_text() -> None:
     with serving() as server:
-        prompt = begun(server)
+        prompt = start_conversation(server)
         block, other = prompt[BLOCK[0] : BLOCK[1]], server.tokens(story(60, seed=9))
         server.erase()
         server.complete(other, n_predict=1)
@@ -108,13 +108,13 @@ def test_a_block_joins_the_end_of_another_text() -> None:
         assert joined["turned"] == len(other) - BLOCK[0]
         tail = server.tokens(story(20, seed=3))
         answer = server.complete(other + block + tail)
-        books = answer["timings"]["evoke"]
-        assert (books["recovered"], books["decoded"]) == (len(block), len(tail))
+        accounting = answer["timings"]["evoke"]
+        assert (accounting["recovered"], accounting["decoded"]) == (len(block), len(tail))
 
 
 def test_what_is_saved_before_keys_were_turned_is_saved_turned() -> None:
     def moved(server: Llama, through_the_pool: bool) -> list[dict[int, float]]:
-        prompt = begun(server)
+        prompt = start_conversation(server)
         server.act("block-evict", names=["b"])
         server.act("block-compact")
         if through_the_pool:
@@ -136,7 +136,7 @@ def test_nobody_else_is_touched(kind: str, tmp_path: Path) -> None:
 
     options = ("-np", "2", "-kvu", "--slot-save-path", str(tmp_path), *KINDS[kind][0])
     with serving(*options) as server:
-        prompt = begun(server)
+        prompt = start_conversation(server)
         server.complete(server.tokens(story(100, seed=4)), 1, n_predict=1)
         before = neighbour(server, "before")
         out_and_in(server)
@@ -148,7 +148,7 @@ def test_nobody_else_is_touched(kind: str, tmp_path: Path) -> None:
 def test_where_keys_cannot_be_turned_it_is_refused(shape: str) -> None:
     with serving(shape=shape) as server:
         assert "compact" not in server.get("/props")["evoke"]["features"]
-        begun(server)
+        start_conversation(server)
         before = server.slot()
         calls: list[tuple[str, dict[str, Any]]] = [
             ("block-compact", {}), ("block-load", {"names": ["b"], "at": 0}),
@@ -161,7 +161,7 @@ def test_where_keys_cannot_be_turned_it_is_refused(shape: str) -> None:
 
 def test_what_cannot_be_done_changes_nothing() -> None:
     with serving() as server:
-        prompt = begun(server)
+        prompt = start_conversation(server)
         before = server.slot()
         for code, body in (
             (400, {"names": ["b"], "at": len(prompt) + 1}),

@@ -52,12 +52,12 @@ def disk(server: Llama) -> Json:
     return answer
 
 
-def save_each(server: Llama, held: list[int]) -> list[str]:
+def save_each(server: Llama, cached: list[int]) -> list[str]:
     """A save for each block of slot 0, one call each: together they may be more than memory."""
     names = []
-    for p0 in range(0, len(held), SIZE):
+    for p0 in range(0, len(cached), SIZE):
         names.append(f"0/{p0}")
-        server.act("block-save", name=names[-1], p0=p0, p1=min(len(held), p0 + SIZE))
+        server.act("block-save", name=names[-1], p0=p0, p1=min(len(cached), p0 + SIZE))
         ram = server.slot()["ram"]
         assert ram["used"] <= ram["budget"]
     return names
@@ -107,9 +107,9 @@ def test_what_memory_has_no_room_for_is_on_disk_and_comes_back_exactly(tmp_path:
     with running(True, *options(tmp_path / "d", ram=1)) as server:
         evoke = server.get("/props")["evoke"]
         assert "disk" in evoke["features"] and evoke["limits"]["disk_bytes"] == 64 << 20
-        held = talk(server)
-        reference = logprobs(server, held, 0)
-        names = save_each(server, held)
+        cached = talk(server)
+        reference = logprobs(server, cached, 0)
+        names = save_each(server, cached)
         assert len(names) * SIZE * ROW > 3 << 20  # three times the memory
         assert set(blocks(server)) == set(names)
         assert tiers(server)["disk"] > tiers(server)["ram"] > 0
@@ -118,46 +118,46 @@ def test_what_memory_has_no_room_for_is_on_disk_and_comes_back_exactly(tmp_path:
         assert blocks(server)[names[2]]["tier"] == "disk"
         loaded = server.act("block-load", names=names[1:6])
         assert loaded["n_loaded"] == 320 and loaded["same_cells"]
-        assert logprobs(server, held, 0) == reference
+        assert logprobs(server, cached, 0) == reference
         assert blocks(server)[names[2]]["tier"] == "ram"
         check_since(server, names)
         mode = [path.stat().st_mode & 0o777 for path in (tmp_path / "d", *files(tmp_path / "d"))]
         assert mode[0] == 0o700 and set(mode[1:]) == {0o600}
 
 
-def test_a_server_that_was_stopped_finds_its_blocks_again(tmp_path: Path) -> None:
+def test_a_restarted_server_finds_its_blocks(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d")) as server:
-        held = talk(server)
+        cached = talk(server)
         server.act("attn-capture", layers=[0, 2], queries=8)
-        names = save_each(server, held)
-        known, limits = bounds(server, held)
-        assert all(known) and len(limits) == len(names) * 2 * 2 * 128 * 4
-        reference = logprobs(server, held + held[:9], 0)
+        names = save_each(server, cached)
+        available, limits = bounds(server, cached)
+        assert all(available) and len(limits) == len(names) * 2 * 2 * 128 * 4
+        reference = logprobs(server, cached + cached[:9], 0)
         assert tiers(server) == {"ram": len(names)} and disk(server)["n_files"] == 0
     kept = files(tmp_path / "d")
     assert len(kept) == len(names)  # written at the end
     with running(True, *options(tmp_path / "d")) as server:
         assert tiers(server) == {"disk": len(names)}
-        server.act("block-adopt", 1, tokens=held, names=names[-1:])
+        server.act("block-adopt", 1, tokens=cached, names=names[-1:])
         server.act("attn-capture", 1, layers=[0, 2], queries=8)
-        known, found = bounds(server, held, 1)  # of blocks that are only on disk
-        assert known.count(False) <= 1
+        available, found = bounds(server, cached, 1)  # of blocks that are only on disk
+        assert available.count(False) <= 1
         each = [limits[at : at + 2048] for at in range(0, len(limits), 2048)]
-        assert found == b"".join(part for part, here in zip(each, known, strict=True) if here)
+        assert found == b"".join(part for part, here in zip(each, available, strict=True) if here)
         server.act("attn-capture", 1, layers=[0], queries=8)
-        assert bounds(server, held, 1)[0] == [False] * (len(names) - 1) + [True]
-        adopted = server.act("block-adopt", 1, tokens=held, names=names)
-        assert adopted["same_cells"] and adopted["n_loaded"] == len(held)
+        assert bounds(server, cached, 1)[0] == [False] * (len(names) - 1) + [True]
+        adopted = server.act("block-adopt", 1, tokens=cached, names=names)
+        assert adopted["same_cells"] and adopted["n_loaded"] == len(cached)
         assert disk(server)["n_read"] == len(names)
-        evoke = server.complete(held + held[:9], 1, n_predict=1)["timings"]["evoke"]
-        assert evoke["recovered"] == len(held) and evoke["decoded"] == 9
-        server.act("block-adopt", 1, tokens=held, names=names)
-        assert logprobs(server, held + held[:9], 1) == reference
+        evoke = server.complete(cached + cached[:9], 1, n_predict=1)["timings"]["evoke"]
+        assert evoke["recovered"] == len(cached) and evoke["decoded"] == 9
+        server.act("block-adopt", 1, tokens=cached, names=names)
+        assert logprobs(server, cached + cached[:9], 1) == reference
 
 
-def bounds(server: Llama, held: list[int], slot: int = 0) -> tuple[list[bool], bytes]:
+def bounds(server: Llama, cached: list[int], slot: int = 0) -> tuple[list[bool], bytes]:
     """Of each block, resident or not: whether its key bounds are known, and what they are."""
-    ranges = [[p0, min(len(held), p0 + SIZE)] for p0 in range(0, len(held), SIZE)]
+    ranges = [[p0, min(len(cached), p0 + SIZE)] for p0 in range(0, len(cached), SIZE)]
     answer = server.post(f"/slots/{slot}?action=attention", {"bounds": ranges})["key_bounds"]
     return answer["known"], base64.b64decode(answer["data"])
 
@@ -190,8 +190,8 @@ def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:
     """Every number of the head, its text and lists, the rows; cut at any place; grown."""
     folder, chance = tmp_path / "d", random.Random(5)
     with running(True, *options(folder)) as server:
-        held = talk(server)
-        reference = logprobs(server, held, 0)
+        cached = talk(server)
+        reference = logprobs(server, cached, 0)
         server.act("block-save", name="b", p0=64, p1=128, evict=True)
         assert spill(server, release=True)["n_spilled"] == 1
         (path,) = files(folder)
@@ -208,21 +208,21 @@ def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:
             server.post("/slots/0?action=block-spill", {"names": ["b"], "release": True})
         assert disk(server)["n_damaged"] == DAMAGES and len(files(folder, "bad")) == 1
         server.act("block-load", names=["b"])
-        assert logprobs(server, held, 0) == reference
+        assert logprobs(server, cached, 0) == reference
 
 
 def test_a_forged_file_whose_rows_name_other_tokens_is_not_used(tmp_path: Path) -> None:
     """Checksums and names are right; a model might look up a row by a token it does not have."""
     folder = tmp_path / "d"
     with running(True, *options(folder)) as server:
-        held = talk(server)
+        cached = talk(server)
         server.act("block-save", name="b", p0=64, p1=128, evict=True)
         assert spill(server, release=True)["n_spilled"] == 1
         (path,) = files(folder)
         whole = path.read_bytes()
-        tokens = struct.pack("<64i", *held[64:128])
+        tokens = struct.pack("<64i", *cached[64:128])
         rows = whole.index(tokens, whole.index(tokens) + 1)  # the tokens that made the rows
-        for forged in (1 << 30, -5, held[64] + 1):
+        for forged in (1 << 30, -5, cached[64] + 1):
             bad = bytearray(whole)
             bad[rows : rows + 4] = struct.pack("<i", forged)
             order, n_head, n_data, sum_data, _ = struct.unpack_from("<IQQQQ", bad, 12)
@@ -257,8 +257,8 @@ def damaged(whole: bytes, n_head: int, number: int, chance: random.Random) -> by
 def test_a_folder_full_of_other_things_is_survived(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder)) as server:
-        held = talk(server)
-        names = save_each(server, held)
+        cached = talk(server)
+        names = save_each(server, cached)
     good = files(folder)
     whole = good[0].read_bytes()
     (folder / "notes.txt").write_text("mine")
@@ -273,7 +273,7 @@ def test_a_folder_full_of_other_things_is_survived(tmp_path: Path) -> None:
         assert len(blocks(server)) == len(names) - 2
         assert disk(server)["n_damaged"] == 4
         left = [name for name in names if name in blocks(server) and name != names[-1]]
-        server.act("block-adopt", tokens=held, names=[*left, names[-1]])
+        server.act("block-adopt", tokens=cached, names=[*left, names[-1]])
     assert (folder / "notes.txt").read_text() == "mine"
     assert not files(folder, "tmp") and len(files(folder, "bad")) == 4
 
@@ -310,17 +310,17 @@ def test_a_server_killed_while_it_writes_leaves_only_whole_files(tmp_path: Path)
         with killable(folder) as (server, process):
             before = set(blocks(server))
             assert len(before) == len(files(folder)) >= written
-            held = talk(server)
+            cached = talk(server)
             for name in sorted(before - {"0/1600"}):  # the last rows cannot be evicted
                 server.act("block-evict", names=[name])
                 assert server.act("block-load", names=[name])["same_cells"]
-            save_each(server, held)
+            save_each(server, cached)
             server.act("block-drop", names=[f"0/{64 * k}" for k in range(round, 20, 3)])
-            save_each(server, held)
+            save_each(server, cached)
             process.send_signal(signal.SIGKILL)
             process.wait()
         written = len(files(folder))
-        assert written > 8 and held
+        assert written > 8 and cached
     assert not files(folder, "bad")
 
 
@@ -376,8 +376,8 @@ def test_the_cap_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:
 def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder, mib=1, ram=1)) as server:
-        held = talk(server)
-        save_each(server, held[:512])
+        cached = talk(server)
+        save_each(server, cached[:512])
         spill(server)
     ahead = time.time() + 30 * 86400  # what their times are if it was a month ahead until now
     for path in files(folder):
@@ -407,35 +407,35 @@ def test_two_servers_share_a_folder_and_only_what_is_the_same_is_shared(tmp_path
     with ExitStack() as stack:
         first = stack.enter_context(running(True, *options(folder)))
         second = stack.enter_context(running(True, *options(folder)))
-        held = talk(first)
+        cached = talk(first)
         first.erase()
-        first.complete(held, n_predict=1)
-        names = save_each(first, held)
+        first.complete(cached, n_predict=1)
+        names = save_each(first, cached)
         # from the saved rows, in a batch of the same nine tokens as the second server's below
-        reference = first.complete(held + held[:9], n_predict=20)
+        reference = first.complete(cached + cached[:9], n_predict=20)
         assert reference["timings"]["prompt_n"] == 9
-        assert second.refuse("block-adopt", tokens=held, names=names)["type"] == "unknown_block"
+        assert second.refuse("block-adopt", tokens=cached, names=names)["type"] == "unknown_block"
         spill(first)
-        assert second.act("block-adopt", tokens=held, names=names)["same_cells"]
-        answer = second.complete(held + held[:9], n_predict=20)
+        assert second.act("block-adopt", tokens=cached, names=names)["same_cells"]
+        answer = second.complete(cached + cached[:9], n_predict=20)
         assert answer["timings"]["prompt_n"] == 9
         assert answer["tokens"] == reference["tokens"]
         first.post("/slots/0?action=block-drop", {"names": names[:1]})
         assert wait_until(lambda: len(files(folder)) == len(names) - 1)
         assert second.slot()["ram"]["used"] > 0  # its own copies stay
     with running(True, *options(folder), "-ctk", "q8_0", "-ctv", "q8_0") as other:
-        error = other.refuse("block-adopt", tokens=held, names=names[1:])
+        error = other.refuse("block-adopt", tokens=cached, names=names[1:])
         assert (error["code"], error["type"]) == (409, "other_model")
         assert "KV types" in error["message"]
-        other.complete(held)
-        save_each(other, held)  # the same names: of this server they are its own
+        other.complete(cached)
+        save_each(other, cached)  # the same names: of this server they are its own
     with running(True, *options(folder), model=ensure(SHAPES["tiny-dense"])) as other:
-        error = other.refuse("block-adopt", tokens=held, names=names[1:])
+        error = other.refuse("block-adopt", tokens=cached, names=names[1:])
         assert error["type"] == "other_model" and "model" in error["message"]
         assert blocks(other) == {}
 
 
-def test_tenants_are_kept_apart_on_disk_too(tmp_path: Path) -> None:
+def test_tenants_are_separate_on_disk(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d")) as server:
         talk(server)
         server.act("block-save", name="mine", p0=64, p1=128, tenant="a")
@@ -457,7 +457,7 @@ def test_tenants_are_kept_apart_on_disk_too(tmp_path: Path) -> None:
 def test_a_disk_that_fails_costs_copies_at_most(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with killable(folder) as (server, process):
-        held = talk(server)
+        cached = talk(server)
         log = (tmp_path / "log").stat().st_size
         assert log < 90_000
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -465,7 +465,7 @@ def test_a_disk_that_fails_costs_copies_at_most(tmp_path: Path) -> None:
         error = server.refuse("block-spill", names=["a"])
         assert error["code"] == 503 and "File too large" in error["message"]
         assert tiers(server) == {"ram": 1} and not list(folder.iterdir())
-        names = save_each(server, held)  # three times the memory, and the disk takes nothing
+        names = save_each(server, cached)  # three times the memory, and the disk takes nothing
         state = disk(server)
         assert state["n_failed"] > 0 and state["n_dropped"] > 0
         assert names[-1] in blocks(server) and names[0] not in blocks(server)
@@ -521,16 +521,16 @@ def load_each(server: Llama, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mib", [64, 1], ids=["below the cap", "at the cap"])
-def test_a_disk_that_turns_read_only_keeps_what_it_has_and_is_written_again_later(
+def test_a_disk_that_becomes_read_only_keeps_its_blocks_and_is_written_later(
     tmp_path: Path, mib: int
 ) -> None:
     """At the cap a write begins with the deletion of an old file, which fails as well."""
     folder = tmp_path / "d"
     with killable(folder, *small_disk(folder), ram=8, mib=mib) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
-        held = talk(server)
-        reference = logprobs(server, held, 0)
-        names = save_each(server, held)[1:10]
+        cached = talk(server)
+        reference = logprobs(server, cached, 0)
+        names = save_each(server, cached)[1:10]
         old, new = names[:7], names[7:]
         written = server.post("/slots/0?action=block-spill", {"names": old, "release": True})
         assert written["n_spilled"] == len(old)
@@ -542,13 +542,13 @@ def test_a_disk_that_turns_read_only_keeps_what_it_has_and_is_written_again_late
         assert contents(there) == before and disk(server)["n_deleted"] == 0
         assert set(names) <= set(blocks(server))
         load_each(server, names)
-        assert logprobs(server, held, 0) == reference
+        assert logprobs(server, cached, 0) == reference
         assert disk(server)["n_damaged"] == 0 and disk(server)["n_read"] == len(old)
 
         remount(process, folder, "rw")
         assert server.post("/slots/0?action=block-spill", {"names": new})["n_spilled"] == len(new)
         load_each(server, new)
-        assert logprobs(server, held, 0) == reference
+        assert logprobs(server, cached, 0) == reference
         assert not files(there, "tmp") and disk(server)["n_damaged"] == 0
 
 
@@ -557,8 +557,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_keeps_what_it_has(tmp_path
     folder = tmp_path / "d"
     with killable(folder, *small_disk(folder), ram=8) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
-        held = talk(server)
-        reference = logprobs(server, held, 0)
+        cached = talk(server)
+        reference = logprobs(server, cached, 0)
         server.act("block-save", name="kept", p0=64, p1=128, tenant="a")
         body: Json = {"names": ["kept"], "release": True, "tenant": "a"}
         assert server.post("/slots/0?action=block-spill", body)["n_spilled"] == 1
@@ -581,10 +581,10 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_keeps_what_it_has(tmp_path
         assert server.post("/slots/0?action=block-spill", body)["n_spilled"] == 1
         server.act("block-evict", p0=128, p1=192)
         assert server.act("block-load", names=["new"], tenant="b")["same_cells"]
-        assert logprobs(server, held, 0) == reference and disk(server)["n_damaged"] == 0
+        assert logprobs(server, cached, 0) == reference and disk(server)["n_damaged"] == 0
 
 
-def test_a_file_system_that_is_full_is_said_and_gets_blocks_again_when_it_is_not(
+def test_a_full_file_system_is_reported_and_used_when_it_has_room(
     tmp_path: Path,
 ) -> None:
     """A real one, of 2 MiB, that only the server's process sees."""
@@ -592,9 +592,9 @@ def test_a_file_system_that_is_full_is_said_and_gets_blocks_again_when_it_is_not
     own = small_disk(folder)
     with killable(folder, *own, ram=8) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
-        held = talk(server)
-        reference = logprobs(server, held, 0)
-        names = save_each(server, held)[:24]  # 3 MB, that the memory has room for
+        cached = talk(server)
+        reference = logprobs(server, cached, 0)
+        names = save_each(server, cached)[:24]  # 3 MB, that the memory has room for
         with (there / "another's").open("wb", buffering=0) as other:
             while shutil.disk_usage(there).free:
                 other.write(bytes(4096))
@@ -615,7 +615,7 @@ def test_a_file_system_that_is_full_is_said_and_gets_blocks_again_when_it_is_not
         for name in left[1:]:
             server.act("block-evict", names=[name])
             assert server.act("block-load", names=[name])["same_cells"]
-        assert logprobs(server, held, 0) == reference and disk(server)["n_damaged"] == 0
+        assert logprobs(server, cached, 0) == reference and disk(server)["n_damaged"] == 0
 
 
 @pytest.mark.parametrize(
@@ -652,12 +652,12 @@ def test_random_operations_on_blocks_most_of_which_are_on_disk(tmp_path: Path) -
         torment(server, 200)
         state = disk(server)
         assert state["n_failed"] == state["n_damaged"] == 0
-        held = talk(server)
-        reference = logprobs(server, held, 0)
+        cached = talk(server)
+        reference = logprobs(server, cached, 0)
         server.act("block-save", name="last", p0=64, p1=512, evict=True)
         spill(server, release=True)
         assert server.act("block-load", names=["last"])["same_cells"]
-        assert logprobs(server, held, 0) == reference
+        assert logprobs(server, cached, 0) == reference
 
 
 def test_a_disk_nobody_asked_for_is_not_there(two: Llama) -> None:

@@ -10,7 +10,7 @@ from llama import Llama, running, story
 
 
 @pytest.fixture
-def held(one: Llama) -> Iterator[Llama]:
+def filled(one: Llama) -> Iterator[Llama]:
     """A slot with 300-odd tokens, one saved block that is evicted and one that is resident."""
     one.erase()
     one.post("/slots/0?action=block-drop", {"all": True})
@@ -73,35 +73,35 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("action", "body", "status", "kind"), CASES)
-def test_refusals(held: Llama, action: str, body: dict[str, Any], status: int, kind: str) -> None:
-    error = held.refuse(action, **body)
+def test_refusals(filled: Llama, action: str, body: dict[str, Any], status: int, kind: str) -> None:
+    error = filled.refuse(action, **body)
     assert (error["code"], error["type"]) == (status, kind)
     assert error["message"]
 
 
-def test_a_refused_plan_changes_nothing_and_names_its_op(held: Llama) -> None:
+def test_a_refused_plan_changes_nothing_and_names_its_op(filled: Llama) -> None:
     ops = [
         {"op": "save", "name": "new", "p0": 0, "p1": 64},
         {"op": "evict", "p0": 0, "p1": 64},
         {"op": "load", "names": ["gone", "nope"]},
     ]
-    error = held.refuse("block-plan", ops=ops)
+    error = filled.refuse("block-plan", ops=ops)
     assert (error["type"], error["op"], error["name"]) == ("unknown_block", 2, "nope")
 
 
-def test_a_stale_epoch_is_409_and_gives_the_new_one(held: Llama) -> None:
-    error = held.refuse("block-evict", epoch=1, p0=0, p1=10)
+def test_a_stale_epoch_is_409_and_gives_the_new_one(filled: Llama) -> None:
+    error = filled.refuse("block-evict", epoch=1, p0=0, p1=10)
     assert (error["code"], error["type"]) == (409, "stale_epoch")
-    assert error["epoch"] == held.epoch()
+    assert error["epoch"] == filled.epoch()
     body = {"p0": 0, "p1": 10}
-    assert held.ask("POST", "/slots/0?action=block-evict", body)[0] == 400
+    assert filled.ask("POST", "/slots/0?action=block-evict", body)[0] == 400
 
 
-def test_unknown_slot_and_malformed_body(held: Llama) -> None:
-    assert held.refuse("block-evict", slot=7, p0=0, p1=10)["type"] == "not_found_error"
-    assert held.ask("GET", "/slots/9/blocks")[0] == 404
+def test_unknown_slot_and_malformed_body(filled: Llama) -> None:
+    assert filled.refuse("block-evict", slot=7, p0=0, p1=10)["type"] == "not_found_error"
+    assert filled.ask("GET", "/slots/9/blocks")[0] == 404
     for raw in (b"{", b"[1]", b'"x"'):
-        status, _ = held.raw("POST", "/slots/0?action=block-plan", raw)
+        status, _ = filled.raw("POST", "/slots/0?action=block-plan", raw)
         assert 400 <= status < 500 or status == 500
 
 

@@ -6,7 +6,7 @@ from llama import Llama, story
 from operations import PARTS
 
 
-def books(answer: dict) -> dict:
+def accounting(answer: dict) -> dict:
     evoke: dict = answer["timings"]["evoke"]
     assert sum(evoke[part] for part in PARTS) == evoke["n_prompt"]
     assert (
@@ -21,7 +21,7 @@ def test_an_unchanged_follow_up_decodes_only_the_new_tail(server: Llama) -> None
     first = server.complete(history)
     server.act("block-save", name="b", p0=64, p1=320, evict=True)
     tail = server.tokens(story(30, seed=3))
-    evoke = books(server.complete(history + first["tokens"] + tail))
+    evoke = accounting(server.complete(history + first["tokens"] + tail))
     # the last generated token was never decoded
     assert evoke["decoded"] == len(tail) + 1
     assert evoke["omitted"] == 256 and evoke["recovered"] == 0
@@ -33,9 +33,9 @@ def test_a_loaded_block_is_recovered_once_and_resident_after(server: Llama) -> N
     server.complete(history)
     server.act("block-save", name="b", p0=64, p1=128, evict=True)
     server.act("block-load", names=["b"])
-    assert books(server.complete(history))["recovered"] == 64
-    again = books(server.complete(history))
-    assert again["recovered"] == 0 and again["resident_before"] == len(history) - 1
+    assert accounting(server.complete(history))["recovered"] == 64
+    repeated = accounting(server.complete(history))
+    assert repeated["recovered"] == 0 and repeated["resident_before"] == len(history) - 1
 
 
 def test_an_unmarked_request_on_a_holed_slot_gets_a_whole_answer(server: Llama) -> None:
@@ -45,7 +45,7 @@ def test_an_unmarked_request_on_a_holed_slot_gets_a_whole_answer(server: Llama) 
     assert whole["timings"]["cache_n"] == 64
     server.act("block-save", name="b", p0=64, p1=320, evict=True)
     before = server.epoch()
-    answer = server.complete(history, marked=False, n_predict=20)
+    answer = server.complete(history, marker=False, n_predict=20)
     assert "evoke" not in answer["timings"]
     assert answer["timings"]["cache_n"] == 64
     assert answer["timings"]["prompt_n"] == len(history) - 64
@@ -60,7 +60,7 @@ def test_a_marker_with_an_old_epoch_is_treated_as_none(server: Llama) -> None:
     answer = server.complete(history, evoke={"epoch": 1})
     assert answer["timings"]["evoke"]["marker"] == "stale"
     assert answer["timings"]["cache_n"] == 64
-    assert books(answer)["omitted"] == 0
+    assert accounting(answer)["omitted"] == 0
 
 
 def test_a_divergence_inside_a_hole_decodes_from_the_last_resident_row(server: Llama) -> None:
@@ -68,7 +68,7 @@ def test_a_divergence_inside_a_hole_decodes_from_the_last_resident_row(server: L
     server.complete(history)
     server.act("block-save", name="b", p0=64, p1=320, evict=True)
     other = history[:200] + server.tokens(story(40, seed=9))
-    evoke = books(server.complete(other))
+    evoke = accounting(server.complete(other))
     assert evoke["resident_before"] == 64 and evoke["omitted"] == 0
     assert evoke["decoded"] == len(other) - 64
 
@@ -81,7 +81,7 @@ def test_everything_but_the_last_row_may_go(server: Llama) -> None:
     assert error["code"] == 400 and "last resident row" in error["message"]
     server.act("block-evict", p0=0, p1=top - 1)
     assert server.slot()["resident"] == [[top - 1, top]]
-    evoke = books(server.complete(history[:100] + history[50:]))
+    evoke = accounting(server.complete(history[:100] + history[50:]))
     assert evoke["decoded"] == evoke["n_prompt"]
 
 
@@ -92,6 +92,6 @@ def test_a_reserved_slot_is_left_alone_while_another_is_free(two: Llama) -> None
     two.complete(history, 0)
     assert two.slot(0)["reserved"] and not two.slot(1)["reserved"]
     epoch = two.epoch(0)
-    answer = two.complete(history, -1, marked=False)
+    answer = two.complete(history, -1, marker=False)
     assert answer["id_slot"] == 1
     assert two.epoch(0) == epoch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from crowd import jostle
+from concurrent_clients import run_clients
 from llama import Llama
 from nonsense import rendered, torment
 
@@ -19,7 +19,7 @@ def test_nonsense_is_refused_and_nothing_breaks(two: Llama) -> None:
 
 
 def test_several_clients_at_once_some_of_whom_hang_up(two: Llama) -> None:
-    seen = jostle(two, JOSTLED)
+    seen = run_clients(two, JOSTLED)
     assert seen.total() == JOSTLED and seen["gone"] > seen["gone in a completion"] > 0
 
 
@@ -58,5 +58,5 @@ def test_an_object_of_a_million_keys_is_refused_at_once(two: Llama) -> None:
 
 def test_an_epoch_below_zero_is_a_stale_one(two: Llama) -> None:
     two.erase(0)
-    answer = two.complete([5, 6, 7], 0, marked=False, evoke={"epoch": -5})
+    answer = two.complete([5, 6, 7], 0, marker=False, evoke={"epoch": -5})
     assert answer["timings"]["evoke"]["marker"] == "stale"

@@ -33,7 +33,7 @@ def logprobs(server: Llama, prompt: list[int], slot: int = 0, **more: object) ->
     return {token["id"]: token["logprob"] for token in step["top_logprobs"]}
 
 
-def apart(one: dict[int, float], other: dict[int, float]) -> float:
+def difference(one: dict[int, float], other: dict[int, float]) -> float:
     return max(abs(one[token] - other[token]) for token in one)
 
 
@@ -110,10 +110,10 @@ def test_rows_made_whole_do_not_share_a_copy_with_rows_made_behind_a_hole(
         assert found["holed"]["visibility"] == first["visibility"]
         assert swapped(server, "whole", "w") == reference
         moved_out()
-        assert apart(swapped(server, "holed", "h"), reference) > MADE_OTHERWISE
+        assert difference(swapped(server, "holed", "h"), reference) > MADE_OTHERWISE
 
 
-def test_rows_that_are_decoded_again_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
+def test_rows_that_are_decoded_anew_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
     """Before and after a restart."""
     with serving(*kept(tmp_path)) as server:
         tokens = text(server)
@@ -216,10 +216,10 @@ def test_a_request_without_the_marker_does_not_go_on_from_rows_made_behind_a_hol
     with serving() as server:
         tokens = text(server)
         decode_whole(server, tokens)
-        reference = logprobs(server, tokens, marked=False)
+        reference = logprobs(server, tokens, marker=False)
         decode_with_a_hole(server, tokens)
         server.act("block-load", names=["hole"], session="h")
-        assert apart(logprobs(server, tokens, marked=False), reference) < ROUNDING
+        assert difference(logprobs(server, tokens, marker=False), reference) < ROUNDING
 
 
 def test_what_a_session_recovers_keeps_the_visibility_of_its_copy() -> None:
@@ -230,8 +230,8 @@ def test_what_a_session_recovers_keeps_the_visibility_of_its_copy() -> None:
         server.act("block-evict", p0=BLOCK[0], p1=BLOCK[1])
         server.act("block-load", names=["b"], session="h")
         used = server.slot()["ram"]["used"]
-        again = save(server, "c", "h")
-        assert again["visibility"] == first["visibility"]
+        repeated = save(server, "c", "h")
+        assert repeated["visibility"] == first["visibility"]
         assert server.slot()["ram"]["used"] == used  # the same rows are kept once
 
 
@@ -267,7 +267,7 @@ def test_a_server_that_computes_otherwise_does_not_use_what_is_on_disk(
         error = server.refuse("block-adopt", tokens=tokens, names=["b"])
         assert (error["code"], error["type"]) == (409, "other_model")
         decode_whole(server, tokens)
-        assert apart(logprobs(server, tokens), own) > MADE_OTHERWISE
+        assert difference(logprobs(server, tokens), own) > MADE_OTHERWISE
     if reason == "vector":
         write_vector(vector, seed=1)
     with serving(*usual, *kept(tmp_path)) as server:  # of its own it finds all
@@ -304,7 +304,7 @@ def test_rows_made_with_an_adapter_are_of_that_adapter_at_that_scale(
         run = Adapted(server, tokens)
         own = run.decode(1.0)
         server.act("block-save", name="b", p0=0, p1=len(tokens))
-        assert apart(run.decode(0.0), own) > MADE_OTHERWISE
+        assert difference(run.decode(0.0), own) > MADE_OTHERWISE
         if change == "scale":
             for scale in (1.0001, 0.0):
                 run.decode(scale)
@@ -317,7 +317,7 @@ def test_rows_made_with_an_adapter_are_of_that_adapter_at_that_scale(
     write_adapter(adapter, seed=2)
     with serving(*options) as server:
         run = Adapted(server, tokens)
-        assert apart(run.decode(1.0), own) > MADE_OTHERWISE
+        assert difference(run.decode(1.0), own) > MADE_OTHERWISE
         assert listed(server)["b"]["stale"]
         assert server.refuse("block-adopt", tokens=tokens, names=["b"])["type"] == "stale_block"
     write_adapter(adapter, seed=1)
@@ -325,7 +325,7 @@ def test_rows_made_with_an_adapter_are_of_that_adapter_at_that_scale(
         run = Adapted(server, tokens)
         run.decode(1.0)
         adopted = server.act("block-adopt", tokens=tokens, names=["b"])
-        assert adopted["whole"] and apart(run.logprobs(1.0), own) < ROUNDING
+        assert adopted["whole"] and difference(run.logprobs(1.0), own) < ROUNDING
 
 
 def test_two_slots_of_one_prompt_keep_what_each_was_made_from() -> None:

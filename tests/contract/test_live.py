@@ -74,15 +74,17 @@ def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
     """Slots share 1024 cells, and slot 1 needs those that slot 0 is reserved with."""
     options = ("-c", "1024", "-np", "2", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
-        held = server.tokens(story(2000))
-        server.complete(held[:600], 0, n_predict=1)
+        cached = server.tokens(story(2000))
+        server.complete(cached[:600], 0, n_predict=1)
         for p0, p1 in ((64, 128), (300, 400)):
             server.act("block-save", 0, name=f"own {p0}", p0=p0, p1=p1)
         server.act("block-evict", 0, names=["own 64"])
         before = server.slot(0)
         assert before["reserved"] or server.act("stream", 0, budget=600)
-        reference = server.complete(held[:600], 0, n_predict=1, n_probs=5, post_sampling_probs=True)
-        other = server.complete(held[700:1500], 1, marked=False, n_predict=1)
+        reference = server.complete(
+            cached[:600], 0, n_predict=1, n_probs=5, post_sampling_probs=True
+        )
+        other = server.complete(cached[700:1500], 1, marker=False, n_predict=1)
         assert other["timings"]["prompt_n"] == 800
         after = server.slot(0)
         assert after["n_resident"] == 0 and after["epoch"] != before["epoch"]
@@ -91,22 +93,24 @@ def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
         covered = sorted(span for span, name in saved.items() if name.startswith("auto/"))
         assert sum(p1 - p0 for p0, p1 in covered) == 600 - 64
         server.erase(1)
-        server.act("block-adopt", 0, tokens=held[:600], names=names)
+        server.act("block-adopt", 0, tokens=cached[:600], names=names)
         assert server.slot(0)["resident"] == before["resident"]
-        again = server.complete(held[:600], 0, n_predict=1, n_probs=5, post_sampling_probs=True)
-        assert again["timings"]["evoke"]["omitted"] == 64
-        assert again["tokens"] == reference["tokens"]
+        repeated = server.complete(
+            cached[:600], 0, n_predict=1, n_probs=5, post_sampling_probs=True
+        )
+        assert repeated["timings"]["evoke"]["omitted"] == 64
+        assert repeated["tokens"] == reference["tokens"]
 
 
 def test_an_idle_slot_that_nobody_comes_back_to_is_emptied_first() -> None:
     options = ("-c", "1024", "-np", "3", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
-        held = server.tokens(story(2000))
+        cached = server.tokens(story(2000))
         server.act("stream", 0, budget=400)
-        server.complete(held[:300], 0, n_predict=1)
-        server.complete(held[400:700], 2, marked=False, n_predict=1)
+        server.complete(cached[:300], 0, n_predict=1)
+        server.complete(cached[400:700], 2, marker=False, n_predict=1)
         before = server.slot(0)
-        server.complete(held[700:1300], 1, marked=False, n_predict=1)
+        server.complete(cached[700:1300], 1, marker=False, n_predict=1)
         assert server.slot(0)["resident"] == before["resident"]
         assert server.slot(0)["epoch"] == before["epoch"]
         assert server.slot(2)["n_resident"] == 0

@@ -39,17 +39,17 @@ def spoken(server: Llama, turns: int, **more: object) -> Iterator[Json]:
 
 def counted(answer: Json) -> Json:
     """The books of a turn, which must add up."""
-    books: Json = answer["timings"]["evoke"]
-    assert sum(books[kind] for kind in PARTS) == books["n_prompt"]
-    assert books["budget_breaches"] == 0
-    assert all(name for _, _, name in books["auto_evicted"])
-    return books
+    accounting: Json = answer["timings"]["evoke"]
+    assert sum(accounting[kind] for kind in PARTS) == accounting["n_prompt"]
+    assert accounting["budget_breaches"] == 0
+    assert all(name for _, _, name in accounting["auto_evicted"])
+    return accounting
 
 
 def test_66k_tokens_in_8k_cells(long: Llama) -> None:
     """A client that knows nothing of all this; nothing is decoded twice."""
     long.erase()
-    turns = [counted(answer) for answer in spoken(long, len(TURNS), marked=False)]
+    turns = [counted(answer) for answer in spoken(long, len(TURNS), marker=False)]
     assert turns[-1]["n_prompt"] > 66_000
     for turn in turns:
         assert turn["marker"] == "none"
@@ -79,7 +79,7 @@ def test_a_budget_smaller_than_the_cells(long: Llama) -> None:
 def test_it_cannot_be_done_by_a_server_without_our_patches() -> None:
     model = ensure(SHAPES["long-2"])
     with running(False, "-c", str(CELLS), "-np", "1", model=model) as server:
-        assert server.complete(text(TURNS[0] - 2000), marked=False)["timings"]["prompt_n"] > 0
+        assert server.complete(text(TURNS[0] - 2000), marker=False)["timings"]["prompt_n"] > 0
         body = {"prompt": text(SESSION), "n_predict": 16}
         status, answer = server.ask("POST", "/completion", body)
     assert status == 400
@@ -90,11 +90,11 @@ def test_a_prompt_that_fits_is_never_read_with_holes(long: Llama) -> None:
     """Whoever asks a question that the cells can hold whole gets it whole."""
     long.erase()
     said = text(CELLS - 200)
-    answer = long.complete(said, n_predict=1000, marked=False)
+    answer = long.complete(said, n_predict=1000, marker=False)
     assert counted(answer)["auto_evicted"]
-    again = counted(long.complete(said, n_predict=1, marked=False))
-    assert (again["omitted"], again["resident_before"]) == (0, 4)
-    more = counted(long.complete(said + answer["tokens"], n_predict=1, marked=False))
+    repeated = counted(long.complete(said, n_predict=1, marker=False))
+    assert (repeated["omitted"], repeated["resident_before"]) == (0, 4)
+    more = counted(long.complete(said + answer["tokens"], n_predict=1, marker=False))
     assert more["n_prompt"] > CELLS
     assert more["decoded"] <= 1000
 

@@ -72,7 +72,7 @@ def test_a_slot_with_a_hole_comes_back_from_its_file(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
-def test_a_budget_is_held_in_prefill_and_in_generation(shape: str) -> None:
+def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
     with serving(shape) as server:
         server.act("stream", **STREAM)
         prompt = server.tokens(story(500))
@@ -93,12 +93,12 @@ def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
         first = server.complete(prompt)
         more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
         server.erase()
-        whole = distributions(server.complete(more, marked=False, n_probs=VOCABULARY))
+        whole = distributions(server.complete(more, marker=False, n_probs=VOCABULARY))
         server.erase()
         assert server.complete(prompt)["tokens"] == first["tokens"]
         server.act("block-evict", p0=40, p1=160)
         holed = distributions(server.complete(more, n_probs=VOCABULARY))
-        answer = server.complete(more, marked=False, n_probs=VOCABULARY)
+        answer = server.complete(more, marker=False, n_probs=VOCABULARY)
         assert answer["timings"]["cache_n"] <= 40
         assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(more)
         # in batches of another shape: what is cached differs from what the first one began with
@@ -107,7 +107,7 @@ def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, *HYBRIDS])
-def test_a_marked_request_goes_on_from_no_more_than_it_may_reuse(shape: str) -> None:
+def test_a_marked_request_reuses_no_more_than_its_limit(shape: str) -> None:
     def reuse(server: Llama, n_tokens: int) -> None:
         server.act("block-plan", ops=[{"op": "reuse", "n_tokens": n_tokens}])
 
@@ -124,8 +124,8 @@ def test_a_marked_request_goes_on_from_no_more_than_it_may_reuse(shape: str) -> 
         answer = server.complete(prompt, n_probs=VOCABULARY)
         # in batches of another shape
         assert largest_difference(distributions(first), distributions(answer)) < ROUNDING
-        books = answer["timings"]["evoke"]
-        assert books["omitted"] == 0 and books["resident_before"] <= 40
+        accounting = answer["timings"]["evoke"]
+        assert accounting["omitted"] == 0 and accounting["resident_before"] <= 40
         assert common(server, prompt) == len(prompt), "said once, for one request"
         reuse(server, 0)
         assert server.complete(prompt)["timings"]["evoke"]["decoded"] == len(prompt)
@@ -134,20 +134,20 @@ def test_a_marked_request_goes_on_from_no_more_than_it_may_reuse(shape: str) -> 
 
 
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
-def test_the_same_prompt_again_when_the_row_before_its_last_is_gone(shape: str) -> None:
+def test_a_repeated_prompt_whose_row_before_the_last_was_evicted(shape: str) -> None:
     """What has to be decoded again is; nothing is read from behind the place it starts at."""
-    books = again(shape, lambda end: (end - 3, end - 1))
-    assert books["decoded"] >= 1
-    assert books["decoded"] + books["resident_before"] == books["n_prompt"]
+    accounting = accounting_after_hole(shape, lambda end: (end - 3, end - 1))
+    assert accounting["decoded"] >= 1
+    assert accounting["decoded"] + accounting["resident_before"] == accounting["n_prompt"]
 
 
-def test_the_same_prompt_again_when_all_but_its_ends_is_gone() -> None:
+def test_a_repeated_prompt_of_which_only_both_ends_are_resident() -> None:
     """The windows hold the last rows only: there is nothing to go on from at the first ones."""
-    evoke = again(WINDOWED, lambda end: (40, end - 1))
+    evoke = accounting_after_hole(WINDOWED, lambda end: (40, end - 1))
     assert evoke["decoded"] == evoke["n_prompt"]
 
 
-def again(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
+def accounting_after_hole(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
     """The books of a prompt's second time, with a hole in between; the answer must be the same."""
     with serving(shape) as server:
         prompt = server.tokens(story(1200))
@@ -162,8 +162,8 @@ def again(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
         assert answer["timings"]["evoke"]["omitted"] == 0
         # in batches of another shape
         assert largest_difference(distributions(whole), distributions(answer)) < ROUNDING
-        books: Json = answer["timings"]["evoke"]
-        return books
+        accounting: Json = answer["timings"]["evoke"]
+        return accounting
 
 
 @pytest.mark.parametrize("shape", HYBRIDS)
@@ -171,9 +171,9 @@ def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
     with serving(shape) as server:
         prompt = server.tokens(story(300))
         server.complete(prompt)
-        held = server.slot()["held"]
-        assert len(held) == 2 and all(p1 - p0 == 1 for p0, p1 in held)
-        first, last = held[0][0], held[1][0]
+        checkpoint_rows = server.slot()["held"]
+        assert len(checkpoint_rows) == 2 and all(p1 - p0 == 1 for p0, p1 in checkpoint_rows)
+        first, last = checkpoint_rows[0][0], checkpoint_rows[1][0]
         error = server.refuse("block-evict", p0=last - 8, p1=last + 2)
         assert (error["code"], error["type"], error["p0"]) == (409, "held_row", last)
         server.act("block-evict", p0=first + 1, p1=last)

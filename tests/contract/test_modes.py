@@ -37,13 +37,13 @@ def text(n_tokens: int, seed: int = 0) -> list[int]:
     return [10 + (7 * i + 13 * seed + i // 1900) % 1900 for i in range(n_tokens)]
 
 
-def evicted(answer: Json) -> list[list[object]]:
+def auto_evicted(answer: Json) -> list[list[object]]:
     listed: list[list[object]] = answer["timings"]["evoke"]["auto_evicted"]
     return listed
 
 
 def spans(answer: Json) -> list[tuple[int, int]]:
-    return [(int(str(p0)), int(str(p1))) for p0, p1, _ in evicted(answer)]
+    return [(int(str(p0)), int(str(p1))) for p0, p1, _ in auto_evicted(answer)]
 
 
 def resident(ranges: Sequence[Sequence[int]], p0: int, p1: int) -> bool:
@@ -52,23 +52,23 @@ def resident(ranges: Sequence[Sequence[int]], p0: int, p1: int) -> bool:
 
 def test_the_oldest_whole_blocks_leave(streaming: Llama) -> None:
     streaming.erase()
-    answer = streaming.complete(text(600), n_predict=1500, marked=False)
+    answer = streaming.complete(text(600), n_predict=1500, marker=False)
     assert answer["timings"]["predicted_n"] == 1500
-    gone = spans(answer)
-    assert gone == [(FIRST + BLOCK * i, FIRST + BLOCK * (i + 1)) for i in range(len(gone))]
+    evicted = spans(answer)
+    assert evicted == [(FIRST + BLOCK * i, FIRST + BLOCK * (i + 1)) for i in range(len(evicted))]
     state = streaming.slot()
-    assert state["n_tokens"] - state["n_resident"] == BLOCK * len(gone)
+    assert state["n_tokens"] - state["n_resident"] == BLOCK * len(evicted)
     assert CELLS - BLOCK <= state["n_resident"] <= CELLS
-    books = answer["timings"]["evoke"]
-    assert books["n_resident_peak"] == CELLS
-    assert books["budget_breaches"] == 0
+    accounting = answer["timings"]["evoke"]
+    assert accounting["n_resident_peak"] == CELLS
+    assert accounting["budget_breaches"] == 0
 
 
 def test_what_left_was_saved_and_comes_back(streaming: Llama) -> None:
     streaming.erase()
     said = text(600)
     answer = streaming.complete(said, n_predict=800)
-    p0, p1, name = evicted(answer)[0]
+    p0, p1, name = auto_evicted(answer)[0]
     last = streaming.slot()["resident"][-1]
     streaming.act("block-evict", p0=last[0], p1=last[0] + BLOCK)
     assert streaming.act("block-load", names=[name])["n_loaded"] == BLOCK
@@ -78,11 +78,11 @@ def test_what_left_was_saved_and_comes_back(streaming: Llama) -> None:
 def test_generation_goes_on_long_after_the_cells_are_full(streaming: Llama) -> None:
     """5,000 tokens in 1,024 cells; bench/limit.py generates 20,000."""
     streaming.erase()
-    answer = streaming.complete(text(64), n_predict=5000, marked=False)
+    answer = streaming.complete(text(64), n_predict=5000, marker=False)
     assert answer["timings"]["predicted_n"] == 5000
-    books = answer["timings"]["evoke"]
-    assert (books["n_resident_peak"], books["budget_breaches"]) == (CELLS, 0)
-    assert all(name for _, _, name in evicted(answer))
+    accounting = answer["timings"]["evoke"]
+    assert (accounting["n_resident_peak"], accounting["budget_breaches"]) == (CELLS, 0)
+    assert all(name for _, _, name in auto_evicted(answer))
 
 
 def test_what_was_loaded_last_leaves_last_when_scored(scored: Llama, streaming: Llama) -> None:
@@ -91,34 +91,34 @@ def test_what_was_loaded_last_leaves_last_when_scored(scored: Llama, streaming: 
         server.erase()
         said = text(1200)
         answer = server.complete(said, n_predict=1)
-        p0, p1, label = evicted(answer)[0]
+        p0, p1, label = auto_evicted(answer)[0]
         assert (p0, p1) == (FIRST, FIRST + BLOCK)
         server.act("block-evict", p0=700, p1=764)
         server.act("block-load", names=[label])
-        again = server.complete(said + answer["tokens"], n_predict=300)
-        left[name] = (FIRST, FIRST + BLOCK) in spans(again)
-        assert len(spans(again)) >= 3
+        repeated = server.complete(said + answer["tokens"], n_predict=300)
+        left[name] = (FIRST, FIRST + BLOCK) in spans(repeated)
+        assert len(spans(repeated)) >= 3
     assert left == {"scored": False, "streaming": True}
 
 
 def test_without_loads_the_scored_mode_is_the_streaming_one(
     scored: Llama, streaming: Llama
 ) -> None:
-    gone = []
+    evicted = []
     for server in (scored, streaming):
         server.erase()
-        gone.append(spans(server.complete(text(300), n_predict=1200, marked=False)))
-    assert gone[0] == gone[1] != []
+        evicted.append(spans(server.complete(text(300), n_predict=1200, marker=False)))
+    assert evicted[0] == evicted[1] != []
 
 
 def test_protected_and_recent_tokens_stay() -> None:
     options = ("--kv-protected-tokens", "100", "--kv-recent-tokens", "200", "--kv-block-size", "32")
     with evicting(1, "-np", "1", *options) as server:
-        answer = server.complete(text(500), n_predict=1000, marked=False)
+        answer = server.complete(text(500), n_predict=1000, marker=False)
         state = server.slot()
-    gone = spans(answer)
-    assert gone[0] == (100, 132)
-    assert all(p1 - p0 == 32 for p0, p1 in gone)
+    evicted = spans(answer)
+    assert evicted[0] == (100, 132)
+    assert all(p1 - p0 == 32 for p0, p1 in evicted)
     assert state["resident"][0] == [0, 100]
     assert resident(state["resident"], state["n_tokens"] - 200, state["n_tokens"])
 
@@ -133,8 +133,8 @@ def test_an_evictable_area_holds_generation_below_the_cells() -> None:
         "128",
     )
     with evicting(1, "-np", "1", *options) as server:
-        prompt = server.complete(text(900), n_predict=1, marked=False)
-        server.complete(text(900), n_predict=400, marked=False)
+        prompt = server.complete(text(900), n_predict=1, marker=False)
+        server.complete(text(900), n_predict=400, marker=False)
         state = server.slot()
     # A prompt may have all the cells; generating, the areas are all there is.
     assert prompt["timings"]["evoke"]["auto_evicted"] == []
@@ -148,7 +148,7 @@ def test_rows_that_several_answers_share_are_never_freed() -> None:
         answers = server.post("/completion", body | {"ignore_eos": True})
         slots = [server.slot(id) for id in (0, 1)]
         ended = [answer["timings"]["predicted_n"] for answer in answers]
-        books = [answer["timings"]["evoke"] for answer in answers]
+        accounting = [answer["timings"]["evoke"] for answer in answers]
     assert ended == [500, 500]
     assert any(spans(answer) for answer in answers)
     for answer in answers:
@@ -157,13 +157,13 @@ def test_rows_that_several_answers_share_are_never_freed() -> None:
     left = [slot["resident"] for slot in slots if slot["resident"]]
     assert left
     assert all(resident(ranges, 0, len(said)) for ranges in left)
-    assert all(book["budget_breaches"] == 0 for book in books)
+    assert all(book["budget_breaches"] == 0 for book in accounting)
 
 
 def test_of_slots_that_share_cells_the_larger_one_gives() -> None:
     with evicting(1, "-np", "2", "-kvu") as server:
-        server.complete(text(900), 0, n_predict=1, marked=False)
-        small = server.complete(text(300, seed=5), 1, n_predict=1, marked=False)
+        server.complete(text(900), 0, n_predict=1, marker=False)
+        small = server.complete(text(300, seed=5), 1, n_predict=1, marker=False)
         slots = [server.slot(id) for id in (0, 1)]
     assert spans(small) == []
     assert slots[1]["n_resident"] == 300
@@ -173,8 +173,8 @@ def test_of_slots_that_share_cells_the_larger_one_gives() -> None:
 
 def test_slots_with_cells_of_their_own_fill_only_these() -> None:
     with evicting(1, "-np", "2", "-no-kvu", "--ctx-logical", "2000") as server:
-        server.complete(text(400, seed=5), 1, n_predict=1, marked=False)
-        long = server.complete(text(900), 0, n_predict=100, marked=False)
+        server.complete(text(400, seed=5), 1, n_predict=1, marker=False)
+        long = server.complete(text(900), 0, n_predict=100, marker=False)
         slots = [server.slot(id) for id in (0, 1)]
     assert [slot["n_ctx_logical"] for slot in slots] == [2000, 2000]
     assert [slot["n_cells"] for slot in slots] == [CELLS // 2, CELLS // 2]
@@ -186,14 +186,14 @@ def test_slots_with_cells_of_their_own_fill_only_these() -> None:
 def test_other_memories_do_the_same(shape: str) -> None:
     options = (*OPTIONS, "--kv-eviction", "1", "-np", "1")
     with running(True, *options, model=ensure(SHAPES[shape])) as server:
-        answer = server.complete(text(1500), n_predict=200, marked=False)
+        answer = server.complete(text(1500), n_predict=200, marker=False)
         assert answer["timings"]["predicted_n"] == 200
-        more = server.complete(text(1500) + answer["tokens"] + text(400, seed=2), marked=False)
+        more = server.complete(text(1500) + answer["tokens"] + text(400, seed=2), marker=False)
     for turn in (answer, more):
-        books = turn["timings"]["evoke"]
+        accounting = turn["timings"]["evoke"]
         assert spans(turn)
-        assert books["n_resident_peak"] <= CELLS
-        assert books["budget_breaches"] == 0
+        assert accounting["n_resident_peak"] <= CELLS
+        assert accounting["budget_breaches"] == 0
 
 
 def test_a_budget_goes_by_the_mode_too_once_its_order_is_done(scored: Llama) -> None:
@@ -204,7 +204,7 @@ def test_a_budget_goes_by_the_mode_too_once_its_order_is_done(scored: Llama) -> 
     scored.act("block-load", names=["old"])
     order = [{"name": "first", "p0": 128, "p1": 160}]
     scored.act("stream", budget=256, sink=4, recent=32, block=32, order=order)
-    gone = spans(scored.complete(said, n_predict=64))
-    assert gone[0] == (128, 160)
-    assert len(gone) >= 2
-    assert (64, 96) not in gone
+    evicted = spans(scored.complete(said, n_predict=64))
+    assert evicted[0] == (128, 160)
+    assert len(evicted) >= 2
+    assert (64, 96) not in evicted

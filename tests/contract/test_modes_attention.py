@@ -42,11 +42,11 @@ def least(server: Llama) -> tuple[list[tuple[int, int]], dict[tuple[int, int], f
 
 
 def test_what_got_least_attention_leaves(attentive: Llama) -> None:
-    gone, masses = least(attentive)
-    assert len(gone) == 2
+    evicted, masses = least(attentive)
+    assert len(evicted) == 2
     by_mass = sorted(masses, key=lambda block: masses[block])
     # Meanwhile forty more tokens looked at them: the order of the two may have changed, no more.
-    assert set(gone) <= set(by_mass[:3])
+    assert set(evicted) <= set(by_mass[:3])
     assert by_mass[:2] != sorted(masses)[:2]
     state = attentive.slot()
     assert state["resident"][0][:1] == [0]
@@ -57,27 +57,27 @@ def test_what_got_least_attention_leaves(attentive: Llama) -> None:
 
 def test_normed_attention_is_by_the_time_a_row_was_there() -> None:
     with evicting(3, "-np", "1", "--kv-aggregation", "norm_sum") as server:
-        gone, masses = least(server)
-    assert set(gone) <= set(sorted(masses, key=lambda block: masses[block])[:3])
+        evicted, masses = least(server)
+    assert set(evicted) <= set(sorted(masses, key=lambda block: masses[block])[:3])
 
 
-def test_attention_is_looked_at_again_after_somebody_else_had_the_slot(attentive: Llama) -> None:
-    for marked in (True, False, False):
-        answer = attentive.complete(text(300, seed=3), n_predict=900, marked=marked)
+def test_attention_counts_after_another_request_used_the_slot(attentive: Llama) -> None:
+    for marker in (True, False, False):
+        answer = attentive.complete(text(300, seed=3), n_predict=900, marker=marker)
         assert len(spans(answer)) >= 8
         assert attentive.slot()["n_resident"] <= 672
         seen = attentive.post("/slots/0?action=attention", {"ranges": [[0, 1]]})
         assert (seen["mode"], len(seen["layers"])) == ("sum", 4)
 
 
-def test_what_was_looked_at_was_accessed(scored: Llama) -> None:
+def test_attended_blocks_count_as_used(scored: Llama) -> None:
     """With attention captured, the scored mode keeps what still gets its share of it."""
     scored.erase()
     scored.complete(text(16), n_predict=1)
     scored.act("attn-capture", layers=[0, 1, 2, 3], mode="sum")
     said = text(900)
-    gone = spans(scored.complete(said, n_predict=700))
-    assert len(gone) >= 8
-    oldest = [(FIRST + BLOCK * i, FIRST + BLOCK * (i + 1)) for i in range(len(gone))]
-    assert gone != oldest
-    assert all((p1 - p0) == BLOCK for p0, p1 in gone)
+    evicted = spans(scored.complete(said, n_predict=700))
+    assert len(evicted) >= 8
+    oldest = [(FIRST + BLOCK * i, FIRST + BLOCK * (i + 1)) for i in range(len(evicted))]
+    assert evicted != oldest
+    assert all((p1 - p0) == BLOCK for p0, p1 in evicted)

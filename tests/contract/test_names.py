@@ -22,7 +22,7 @@ def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
     """`taken` is given and taken away again, `second` stays, of a copy that has no memory."""
     folder = tmp_path / "d"
     with killable(folder, ram=8) as (server, process):
-        held = talk(server)
+        cached = talk(server)
         for at in (1, 2):
             save(server, f"first{at}", at)
         spill(server, release=True)
@@ -47,7 +47,7 @@ def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
         server.act("block-evict", p0=SIZE, p1=3 * SIZE)
         loaded = server.act("block-load", names=["second1", "second2"])
         assert loaded["n_loaded"] == 2 * SIZE and loaded["same_cells"]
-        assert held == talk(server)
+        assert cached == talk(server)
         assert disk(server)["n_damaged"] == 0
 
 
@@ -58,12 +58,12 @@ def test_a_second_conversation_over_a_shared_beginning_keeps_its_names(
     """Copies of the first one come back after a restart; the second one names the same blocks."""
     folder = tmp_path / "d"
     with killable(folder, ram=8) as (server, _):
-        held = talk(server)
+        cached = talk(server)
         for at in range(4):
             save(server, f"a/{at}", at)
         spill(server)
     with killable(folder, ram=8) as (server, process):
-        head = held[: 4 * SIZE]
+        head = cached[: 4 * SIZE]
         server.act("block-adopt", tokens=head, names=[f"a/{at}" for at in range(4)])
         spill(server, release=True)
         for at in range(4):

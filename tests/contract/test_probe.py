@@ -26,19 +26,19 @@ def test_the_answer_is_that_of_a_turn_without_a_probe(server: Llama) -> None:
     server.act("block-evict", p0=40, p1=100)
     without = probe(server, prompt, n_predict=10, n_probs=VOCABULARY)
     server.act("block-plan", ops=[{"op": "load", "names": ["b"]}])
-    again = server.complete(prompt, n_predict=10, n_probs=VOCABULARY)
+    repeated = server.complete(prompt, n_predict=10, n_probs=VOCABULARY)
     # Rows of the probe took cells of the block: in others the sums of attention differ a little.
     expected = distributions(plain)
-    assert largest_difference(expected, distributions(again)) < ROUNDING
+    assert largest_difference(expected, distributions(repeated)) < ROUNDING
     assert largest_difference(expected, distributions(without)) > 3 * ROUNDING
     tail = plain["timings"]["evoke"]["decoded"]
     assert without["timings"]["evoke"]["decoded"] == tail
-    books = again["timings"]["evoke"]
-    assert (books["decoded"], books["recovered"], books["omitted"]) == (tail, 60, 0)
-    assert books["resident_before"] == books["n_prompt"] - tail - 60
+    accounting = repeated["timings"]["evoke"]
+    assert (accounting["decoded"], accounting["recovered"], accounting["omitted"]) == (tail, 60, 0)
+    assert accounting["resident_before"] == accounting["n_prompt"] - tail - 60
 
 
-def test_what_was_loaded_for_the_probe_is_recovered_in_the_books_of_the_answer(one: Llama) -> None:
+def test_rows_loaded_for_a_probe_count_as_recovered_in_the_answer(one: Llama) -> None:
     one.erase()
     history, prompt = one.tokens(story(150)), one.tokens(story(190))
     one.complete(history)
@@ -46,14 +46,14 @@ def test_what_was_loaded_for_the_probe_is_recovered_in_the_books_of_the_answer(o
         {"op": "save", "name": name, "p0": p0, "p1": p0 + 30} for name, p0 in (("a", 20), ("b", 60))
     ] + [{"op": "evict", "names": ["a", "b"]}])  # fmt: skip
     one.complete(history)
-    looked = probe(one, prompt, {"op": "load", "names": ["a"]})
-    assert looked["timings"]["evoke"]["recovered"] == 30
+    probed = probe(one, prompt, {"op": "load", "names": ["a"]})
+    assert probed["timings"]["evoke"]["recovered"] == 30
     one.act("block-plan", ops=[{"op": "load", "names": ["b"]}])
-    books = one.complete(prompt)["timings"]["evoke"]
-    assert (books["recovered"], books["omitted"]) == (60, 0)
-    assert books["resident_before"] + books["decoded"] + 60 == books["n_prompt"]
+    accounting = one.complete(prompt)["timings"]["evoke"]
+    assert (accounting["recovered"], accounting["omitted"]) == (60, 0)
+    assert accounting["resident_before"] + accounting["decoded"] + 60 == accounting["n_prompt"]
     # The rows of the probe were there too.
-    assert books["n_resident_peak"] >= looked["timings"]["evoke"]["n_resident"] + 30
+    assert accounting["n_resident_peak"] >= probed["timings"]["evoke"]["n_resident"] + 30
     # What comes after is a turn of its own.
     later = one.complete(prompt)["timings"]["evoke"]
     assert (later["recovered"], later["omitted"]) == (0, 0)
@@ -75,7 +75,7 @@ def test_an_unmarked_request_is_no_probe(one: Llama) -> None:
     prompt = one.tokens(story(150))
     one.complete(prompt)
     one.act("block-plan", ops=[{"op": "probe"}])
-    one.complete(prompt, marked=False)
+    one.complete(prompt, marker=False)
     one.complete(prompt)
     assert one.complete(prompt)["timings"]["prompt_n"] == 1
 

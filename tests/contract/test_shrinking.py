@@ -45,7 +45,7 @@ def fill(server: Llama) -> list[int]:
     return tokens
 
 
-def arrivals(server: Llama, begun: threading.Event, done: threading.Event) -> list[float]:
+def arrivals(server: Llama, started: threading.Event, done: threading.Event) -> list[float]:
     """When each event of a streamed answer of slot 1 arrives, until `done`: it is hung up then."""
     body = {"prompt": [5, 6, 7], "n_predict": 50_000, "ignore_eos": True, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
@@ -57,7 +57,7 @@ def arrivals(server: Llama, begun: threading.Event, done: threading.Event) -> li
         while (line := response.readline()) and not done.is_set():
             if line.startswith(b"data:"):
                 times.append(time.monotonic())
-                begun.set()
+                started.set()
     finally:
         connection.close()
     return times
@@ -67,11 +67,11 @@ def longest_pause(server: Llama) -> float:
     """Of the stream of slot 1 while slot 0 gives up its rows, which must end within the budget."""
     tokens = fill(server)
     server.act("stream", **SMALL)
-    begun, done = threading.Event(), threading.Event()
+    started, done = threading.Event(), threading.Event()
     times: list[float] = []
-    other = threading.Thread(target=lambda: times.extend(arrivals(server, begun, done)))
+    other = threading.Thread(target=lambda: times.extend(arrivals(server, started, done)))
     other.start()
-    assert begun.wait(60)
+    assert started.wait(60)
     start = time.monotonic()
     evoke = server.complete([*tokens, 5, 6, 7, 8], n_predict=1)["timings"]["evoke"]
     end = time.monotonic()
@@ -100,11 +100,11 @@ def test_rows_that_left_in_steps_are_those_that_leave_at_once(large: Llama) -> N
     for others in (False, True):
         tokens = fill(large)
         large.act("stream", **SMALL)
-        begun, done = threading.Event(), threading.Event()
-        other = threading.Thread(target=arrivals, args=(large, begun, done))
+        started, done = threading.Event(), threading.Event()
+        other = threading.Thread(target=arrivals, args=(large, started, done))
         if others:
             other.start()
-            assert begun.wait(60)
+            assert started.wait(60)
         evoke = large.complete([*tokens, 5, 6, 7, 8], n_predict=1)["timings"]["evoke"]
         done.set()
         if others:

@@ -23,8 +23,8 @@ def test_prefill_and_generation_stay_under_the_budget(server: Llama) -> None:
     state = server.slot()
     assert state["n_resident"] <= BUDGET
     assert state["resident"][0] == [0, 4]
-    gone = sum(p1 - p0 for p0, p1, _ in evoke["auto_evicted"])
-    assert gone == state["n_tokens"] - state["n_resident"]
+    n_evicted = sum(p1 - p0 for p0, p1, _ in evoke["auto_evicted"])
+    assert n_evicted == state["n_tokens"] - state["n_resident"]
 
 
 def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -> None:
@@ -41,7 +41,7 @@ def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -
     assert any(a <= p0 and p1 <= b for a, b in server.slot()["resident"])
 
 
-def test_what_has_a_copy_is_not_copied_again(server: Llama) -> None:
+def test_rows_that_have_a_copy_are_not_copied(server: Llama) -> None:
     """Not by the engine that evicts it, and not after a load: the copy stays."""
     prompt = server.tokens(story(300))[:256]
     server.complete(prompt, n_predict=1)
@@ -56,9 +56,9 @@ def test_what_has_a_copy_is_not_copied_again(server: Llama) -> None:
     assert server.slot()["ram"]["used"] == others + 2 * one
     server.act("stream", budget=0)
     server.act("block-load", names=["mine", "new"])
-    again = {"op": "save", "name": "again", "p0": 64, "p1": 128}
+    repeated = {"op": "save", "name": "again", "p0": 64, "p1": 128}
     evict = {"op": "evict", "names": ["mine", "new"]}
-    server.act("block-plan", ops=[again, evict])
+    server.act("block-plan", ops=[repeated, evict])
     assert server.slot()["ram"]["used"] == others + 2 * one
     assert {b["name"] for b in server.slot()["blocks"]} == {"mine", "new", "again"}
 
@@ -137,8 +137,8 @@ def test_too_many_rows_when_the_budget_is_set_are_the_peak(server: Llama) -> Non
     prompt = server.tokens(story(500))
     first = server.complete(prompt)
     hold(server)
-    again = server.complete(prompt + first["tokens"])
-    assert peak(again) == len(prompt) + 7
+    repeated = server.complete(prompt + first["tokens"])
+    assert peak(repeated) == len(prompt) + 7
     assert server.slot()["n_resident"] <= BUDGET
 
 
@@ -149,8 +149,8 @@ def test_what_a_plan_has_in_between_counts(server: Llama) -> None:
     server.act("block-save", name="b", p0=164, p1=264)
     server.complete(prompt + first["tokens"], n_predict=1)
     load, evict = {"op": "load", "names": ["a"]}, {"op": "evict", "names": ["b"]}
-    held = server.slot()["n_resident"]
+    n_resident = server.slot()["n_resident"]
     server.act("block-plan", ops=[load, evict])
     answer = server.complete(prompt + first["tokens"], n_predict=1)
-    assert peak(answer) == held + 100
-    assert answer["timings"]["evoke"]["n_resident"] == held
+    assert peak(answer) == n_resident + 100
+    assert answer["timings"]["evoke"]["n_resident"] == n_resident

@@ -29,7 +29,7 @@ def likely(answer: Any) -> list[float]:
 def restored(server: Llama, name: str, prompt: list[int]) -> Any:
     server.erase()
     server.post("/slots/0?action=restore", {"filename": name})
-    return server.complete(prompt, marked=False, n_predict=3, n_probs=4)
+    return server.complete(prompt, marker=False, n_predict=3, n_probs=4)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,16 @@ def test_a_row_that_nobody_sees_is_all_that_a_restored_window_lacks(
         with running(False, *options, model=ensure(SHAPES[shape])) as server:
             tokens = server.tokens(story(250))
             cut, more = tokens[:300], tokens[300:320]
-            server.complete(cut, marked=False, n_predict=0)
+            server.complete(cut, marker=False, n_predict=0)
             server.post("/slots/0?action=save", {"filename": "whole"})
-            live = server.complete(cut + more, marked=False, n_predict=3, n_probs=4)
+            live = server.complete(cut + more, marker=False, n_predict=3, n_probs=4)
             assert live["timings"]["cache_n"] == len(cut)
-            again = restored(server, "whole", cut + more)
-            assert again["timings"]["cache_n"] == 0  # as it was written
+            repeated = restored(server, "whole", cut + more)
+            assert repeated["timings"]["cache_n"] == 0  # as it was written
             assert SnapshotFiles(Path(folder)).complete("whole")
-            again = restored(server, "whole", cut + more)
-            assert again["timings"]["cache_n"] == len(cut)
-            assert likely(again) == pytest.approx(likely(live), abs=1e-3)
+            repeated = restored(server, "whole", cut + more)
+            assert repeated["timings"]["cache_n"] == len(cut)
+            assert likely(repeated) == pytest.approx(likely(live), abs=1e-3)
             # what parts from it earlier is decoded again, all of it
             assert restored(server, "whole", cut[:-9] + more)["timings"]["cache_n"] == 0
 
@@ -64,17 +64,17 @@ def test_with_swa_full_a_restored_window_is_taken_for_more_than_it_is(kept: str)
         options = ("-np", "1", "--swa-full", "--cache-ram", ram, "--slot-save-path", folder)
         with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
             tokens = server.tokens(story(250))
-            cut, parted = tokens[:300], tokens[:260] + tokens[300:320]
+            cut, diverged = tokens[:300], tokens[:260] + tokens[300:320]
             asked = {"marked": False, "n_predict": 3, "n_probs": 4}
-            server.complete(cut, marked=False, n_predict=0)
-            live = server.complete(parted, **asked)
+            server.complete(cut, marker=False, n_predict=0)
+            live = server.complete(diverged, **asked)
             server.erase()
-            server.complete(cut, marked=False, n_predict=0)
+            server.complete(cut, marker=False, n_predict=0)
             if kept == "in RAM":
-                server.complete(server.tokens(story(250, seed=5)), marked=False, n_predict=0)
-                wrong = server.complete(parted, **asked)
+                server.complete(server.tokens(story(250, seed=5)), marker=False, n_predict=0)
+                wrong = server.complete(diverged, **asked)
             else:
                 server.post("/slots/0?action=save", {"filename": "whole"})
-                wrong = restored(server, "whole", parted)
+                wrong = restored(server, "whole", diverged)
             assert live["timings"]["cache_n"] == wrong["timings"]["cache_n"] == 260
             assert likely(wrong) != pytest.approx(likely(live), abs=0.02)

@@ -41,7 +41,7 @@ def test_engine_has_vectors_between_start_and_stop(
 
     async def play() -> None:
         async with build_router(_config(write(tmp_path))) as engine:
-            asked = await engine.shared.embedding.embed_query("red", "tenant")
+            asked = (await engine.shared.embedding.embed_queries(["red"], "tenant"))[0]
             key = engine.shared.embedding.key("red", "tenant")
             engine.shared.embedding.submit([(key, "red")])
             while (told := engine.shared.embedding.vector(key)) is None:
@@ -60,7 +60,7 @@ def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> No
 
     async def play() -> None:
         async with build_router(_config("")) as engine:
-            assert await engine.shared.embedding.embed_query("red") is None
+            assert (await engine.shared.embedding.embed_queries(["red"]))[0] is None
 
     asyncio.run(asyncio.wait_for(play(), 60))
     (line,) = _said(caplog)

@@ -138,7 +138,7 @@ def test_threads_may_share_it(tmp_path: Path) -> None:
 
 
 def test_described(tmp_path: Path) -> None:
-    text = load(write(tmp_path)).described()
+    text = load(write(tmp_path)).describe()
     assert text == f"{tmp_path}: 3 dimensions, pooling cls, 512 tokens, CPU"
 
 

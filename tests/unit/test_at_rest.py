@@ -87,10 +87,10 @@ def test_an_encrypted_directory_holds_no_plaintext_and_is_read_again(tmp_path: P
     with vault(folder, key_file=key) as second:
         (again,) = second.snapshots
         assert again == item and list(again.tokens) == list(TOKENS)
-        lent = second.files.lend(f"{again.id}.evoke-kv")
+        lent = second.files.decrypt(f"{again.id}.evoke-kv")
         assert lent.endswith(".evoke-part") and listed in (folder / lent).read_bytes()
         assert (folder / lent).stat().st_mode & 0o777 == 0o600
-        assert second.files.lend(f"{again.id}.evoke-kv") != lent, "each restore deletes its own"
+        assert second.files.decrypt(f"{again.id}.evoke-kv") != lent, "each restore deletes its own"
     with vault(folder, key_file=key):
         assert not list(folder.glob("*.evoke-part")), (
             "what a crash leaves in the clear goes at start"

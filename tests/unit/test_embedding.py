@@ -26,6 +26,12 @@ from evoke_proxy.errors import ConfigError, EmbedderError
 DIMENSIONS = 8
 
 
+async def embed_query(embedding: EmbeddingService, text: str, tenant: str = "") -> Vectors | None:
+    """The vector of a single question."""
+    (vector,) = await embedding.embed_queries([text], tenant)
+    return vector
+
+
 def vector_of(text: str) -> Vectors:
     random = np.random.default_rng(abs(hash(text)))
     row = random.normal(size=DIMENSIONS).astype(np.float32)
@@ -44,7 +50,7 @@ class FakeEncoder:
         self.may_embed.set()
         self.fails: Exception | None = None
 
-    def described(self) -> str:
+    def describe(self) -> str:
         return "of the tests"
 
     def queries(self, texts: Sequence[str]) -> Vectors:
@@ -103,7 +109,7 @@ class Rig:
 
 
 def started(tasks: asyncio.TaskGroup, rig: Rig, text: str) -> asyncio.Task[Vectors | None]:
-    return tasks.create_task(rig.embedding.embed_query(text))
+    return tasks.create_task(embed_query(rig.embedding, text))
 
 
 def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
@@ -124,8 +130,8 @@ def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
 
 def test_a_question_gets_its_vector_once() -> None:
     async def scene(rig: Rig) -> None:
-        first = await rig.embedding.embed_query("why?")
-        again = await rig.embedding.embed_query("why?")
+        first = await embed_query(rig.embedding, "why?")
+        again = await embed_query(rig.embedding, "why?")
         assert first is not None and first.tolist() == vector_of("qwhy?").tolist()
         assert again is first
         assert rig.encoder.of("question") == ["why?"]
@@ -137,7 +143,7 @@ def test_a_question_gets_its_vector_once() -> None:
 
 def test_several_questions_are_one_inference() -> None:
     async def scene(rig: Rig) -> None:
-        await rig.embedding.embed_query("b")
+        await embed_query(rig.embedding, "b")
         found = await rig.embedding.embed_queries(["a", "b", "c", "a"])
         assert [None if v is None else v.tolist() for v in found] == [
             vector_of("q" + text).tolist() for text in "abca"
@@ -250,7 +256,7 @@ def test_blocks_are_embedded_at_low_priority() -> None:
     async def scene(rig: Rig) -> None:
         (key,) = rig.submit("block")
         await rig.until(lambda: rig.embedding.vector(key) is not None)
-        await rig.embedding.embed_query("why?")
+        await embed_query(rig.embedding, "why?")
         ours = os.getpriority(os.PRIO_PROCESS, 0)
         assert rig.encoder.threads[0][1] >= min(ours + 1, 19)
         assert rig.encoder.threads[1][1] == ours
@@ -262,20 +268,20 @@ def test_a_slow_question_costs_its_time_limit_and_no_more() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_ask.clear()
         began = time.monotonic()
-        assert await rig.embedding.embed_query("slow") is None
+        assert await embed_query(rig.embedding, "slow") is None
         assert 0.02 <= time.monotonic() - began < 20  # and not as long as it would be waited for
         assert rig.count("evoke_embed_failures_total", reason="timeout") == 1
         # It still runs: the next one does not even wait.
-        assert await rig.embedding.embed_query("next") is None
+        assert await embed_query(rig.embedding, "next") is None
         assert rig.count("evoke_embed_failures_total", reason="busy") == 1
         assert rig.encoder.of("question") == ["slow"]
         rig.encoder.may_ask.set()
         await rig.until(lambda: rig.count("evoke_embedded_total", kind="question") == 1)
-        assert await rig.embedding.embed_query("slow") is not None, "late, but not for nothing"
+        assert await embed_query(rig.embedding, "slow") is not None, "late, but not for nothing"
         assert rig.encoder.of("question") == ["slow"]
-        await rig.embedding.embed_query("next")  # a busy machine may take longer than that
+        await embed_query(rig.embedding, "next")  # a busy machine may take longer than that
         await rig.until(lambda: rig.count("evoke_embedded_total", kind="question") == 2)
-        assert await rig.embedding.embed_query("next") is not None
+        assert await embed_query(rig.embedding, "next") is not None
 
     run(scene, timeout_ms=30)
 
@@ -299,15 +305,17 @@ def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
 def test_a_failure_costs_its_texts_only(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.fails = error
-        assert await rig.embedding.embed_query("why?") is None
+        assert await embed_query(rig.embedding, "why?") is None
         keys = rig.submit("a", "b")
         await rig.until(lambda: rig.count("evoke_embed_failures_total", reason="error") == 2)
         assert rig.embedding.vector(keys[0]) is None
         warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert [record.getMessage() for record in warnings] == [f"no vector of a question: {error}"]
+        assert [record.getMessage() for record in warnings] == [
+            f"a question could not be embedded: {error}"
+        ]
         assert bool(warnings[0].exc_info) == isinstance(error, RuntimeError)
         rig.encoder.fails = None
-        assert await rig.embedding.embed_query("why?") is not None
+        assert await embed_query(rig.embedding, "why?") is not None
         rig.submit("a", "b")
         await rig.until(lambda: rig.embedding.vector(keys[0]) is not None)
 
@@ -322,7 +330,7 @@ def test_tenants_questions_blocks_and_encoders_never_share_a_vector() -> None:
         await rig.until(lambda: rig.embedding.vector(keys[1]) is not None)
         assert rig.embedding.vector(keys[2]) is None
         for tenant in ("a", "a", "b"):
-            assert await rig.embedding.embed_query("same", tenant) is not None
+            assert await embed_query(rig.embedding, "same", tenant) is not None
         assert rig.encoder.of("question") == ["same"] * 2
         other = Rig(FakeEncoder(b"another"))
         async with other.embedding:
@@ -351,7 +359,7 @@ def test_stopping_drops_what_waits_and_waits_for_what_runs() -> None:
         assert not [t for t in threading.enumerate() if t.name.startswith("embed-")]
         # Whoever still has it gets answers, not errors.
         rig.submit("late")
-        assert await rig.embedding.embed_query("late") is None
+        assert await embed_query(rig.embedding, "late") is None
         assert rig.embedding.vector(keys[0]) is None
 
     asyncio.run(play())
@@ -377,7 +385,7 @@ def test_without_a_directory_it_is_off_and_says_so(caplog: pytest.LogCaptureFixt
 
     async def scene(rig: Rig) -> None:
         assert not rig.embedding.on
-        assert await rig.embedding.embed_query("why?") is None
+        assert await embed_query(rig.embedding, "why?") is None
         keys = rig.submit("block")
         assert rig.embedding.vector(keys[0]) is None
 

@@ -72,7 +72,7 @@ def test_a_secret_file_readable_by_others_is_refused(tmp_path: Path) -> None:
         path.chmod(mode)
         with pytest.raises(ConfigError, match="chmod 600"):
             read_secret(path, "x")
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read_secret(tmp_path, "x")
     with pytest.raises(ConfigError, match="No such file"):
         read_secret(tmp_path / "none", "security.keys_file")

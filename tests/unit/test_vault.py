@@ -531,7 +531,7 @@ def test_only_what_cannot_be_decrypted_is_set_aside_and_not_what_finds_no_room(
 
     with vault(tmp_path) as it:
         snapshot = kept(it)
-        monkeypatch.setattr(it.files, "lend", lend)
+        monkeypatch.setattr(it.files, "decrypt", lend)
         with pytest.raises(SnapshotUnusable):
             asyncio.run(tried(it, snapshot))
         left = [item.suspect for item in it.snapshots]

@@ -1,4 +1,4 @@
-"""Between the embedder and the sessions: questions before a plan, blocks after a reply."""
+"""Embeds the questions of requests before their plan, and blocks of sessions after a reply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 
-# Of a session whose blocks have no vectors yet so many are asked for at a time, the latest ones.
+# The most blocks of a session that are submitted after a turn, the latest ones.
 _AT_ONCE = 1024
 # Blocks that are cut into texts in one callback of the event loop: half a millisecond.
 _IN_ONE_STEP = 16
@@ -29,10 +29,10 @@ Arrived = list[tuple[str, Sequence[Vectors] | Vectors]]
 
 
 class BlockVectors:
-    """The embedder as planning needs it; without one nothing here does anything.
+    """The embedder as planning uses it; without an embedder all methods do nothing.
 
-    `policy` says which requests need vectors, and may change; all do while one of the
-    `conversations` has a budget of its own.
+    `policy` tells which requests need vectors, and may be replaced. All requests need them while
+    any of the `conversations` has a budget of its own.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class BlockVectors:
             made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
             if len(made) == len(keys) > 0:
                 found.append((label, made))
-                if len(known.embedded) < _AT_ONCE:  # nobody may ever write them down
+                if len(known.embedded) < _AT_ONCE:  # they may never be written to disk
                     known.embedded[label] = keys
         return found
 
     def submit(self, known: Conversation) -> None:
-        """Have the blocks embedded that have no vectors yet, the latest first."""
+        """Embed the blocks of a session that have no vectors yet, the latest first."""
         if not self._embedding.on or known.passing:
             return
         before, known.awaited = known.awaited, {}

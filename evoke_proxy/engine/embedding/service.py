@@ -1,7 +1,7 @@
-"""Vectors of questions and blocks: a question at once or not at all, blocks when there is time.
+"""Embeds questions within a time limit, and blocks in the background.
 
-Inference runs in two threads of its own, one for questions and one, at low priority, for blocks.
-Everything else here runs in the event loop, so nothing needs a lock.
+Inference runs in two threads, one for questions and one with low priority for blocks. Everything
+else runs in the event loop, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from evoke_proxy.errors import EmbedderError
 
 _log = logging.getLogger(__name__)
 
-# On a CPU a batch is no faster than its texts one by one, and a question may have to wait for it.
+# On a CPU a batch is no faster than single texts, and a question may have to wait for it.
 _BATCH = 4
-# Bytes of a key that tell whose it is.
+# The leading bytes of a key that identify its tenant.
 _SHARE_BYTES = 4
 _NICENESS = 10
 
 
 class Encoder(Protocol):
-    """What makes vectors; see `evoke_proxy.adapters.embedder.Embedder`."""
+    """Makes vectors from texts; see `evoke_proxy.adapters.embedder.Embedder`."""
 
     fingerprint: bytes
 
-    def described(self) -> str: ...
+    def describe(self) -> str: ...
 
     def queries(self, texts: Sequence[str]) -> Vectors: ...
 
@@ -48,9 +48,10 @@ class Encoder(Protocol):
 
 
 class EmbeddingService:
-    """The embedder of the whole proxy; use as an async context manager.
+    """The embedder of the proxy, an async context manager.
 
-    Without `embedder.directory` it is off: no question gets a vector, submitted blocks are ignored.
+    Without `embedder.directory` it is off: questions get no vectors, and submitted blocks are
+    ignored.
     """
 
     def __init__(
@@ -71,18 +72,18 @@ class EmbeddingService:
         self._closing = False
         self._failing = False
         self._at_once = ThreadPoolExecutor(1, "embed-question")
-        self._behind = ThreadPoolExecutor(1, "embed-blocks", initializer=_yield_the_processor)
+        self._behind = ThreadPoolExecutor(1, "embed-blocks", initializer=_lower_priority)
 
     async def __aenter__(self) -> EmbeddingService:
-        """Load the encoder, off the event loop; ConfigError when it does not load."""
+        """Load the encoder in a thread; raises ConfigError when it cannot be loaded."""
         if self._config.directory:
             loop = asyncio.get_running_loop()
             self._encoder = await loop.run_in_executor(self._at_once, self._load, self._config)
-        _log.info("%s", self.described())
+        _log.info("%s", self.describe())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Drop what waits; what runs already is waited for, a batch of blocks at most."""
+        """Drop waiting texts, and wait for the batch that runs."""
         self._closing = True
         self._waiting.clear()
         for pool in (self._at_once, self._behind):
@@ -90,43 +91,43 @@ class EmbeddingService:
 
     @property
     def on(self) -> bool:
-        """Whether there is an encoder."""
+        """Whether an encoder is loaded."""
         return self._encoder is not None
 
     @property
     def mark(self) -> bytes:
-        """Which encoder it is; empty without one."""
+        """The fingerprint of the encoder; empty without one."""
         return self._encoder.fingerprint if self._encoder is not None else b""
 
-    def described(self) -> str:
-        """One line for a person: what blocks are ranked by."""
+    def describe(self) -> str:
+        """One line for the log: how blocks are ranked."""
         if self._encoder is None:
             return "no embedder (embedder.directory is empty): blocks are ranked by words alone"
-        return f"embedder {self._encoder.described()}"
+        return f"embedder {self._encoder.describe()}"
 
     def key(self, text: str, tenant: str = "") -> bytes:
-        """What `vector` knows a block's text by; to be kept, for it costs as much as hashing does.
+        """The key of a block's text, for `vector` and `submit`; it costs a hash of the text.
 
-        It is of one tenant. Text that two of them have is embedded for each: a shared vector would
-        tell one, by the time it takes, that the other has had exactly this text.
+        The same text has another key for each tenant, and is embedded for each. With a shared
+        vector a tenant could measure whether another tenant has used exactly this text.
         """
-        return self._hashed("d", text, tenant)
+        return self._key("d", text, tenant)
 
     def vector(self, key: bytes) -> Vectors | None:
-        """The unit vector [d] of a block's text, read-only; None while there is none."""
+        """The unit vector [d] of a text, read-only; None while it is not embedded."""
         return self._cache.get(key)
 
     def forget(self) -> None:
-        """Forget every vector, and what waits for one."""
+        """Forget all vectors and all waiting texts."""
         self._cache = VectorCache(self._config.cache_mib << 20, _share_of)
         self._waiting.clear()
 
     def submit(self, texts: Iterable[tuple[bytes, str]]) -> None:
-        """Have blocks embedded in the background: pairs of `key` and text; known ones cost nothing.
+        """Embed texts in the background: pairs of `key` and text; cached ones are skipped.
 
-        The latest come first, in turns between tenants, so that a long history keeps no other
-        session waiting. What the queue has no room for, of the tenant that has most of it, is
-        counted and forgotten: submit again what still has no vector.
+        The latest texts are embedded first, in turns between tenants, so that a long history delays
+        no other session. When the queue is full, texts of the tenant with the most waiting texts
+        are dropped and counted. A dropped text must be submitted again.
         """
         if self._encoder is None or self._closing:
             return
@@ -136,16 +137,14 @@ class EmbeddingService:
         while len(self._waiting) > self._config.queue:
             self._waiting.drop()
             self._metrics.embed_failures.labels(reason="queue_full").inc()
-        self._go_on()
-
-    async def embed_query(self, text: str, tenant: str = "") -> Vectors | None:
-        """The unit vector [d] of a question; None, counted, when it fails or takes too long."""
-        found = await self.embed_queries([text], tenant)
-        return found[0]
+        self._start_batch()
 
     async def embed_queries(self, texts: Sequence[str], tenant: str = "") -> list[Vectors | None]:
-        """One vector or None for each of the questions, in one inference and one time limit."""
-        keys = [self._hashed("q", text, tenant) for text in texts]
+        """The unit vector [d] of each question, from one inference under one time limit.
+
+        None, counted, for a question whose inference fails or takes too long.
+        """
+        keys = [self._key("q", text, tenant) for text in texts]
         missing = {
             key: text for key, text in zip(keys, texts, strict=True) if key not in self._cache
         }
@@ -155,7 +154,7 @@ class EmbeddingService:
 
     async def _ask(self, missing: dict[bytes, str], encoder: Encoder) -> None:
         if self._late is not None and not self._late.done():
-            # It is over its time already: waiting behind it would cost every turn the limit.
+            # That inference is late already. Waiting for it would cost every turn the time limit.
             self._metrics.embed_failures.labels(reason="busy").inc()
             return
         loop = asyncio.get_running_loop()
@@ -172,10 +171,10 @@ class EmbeddingService:
     def _answered(self, keys: Sequence[bytes], work: asyncio.Future[Vectors]) -> None:
         self._questions -= 1
         self._keep(keys, work, "question")
-        self._go_on()
+        self._start_batch()
 
-    def _go_on(self) -> None:
-        """Start the next batch of blocks, unless one runs or a question does."""
+    def _start_batch(self) -> None:
+        """Start the next batch of blocks, unless a batch or a question runs."""
         idle = not (self._running or self._questions or self._closing)
         if self._encoder is not None and idle and self._waiting:
             count = min(_BATCH, len(self._waiting))
@@ -188,10 +187,10 @@ class EmbeddingService:
     def _embedded(self, work: asyncio.Future[Vectors]) -> None:
         keys, self._running = list(self._running), {}
         self._keep(keys, work, "block")
-        self._go_on()
+        self._start_batch()
 
     def _keep(self, keys: Sequence[bytes], work: asyncio.Future[Vectors], kind: str) -> None:
-        """Cache what came of it, late or not; a failure is counted and costs these texts only."""
+        """Cache the result, even a late one; a failure is counted and affects these texts only."""
         if work.cancelled():
             return
         error = work.exception()
@@ -203,11 +202,12 @@ class EmbeddingService:
             return
         self._metrics.embed_failures.labels(reason="error").inc()
         level = logging.DEBUG if self._failing else logging.WARNING
-        ours = isinstance(error, EmbedderError)
-        _log.log(level, "no vector of a %s: %s", kind, error, exc_info=None if ours else error)
+        expected = isinstance(error, EmbedderError)
+        trace = None if expected else error
+        _log.log(level, "a %s could not be embedded: %s", kind, error, exc_info=trace)
         self._failing = True
 
-    def _hashed(self, kind: str, text: str, tenant: str) -> bytes:
+    def _key(self, kind: str, text: str, tenant: str) -> bytes:
         encoder = self._encoder.fingerprint if self._encoder is not None else b""
         named = f"{kind}\0{tenant}\0{text}".encode("utf-8", "surrogatepass")
         share = hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=_SHARE_BYTES)
@@ -215,14 +215,14 @@ class EmbeddingService:
 
 
 def _share_of(key: bytes) -> bytes:
-    """Whose a key is: no tenant can have all vectors of another forgotten."""
+    """The tenant's part of a key, so that no tenant can evict all vectors of another."""
     return key[:_SHARE_BYTES]
 
 
-def _yield_the_processor() -> None:
-    """Let llama-server and questions go first; only Linux has priorities of threads."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread, below llama-server and questions; only on Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             thread = threading.get_native_id()
-            mine = os.getpriority(os.PRIO_PROCESS, thread)
-            os.setpriority(os.PRIO_PROCESS, thread, mine + _NICENESS)
+            priority = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, priority + _NICENESS)

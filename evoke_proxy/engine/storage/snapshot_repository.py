@@ -255,7 +255,7 @@ class SnapshotRepository:
         the disk has no room for what it is decrypted to.
         """
         try:
-            name = await asyncio.to_thread(self.files.lend, _file_name(snapshot))
+            name = await asyncio.to_thread(self.files.decrypt, _file_name(snapshot))
         except SnapshotUnusable as error:
             if error.reason == "disk":
                 self.end_restore(snapshot, useful=False)
@@ -294,7 +294,7 @@ class SnapshotRepository:
 
     def delete(self, snapshot: Snapshot, reason: str) -> None:
         """Delete a snapshot: its row first, since a file without a row is deleted at start."""
-        self._metrics.snapshots_gone.labels(reason=reason).inc()
+        self._metrics.snapshots_evicted.labels(reason=reason).inc()
         self._remove(snapshot)
         self._removal.submit(self.files.discard, _file_name(snapshot))
 

@@ -19,12 +19,12 @@ from llama import Json, Llama, story
 from nonsense import ACTIONS, SLOTS, body, one
 
 CLIENTS = 3
-KNOWN_TENANTS = ("", "t", "x", "\0")
+TENANTS = ("", "t", "x", "\0")
 _UPSTREAM_500 = ("context", "input is too large", "decode")  # upstream's words for no free cell
 _QUIET_S, _POLL_S = 120, 0.05
 
 
-def jostle(server: Llama, calls: int, seed: int = 7) -> Counter[str]:
+def run_clients(server: Llama, calls: int, seed: int = 7) -> Counter[str]:
     """So many calls by three clients at once; then everything is given back: slots and memory."""
     shares = [calls // CLIENTS + (client < calls % CLIENTS) for client in range(CLIENTS)]
     prompts = [server.tokens(story(words, words)) for words in (20, 90, 250)]
@@ -34,7 +34,7 @@ def jostle(server: Llama, calls: int, seed: int = 7) -> Counter[str]:
             for n, share in enumerate(shares)
         ]
         seen = sum((client.result() for client in clients), Counter[str]())
-    settled(server)
+    wait_until_idle(server)
     for slot in (0, 1):
         server.erase(slot)
         answer = server.complete(prompts[1], slot)["timings"]["evoke"]
@@ -42,13 +42,13 @@ def jostle(server: Llama, calls: int, seed: int = 7) -> Counter[str]:
     return seen
 
 
-def settled(server: Llama) -> None:
+def wait_until_idle(server: Llama) -> None:
     """Returns when no slot works and no memory is held but for copies that have a name."""
     deadline = time.monotonic() + _QUIET_S
     while any(server.slot(slot)["is_processing"] for slot in (0, 1)):
         assert time.monotonic() < deadline, "a slot works for somebody who has left"
         time.sleep(_POLL_S)
-    for tenant in KNOWN_TENANTS:
+    for tenant in TENANTS:
         server.post("/slots/0?action=block-drop", {"all": True, "tenant": tenant})
     while server.slot()["ram"]["used"]:
         assert time.monotonic() < deadline, "memory that nobody has"

@@ -31,20 +31,22 @@ def documents(server: Llama, path: str, **fields: object) -> list[dict[str, Any]
 
 @PATHS
 @STREAM
-def test_a_marked_reply_brings_its_books_once(one: Llama, path: str, stream: bool) -> None:
+def test_a_reply_to_a_marked_request_has_its_accounting_once(
+    one: Llama, path: str, stream: bool
+) -> None:
     marker = {"id_slot": 0, "cache_prompt": True, "evoke": {"epoch": one.epoch()}}
     asked: dict[str, Any] = {"stream": stream, "stream_options": {"include_usage": True}}
-    told = [
+    reports = [
         document
         for document in documents(one, path, **marker, **(asked if stream else {}))
         if "evoke" in document.get("timings", {})
     ]
-    assert len(told) == 1
-    books = told[0]["timings"]["evoke"]
-    assert sum(books[kind] for kind in PARTS) == books["n_prompt"] > 0
-    assert books["marker"] == "ok"
+    assert len(reports) == 1
+    accounting = reports[0]["timings"]["evoke"]
+    assert sum(accounting[kind] for kind in PARTS) == accounting["n_prompt"] > 0
+    assert accounting["marker"] == "ok"
     # usage stands beside them, where a client looks for it
-    assert told[0].get("usage") or told[0]["response"]["usage"]
+    assert reports[0].get("usage") or reports[0]["response"]["usage"]
 
 
 @PATHS
