@@ -1,6 +1,6 @@
-# llama-server with our patches, built by the same command as everywhere: `make build` and
-# `evoke-proxy build-server` run this module too. Build context: the top of the checkout.
-# The code fits the CPU of the building machine: build where it will run.
+# llama-server with our patches, built by the module behind `make build` and `evoke-proxy
+# build-server`. Build context: the top of the checkout. The code is compiled for the CPU of the
+# building machine: build the image where it will run.
 
 # Two images of one distribution; with CUDA=1, one with nvcc and one with its runtime libraries.
 ARG BUILD_IMAGE=debian:12-slim
@@ -12,20 +12,20 @@ RUN apt-get update \
         ca-certificates cmake g++ git make python3 python3-pip \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-# Only what decides the bytes of the server: an edit of the proxy must not rebuild it.
+# Only the inputs of the build, so that a change of the proxy does not rebuild the server.
 COPY patches patches
 COPY evoke_proxy/__init__.py evoke_proxy/
 COPY evoke_proxy/server_build evoke_proxy/server_build
-# Not empty: for NVIDIA GPUs. No GPU is visible here, so CUDAARCHS must name what to build for.
+# Not empty: build for NVIDIA GPUs. No GPU is visible here, so CUDAARCHS must name architectures.
 ARG CUDA=
 ARG CUDAARCHS=
-# The cache outlives a failed or interrupted build, which then goes on where it was.
+# The cache survives a failed or interrupted build, so that the next one resumes it.
 RUN --mount=type=cache,target=/cache,sharing=locked \
     EVOKE_CACHE=/cache python3 -m evoke_proxy.server_build ${CUDA:+--cuda} --print-path > /path \
     && cp "$(cat /path)" /llama-server
 
 FROM ${RUN_IMAGE}
-# libgomp1 is what the server links; curl asks for its health.
+# The server links libgomp1; the health check uses curl.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends curl libgomp1 libstdc++6 \
     && rm -rf /var/lib/apt/lists/* \

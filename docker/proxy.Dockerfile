@@ -1,6 +1,6 @@
-# evoke-proxy, and the one-shot that fetches the embedder. Build context: the top of the checkout.
+# evoke-proxy, and the image that downloads the embedder. Build context: the top of the checkout.
 
-# For EXTRA=gpu an image with the CUDA and cuDNN that onnxruntime-gpu wants.
+# For EXTRA=gpu an image with the CUDA and cuDNN versions that onnxruntime-gpu requires.
 ARG BASE_IMAGE=debian:12-slim
 
 FROM ${BASE_IMAGE} AS build
@@ -21,7 +21,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 FROM python:3.12-slim-bookworm AS fetch-embedder
 COPY docker/fetch_embedder.py /
-# A new volume takes the owner of the directory it is mounted on.
+# A new volume gets the owner of the directory that it is mounted on.
 RUN install -d -o 10001 -g 10001 /embedder
 USER 10001:10001
 ENTRYPOINT ["python", "/fetch_embedder.py", "/embedder"]

@@ -43,17 +43,17 @@ def test_revision_and_content_are_pinned() -> None:
     assert all(re.fullmatch("[0-9a-f]{64}", pin) for pin in fetcher.SHA256.values())
 
 
-def test_embedder_is_fetched_once(
+def test_each_file_is_downloaded_once(
     hub: tuple[ModuleType, Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetcher, home, url = hub
     into = tmp_path / "embedder"
     assert fetcher.main([str(into), "--hub", url]) == 0
-    assert capsys.readouterr().out.count(": fetched\n") == len(fetcher.SHA256)
+    assert capsys.readouterr().out.count(": downloaded\n") == len(fetcher.SHA256)
     assert sorted(p.name for p in into.iterdir()) == sorted(Path(p).name for p in fetcher.SHA256)
     shutil.rmtree(home)
     assert fetcher.main([str(into), "--hub", url]) == 0
-    assert capsys.readouterr().out.count(": was there\n") == len(fetcher.SHA256)
+    assert capsys.readouterr().out.count(": exists\n") == len(fetcher.SHA256)
 
 
 def test_an_embedder_with_another_hash_is_not_stored(
