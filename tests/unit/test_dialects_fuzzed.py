@@ -69,7 +69,7 @@ def _only_request_errors(body: dict[str, Any]) -> None:
         except RequestError:
             continue
         query_of(request)
-        strip_own_fields(text, parsed)
+        strip_own_fields(text)
         is_side_request(request, 10, True, True)
         snapshot_obstacle(request)
         kind_of(request)

@@ -22,10 +22,10 @@ from evoke_proxy.core.request.options import (
     TOP_LEVEL_FIELDS,
     RequestOptions,
     check_marks,
-    marked_in,
+    integer_or_none,
+    marked_messages,
     parse_options,
     strip_own_fields,
-    whole,
 )
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "parse_chat",
 ]
 
-# Of each argument of a tool call: what it is about, not all that it writes.
+# Characters of each argument of a tool call, enough to tell what the call is about.
 _ARGUMENT_CHARS = 200
 _ARGUMENTS = 16
 
@@ -49,19 +49,29 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
     "messages": messages.from_anthropic,
     "completions": messages.from_completion,
 }
-# In the server's order of precedence.
+# Fields that limit the answer, in llama-server's order of precedence.
 _MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens", "max_output_tokens")
 _NOTHING: Mapping[str, int] = {}
-_ANTHROPIC_MAX_TOKENS = 4096  # the server's default in that dialect alone
+_ANTHROPIC_MAX_TOKENS = 4096  # llama-server's default, in this dialect only
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What the engine needs to know of a request; `max_tokens` is None without a limit.
+    """A parsed request, in terms common to all dialects.
 
-    `keeps` is what the client marked: "pin" or "prefer", by the index of the message; `keys` are
-    those of the body's top level without ours; a `plain` one has neither media nor marks of ours
-    in its messages.
+    Attributes:
+        dialect: chat, responses, messages or completions.
+        messages: messages in the list that llama-server makes of them.
+        max_tokens: most tokens of the answer; None without a limit.
+        stream: whether the answer is streamed.
+        n: number of answers.
+        has_media: whether a message has an image, a sound or a file.
+        cache_prompt: whether llama-server may reuse cached rows.
+        tags: the proxy's own fields.
+        has_tools: whether the request has tools.
+        plain: whether no message has media or marks of the proxy.
+        keeps: the client's mark, "pin" or "prefer", by message index.
+        keys: top-level keys of the body without the proxy's own.
     """
 
     dialect: str
@@ -79,7 +89,7 @@ class ChatRequest:
 
     @property
     def bypass(self) -> str:
-        """Why the budget cannot manage this request; empty when it can."""
+        """Why the request cannot be managed under a budget; empty when it can."""
         reasons = (
             ("disabled", not self.tags.enabled),
             ("raw_prompt", self.dialect == "completions"),
@@ -91,74 +101,80 @@ class ChatRequest:
 
     @property
     def query(self) -> str:
-        """What this turn is about: user and tool text after the last answer, and what that answer
-        called tools with: a file is asked for by its path, not by what is in it."""
-        said, called = self._latest
-        return "\n".join([*map(_arguments, called), *said])
+        """Text that retrieval searches for: what this turn is about.
+
+        It is the user and tool text after the last answer, and the arguments of that answer's tool
+        calls, because a file is asked for by its path.
+        """
+        texts, calls = self._latest
+        return "\n".join([*map(_arguments, calls), *texts])
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths that the last answer called tools with."""
+        """Paths in the tool calls of the last answer."""
         return tuple(dict.fromkeys(path for call in self._latest[1] if (path := call.path)))
 
     @property
     def _latest(self) -> tuple[list[str], tuple[ToolCall, ...]]:
-        """The texts after the last answer, and that answer's calls."""
+        """The texts after the last answer, and that answer's tool calls."""
         at = len(self.messages)
-        while at and self.messages[at - 1].role is Role.ASSISTANT:  # the client begins the answer
+        while at and self.messages[at - 1].role is Role.ASSISTANT:  # a prefilled answer
             at -= 1
-        said: list[str] = []
+        texts: list[str] = []
         while at and self.messages[at - 1].role is not Role.ASSISTANT:
             at -= 1
             if self.messages[at].role in (Role.USER, Role.TOOL):
-                said.append(self.messages[at].text)
-        return said[::-1], self.messages[at - 1].tool_calls if at and said else ()
+                texts.append(self.messages[at].text)
+        return texts[::-1], self.messages[at - 1].tool_calls if at and texts else ()
 
 
 def parse_chat(
     dialect: str,
     body: Mapping[str, Any],
     bench: bool = False,
-    known: Mapping[str, int] = _NOTHING,
+    n_plain: Mapping[str, int] = _NOTHING,
 ) -> ChatRequest:
-    """A request from its parsed body; RequestError when one of our own fields is wrong.
+    """Interpret a parsed body.
 
-    `dialect` is chat, responses, messages or completions; KeyError on another. Without `bench` what
-    only a bench can mean is refused. `known` says of how many messages of a list, the first, it is
-    known that they are `plain`.
+    `dialect` is chat, responses, messages or completions; KeyError for another. `bench` allows
+    fields that only benches use. `n_plain` says how many messages of each list, from the first on,
+    are known to be plain. Raises RequestError when one of the proxy's own fields is wrong.
     """
-    found = _READERS[dialect](body)
-    marked = marked_in(body, known)
-    check_marks(marked)
-    has_media = messages.has_media(body, known)
-    given = enumerate(found) if marked else ()
+    read_messages = _READERS[dialect](body)
+    with_marks = marked_messages(body, n_plain)
+    check_marks(with_marks)
+    has_media = messages.has_media(body, n_plain)
     return ChatRequest(
         dialect=dialect,
-        messages=found,
+        messages=read_messages,
         max_tokens=_max_tokens(body, _ANTHROPIC_MAX_TOKENS if dialect == "messages" else None),
         stream=body.get("stream") is True,
         n=_count(body),
         has_media=has_media,
         cache_prompt=body.get("cache_prompt") is not False,
-        tags=parse_options(body, bool(marked), bench),
+        tags=parse_options(body, bool(with_marks), bench),
         has_tools=bool(body.get("tools") or body.get("functions")),
-        plain=not (marked or has_media),
-        keeps={i: message.keep for i, message in given if message.keep},
+        plain=not (with_marks or has_media),
+        keeps=_keeps(read_messages) if with_marks else {},
         keys=frozenset(body) - OURS,
     )
 
 
+def _keeps(read_messages: Sequence[Message]) -> Mapping[int, str]:
+    return {i: message.keep for i, message in enumerate(read_messages) if message.keep}
+
+
 def _max_tokens(body: Mapping[str, Any], default: int | None) -> int | None:
-    given = (whole(body.get(key)) for key in _MAX_TOKENS)
-    limit = next((value for value in given if value is not None), default)
+    values = (integer_or_none(body.get(key)) for key in _MAX_TOKENS)
+    limit = next((value for value in values if value is not None), default)
     return limit if limit is not None and limit >= 0 else None
 
 
 def _count(body: Mapping[str, Any]) -> int:
-    given = [whole(body.get(key)) or 1 for key in ("n", "n_cmpl")]
+    counts = [integer_or_none(body.get(key)) or 1 for key in ("n", "n_cmpl")]
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and _is_batch(prompt) else 1
-    return max(*given, 1) * prompts
+    return max(*counts, 1) * prompts
 
 
 def _is_batch(prompt: list[Any]) -> bool:
@@ -166,16 +182,17 @@ def _is_batch(prompt: list[Any]) -> bool:
 
 
 def _arguments(call: ToolCall) -> str:
-    """What a call says, without keys and quotes; all of it when it is no JSON."""
+    """The values in a call's arguments, one per line; the raw text when it is not JSON."""
     try:
-        said = json.loads(call.arguments)
+        value = json.loads(call.arguments)
     except (ValueError, RecursionError):
         return call.arguments[:_ARGUMENT_CHARS]
-    return "\n".join(str(value)[:_ARGUMENT_CHARS] for value in islice(_leaves(said), _ARGUMENTS))
+    leaves = islice(_leaves(value), _ARGUMENTS)
+    return "\n".join(str(leaf)[:_ARGUMENT_CHARS] for leaf in leaves)
 
 
 def _leaves(value: Any) -> Iterator[str | int | float]:
-    """Texts and numbers of a JSON value, however deep."""
+    """Texts and numbers of a JSON value at any depth."""
     if isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)
@@ -183,12 +200,12 @@ def _leaves(value: Any) -> Iterator[str | int | float]:
         yield value
 
 
-# A longer prompt is worth remembering, should it be a conversation after all.
+# A longer prompt is kept as a session, in case it is a conversation after all.
 MAX_TOKENS = 2048
-# A limit up to here is one for a title, a word, a yes or no.
+# Requests for a title, a word, a yes or no limit their answer to this or less.
 MAX_ANSWER = 64
-# The beginnings of a prompt are where a client says what it wants.
-_LOOKED_AT = 600
+# Characters of a message that are searched: clients state the task at its beginning.
+_SEARCHED_CHARS = 600
 _TASK = re.compile(
     r"\A\s*### Task:"  # every task prompt of Open WebUI
     r"|\btitle generator\b"
@@ -200,18 +217,21 @@ _TASK = re.compile(
 
 
 def is_side_request(request: ChatRequest, n_tokens: int, beside: bool, family: bool) -> bool:
-    """Whether a request that goes on from no session is to become none.
+    """Whether a request that continues no session is a side request.
 
-    `n_tokens` is the length of its prompt; `beside` says that a conversation of the same client is
-    alive, `family` that one of them carries the same id. It is a side request when it is the first
-    word of whatever it is, brings no tools, and
-    either says it wants a title, tags or a summary,
-    or is short, sent beside a conversation, and belongs to it by its id or wants a tiny answer.
+    Side requests are titles, tags, summaries and probes that clients send beside a conversation.
+    They must not displace a conversation's session. Mistaking a conversation's first turn for one
+    costs little: its second turn creates the session.
+
+    A side request has only system and user messages and no tools. It either asks for a title, tags
+    or a summary, or is short, is sent beside a conversation, and has the same id or asks for a tiny
+    answer. `n_tokens` is the length of its prompt, `beside` says that a conversation of the same
+    client is active, `family` that one of them has the same id.
     """
     roles = {message.role for message in request.messages}
     if request.has_tools or not roles <= {Role.SYSTEM, Role.USER}:
         return False
-    if any(_TASK.search(message.text[:_LOOKED_AT]) for message in request.messages):
+    if any(_TASK.search(message.text[:_SEARCHED_CHARS]) for message in request.messages):
         return True
     tiny = request.max_tokens is not None and request.max_tokens <= MAX_ANSWER
     return beside and n_tokens <= MAX_TOKENS and (family or tiny)

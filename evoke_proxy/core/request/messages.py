@@ -1,7 +1,7 @@
-"""Messages of a request, in the list llama-server makes of them, whatever the dialect.
+"""Reads the messages of a request of any dialect, in the list that llama-server makes of them.
 
-The spans of a rendering count messages in that list, so the server's converters are followed here
-message by message: which items become one message, and which message becomes several.
+The spans of a rendering count messages in that list. The rules of llama-server's converters decide
+which items become one message, and which message becomes several.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call an assistant asked for; `arguments` is a JSON text."""
+    """A tool call of the assistant; `arguments` is JSON text."""
 
     id: str
     name: str
@@ -35,21 +35,31 @@ class ToolCall:
 
     @property
     def path(self) -> str:
-        """The file it is about; empty when no argument says so."""
+        """The path among its arguments; empty when there is none."""
         try:
             arguments = json.loads(self.arguments)
         except (ValueError, RecursionError):
             return ""
         if not isinstance(arguments, dict):
             return ""
-        given = (arguments.get(key) for key in _PATH_ARGUMENTS)
-        found = (value.strip() for value in given if isinstance(value, str))
-        return next(filter(None, found), "")
+        values = (arguments.get(key) for key in _PATH_ARGUMENTS)
+        paths = (value.strip() for value in values if isinstance(value, str))
+        return next(filter(None, paths), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `keep` is "pin", "prefer" or "", `block_name` what the client calls it."""
+    """One message.
+
+    Attributes:
+        role: author.
+        text: text of its parts.
+        name: name of the author or tool.
+        tool_calls: calls of the assistant.
+        tool_call_id: id of the call that a tool result answers.
+        keep: the client's mark, "pin", "prefer" or "".
+        block_name: name that the client gave to its blocks.
+    """
 
     role: Role
     text: str = ""
@@ -67,9 +77,9 @@ class Message:
 
 
 class LazyMessages(Sequence[Message]):
-    """Messages that are items of a body one for one, each read when somebody wants to know it.
+    """Messages that correspond one to one to items of a body, each read on first access.
 
-    Of a long conversation that is only the end.
+    Of a long conversation only the end is read.
     """
 
     __slots__ = ("_items", "_read")
@@ -100,74 +110,76 @@ class LazyMessages(Sequence[Message]):
 
 
 def from_chat(body: Mapping[str, Any]) -> Sequence[Message]:
-    """Messages of a chat completions body, one for one."""
-    given = body.get("messages")
-    return LazyMessages(given if isinstance(given, list) else ())
+    """Messages of a chat completions body: one per item."""
+    items = body.get("messages")
+    return LazyMessages(items if isinstance(items, list) else ())
 
 
 def from_completion(body: Mapping[str, Any]) -> list[Message]:
-    """A raw prompt is one message."""
+    """The raw prompt of a completions body as one message."""
     prompt = body.get("prompt")
     return [Message(Role.USER, prompt if isinstance(prompt, str) else "")]
 
 
 def from_responses(body: Mapping[str, Any]) -> list[Message]:
-    """Messages of a responses body: what an assistant says and calls in a row is one message."""
-    found: list[Message] = []
+    """Messages of a responses body: successive items of the assistant are one message."""
+    messages: list[Message] = []
     if "instructions" in body:
-        found.append(Message(Role.SYSTEM, _text(body["instructions"])))
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*found, Message(Role.USER, given)]
-    said: list[Message] = []  # by the assistant, in a row
-    for item in _items(given):
+        messages.append(Message(Role.SYSTEM, _text(body["instructions"])))
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*messages, Message(Role.USER, items)]
+    run: list[Message] = []  # successive items of the assistant
+    for item in _items(items):
         message = _response_item(item)
         if message.role is Role.ASSISTANT:
-            said.append(message)
+            run.append(message)
             continue
-        found += _joined(said)
-        said = []
-        found.append(message)
-    return [*found, *_joined(said)]
+        messages += _joined(run)
+        run = []
+        messages.append(message)
+    return [*messages, *_joined(run)]
 
 
 def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
-    """Messages of a messages body: each tool result is a message of its own."""
-    found: list[Message] = []
+    """Messages of an Anthropic messages body: each tool result is a message of its own."""
+    messages: list[Message] = []
     if body.get("system") is not None:
-        found.append(Message(Role.SYSTEM, _text(body["system"], "")))
+        messages.append(Message(Role.SYSTEM, _text(body["system"], "")))
     for item in _items(body.get("messages")):
         content = item.get("content")
         if isinstance(content, list):
-            found += _anthropic_parts(item, list(_objects(content)))
+            messages += _anthropic_parts(item, list(_objects(content)))
         elif "content" in item or item.get("role") != "assistant":
-            found.append(_plain(item))
-    return found
+            messages.append(_plain(item))
+    return messages
 
 
-def lists_of(body: Mapping[str, Any], known: Mapping[str, int]) -> Iterator[list[Any]]:
-    """A body's lists of messages, of any dialect, each from behind its first `known` on."""
+def message_lists(body: Mapping[str, Any], skipped: Mapping[str, int]) -> Iterator[list[Any]]:
+    """The lists of messages in a body of any dialect, without the first `skipped` of each."""
     for key in MESSAGE_LISTS:
-        if isinstance(given := body.get(key), list):
-            yield given[known.get(key, 0) :]
+        if isinstance(items := body.get(key), list):
+            yield items[skipped.get(key, 0) :]
 
 
-def has_media(body: Mapping[str, Any], known: Mapping[str, int]) -> bool:
-    """Whether any message carries an image, a sound or a file, behind the first `known` of its
-    list."""
-    listed = [
+def has_media(body: Mapping[str, Any], skipped: Mapping[str, int]) -> bool:
+    """Whether a message has media: an image, a sound or a file.
+
+    The first `skipped` messages of each list are not searched.
+    """
+    with_parts = [
         item
-        for given in lists_of(body, known)
-        for item in given
+        for items in message_lists(body, skipped)
+        for item in items
         if isinstance(item, dict) and (type(item.get("content")) is list or "output" in item)
     ]
-    parts = (part for item in listed for part in _parts(item))
+    parts = (part for item in with_parts for part in _parts(item))
     return any(_string(part.get("type")) in _MEDIA_PARTS for part in parts)
 
 
 def _plain(item: Mapping[str, Any]) -> Message:
     role, text = parse_role(_string(item.get("role"))), _text(item.get("content"))
-    if item.keys() <= _BARE:  # almost every message has nothing else
+    if item.keys() <= _BARE:  # the usual case
         return Message(role, text)
     calls = (_tool_call(call) for call in _objects(item.get("tool_calls")))
     message = Message(
@@ -177,14 +189,14 @@ def _plain(item: Mapping[str, Any]) -> Message:
         tool_calls=tuple(calls),
         tool_call_id=_string(item.get("tool_call_id")),
     )
-    return _marked(message, item)
+    return _with_marks(message, item)
 
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments", "")
-    text = arguments if isinstance(arguments, str) else _written(arguments)
+    text = arguments if isinstance(arguments, str) else _encoded(arguments)
     return ToolCall(_string(call.get("id")), _string(function.get("name")), text)
 
 
@@ -192,27 +204,27 @@ def _response_item(item: Mapping[str, Any]) -> Message:
     kind, call_id = item.get("type"), _string(item.get("call_id"))
     if kind == "function_call":
         call = ToolCall(call_id, _string(item.get("name")), _string(item.get("arguments")))
-        return _marked(Message(Role.ASSISTANT, tool_calls=(call,)), item)
+        return _with_marks(Message(Role.ASSISTANT, tool_calls=(call,)), item)
     if kind == "function_call_output":
         output = _text(item.get("output"))
-        return _marked(Message(Role.TOOL, output, tool_call_id=call_id), item)
+        return _with_marks(Message(Role.TOOL, output, tool_call_id=call_id), item)
     if kind == "reasoning":
-        return _marked(Message(Role.ASSISTANT), item)
+        return _with_marks(Message(Role.ASSISTANT), item)
     return _plain(item)
 
 
-def _joined(said: Sequence[Message]) -> Sequence[Message]:
-    """Messages in a row as the one that they are; none of none."""
-    if len(said) < 2:
-        return said
-    whole = replace(
-        said[0],
-        text="".join(message.text for message in said),
-        tool_calls=tuple(call for message in said for call in message.tool_calls),
-        keep=next((message.keep for message in said if message.keep), ""),
-        block_name=next((message.block_name for message in said if message.block_name), ""),
+def _joined(run: Sequence[Message]) -> Sequence[Message]:
+    """Join successive messages into one; an empty run stays empty."""
+    if len(run) < 2:
+        return run
+    joined = replace(
+        run[0],
+        text="".join(message.text for message in run),
+        tool_calls=tuple(call for message in run for call in message.tool_calls),
+        keep=next((message.keep for message in run if message.keep), ""),
+        block_name=next((message.block_name for message in run if message.block_name), ""),
     )
-    return [whole]
+    return [joined]
 
 
 def _anthropic_parts(item: Mapping[str, Any], parts: list[Mapping[str, Any]]) -> list[Message]:
@@ -222,7 +234,7 @@ def _anthropic_parts(item: Mapping[str, Any], parts: list[Mapping[str, Any]]) ->
         calls = tuple(_tool_use(part) for part in kept if part.get("type") == "tool_use")
         role = parse_role(_string(item.get("role")))
         results.insert(0, Message(role, _text(kept), tool_calls=calls))
-    return [_marked(message, item) for message in results]
+    return [_with_marks(message, item) for message in results]
 
 
 def _tool_result(part: Mapping[str, Any]) -> Message:
@@ -231,19 +243,19 @@ def _tool_result(part: Mapping[str, Any]) -> Message:
 
 
 def _tool_use(part: Mapping[str, Any]) -> ToolCall:
-    arguments = _written(part.get("input"))
+    arguments = _encoded(part.get("input"))
     return ToolCall(_string(part.get("id")), _string(part.get("name")), arguments)
 
 
-def _written(value: object) -> str:
-    """As JSON; empty when it is too deep for that, and llama-server's to refuse."""
+def _encoded(value: object) -> str:
+    """Encode as JSON; empty for values nested too deep, which llama-server refuses."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
         return ""
 
 
-def _marked(message: Message, item: Mapping[str, Any]) -> Message:
+def _with_marks(message: Message, item: Mapping[str, Any]) -> Message:
     keep, name = _string(item.get("evoke_keep")), _string(item.get("evoke_name"))
     return replace(message, keep=keep, block_name=name) if keep or name else message
 
@@ -257,22 +269,22 @@ def _text(content: object, between: str = "\n") -> str:
 
 def _parts(item: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     for key in ("content", "output"):
-        given = item.get(key)
-        if isinstance(given, list):
-            for part in _objects(given):
+        parts = item.get(key)
+        if isinstance(parts, list):
+            for part in _objects(parts):
                 yield part
                 yield from _objects(part.get("content"))
 
 
 def _items(value: object) -> list[Mapping[str, Any]]:
-    """A list's elements; one that is no object counts, because the server counts it."""
-    given = value if isinstance(value, list) else []
-    return [item if isinstance(item, dict) else {} for item in given]
+    """A list's elements; one that is not an object counts as empty, as in llama-server."""
+    items = value if isinstance(value, list) else []
+    return [item if isinstance(item, dict) else {} for item in items]
 
 
 def _objects(value: object) -> list[Mapping[str, Any]]:
-    given = value if isinstance(value, list) else []
-    return [item for item in given if isinstance(item, dict)]
+    items = value if isinstance(value, list) else []
+    return [item for item in items if isinstance(item, dict)]
 
 
 def _string(value: object) -> str:

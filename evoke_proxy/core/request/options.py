@@ -1,4 +1,4 @@
-"""Our own fields of a request: what each may be, and the bytes without them."""
+"""The proxy's own request fields: validation, and removal from the body."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 from evoke_proxy.config import RECALLS, RECOVERIES
 from evoke_proxy.config.policy_names import policy_names
 from evoke_proxy.core.request.json_edit import edit_top_level
-from evoke_proxy.core.request.messages import lists_of
+from evoke_proxy.core.request.messages import message_lists
 from evoke_proxy.errors import RequestError
 
-# To be removed from the bytes before they are forwarded: llama-server would refuse or misread them.
+# Removed from the body before it is forwarded: llama-server would refuse or misread them.
 TOP_LEVEL_FIELDS = (
     "evoke",
     "evoke_budget",
@@ -35,17 +35,28 @@ OURS = frozenset(TOP_LEVEL_FIELDS)
 _KEEPS = ("pin", "prefer")
 _SESSION = re.compile(r"[A-Za-z0-9._:@/+=-]{1,256}")
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,100}")
-_BLOCK_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")  # paths are longer than names
+_BLOCK_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")  # paths may be longer than names
 _MAX_PRIORITY = 100.0
 _MAX_NAMES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Our own top-level fields; None and the defaults mean "as configured".
+    """The proxy's own top-level fields; None and the defaults mean "as configured".
 
-    `recover` are names of blocks that the client wants back, `oracle` names or message indexes of
-    those that a bench says hold the answer.
+    Attributes:
+        enabled: `evoke`; false passes the request through unmanaged.
+        budget: `evoke_budget`, tokens.
+        policy: `evoke_policy`.
+        recovery: `evoke_recovery`.
+        priority: `evoke_priority`, a factor of keep-scores of this turn's blocks.
+        pinned: `evoke_pinned`; pins this turn's blocks.
+        task_boundary: `evoke_task_boundary`; a new task begins with this turn.
+        session: `evoke_session`, the client's id of the conversation.
+        recover: `evoke_recover`, names of blocks that the client wants back.
+        oracle: `evoke_oracle`, names or message indexes of the blocks that hold the answer.
+        recall: `evoke_recall`.
+        given: whether the request has any of these fields, or marks in its messages.
     """
 
     enabled: bool = True
@@ -62,14 +73,17 @@ class RequestOptions:
     given: bool = False
 
 
-def strip_own_fields(body: bytes, parsed: Mapping[str, Any]) -> bytes:
-    """A body's bytes without our own fields, all others as they were; `parsed` is what it says."""
-    return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS, keys=parsed.keys())
+def strip_own_fields(body: bytes) -> bytes:
+    """Remove the proxy's own fields from a body; all other bytes stay unchanged."""
+    return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS)
 
 
-def parse_options(body: Mapping[str, Any], marked: bool, bench: bool) -> RequestOptions:
-    """The fields of a body; `marked` says that messages carry some too, `bench` that a bench may
-    say where an answer is. RequestError when one is wrong, or is none that there is."""
+def parse_options(body: Mapping[str, Any], has_marks: bool, bench: bool) -> RequestOptions:
+    """Read the proxy's own fields of a body; RequestError for a wrong or unknown field.
+
+    `has_marks` says whether messages have such fields too. `bench` allows fields and policies that
+    only benches use.
+    """
     for key in body:
         if key.startswith("evoke_") and key not in OURS:
             _refuse_name(key)
@@ -85,7 +99,7 @@ def parse_options(body: Mapping[str, Any], marked: bool, bench: bool) -> Request
         session=_session(body),
         recover=_recover(body),
         oracle=_oracle(body, bench),
-        given=marked or any(key in body for key in TOP_LEVEL_FIELDS),
+        given=has_marks or any(key in body for key in TOP_LEVEL_FIELDS),
     )
 
 
@@ -98,17 +112,17 @@ def _budget(body: Mapping[str, Any]) -> int | None:
     value = body.get("evoke_budget")
     if value is None:
         return None
-    budget = whole(value)
+    budget = integer_or_none(value)
     if budget is None or budget <= 0:
         _refuse("evoke_budget", "a whole number of tokens above 0", value)
     return budget
 
 
-def _one_of(body: Mapping[str, Any], key: str, known: Sequence[str]) -> str | None:
+def _one_of(body: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str | None:
     value = body.get(key)
-    if value is None or value in known:
+    if value is None or value in allowed:
         return value
-    _refuse(key, f"one of {', '.join(known)}", value)
+    _refuse(key, f"one of {', '.join(allowed)}", value)
 
 
 def _priority(body: Mapping[str, Any]) -> float:
@@ -142,27 +156,33 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
         return ()
     if not bench:
         raise RequestError("evoke_oracle needs policy.bench_fields", "evoke_oracle_invalid")
-    if isinstance(value, list) and all(isinstance(x, str) or whole(x) is not None for x in value):
+    if isinstance(value, list) and all(
+        isinstance(x, str) or integer_or_none(x) is not None for x in value
+    ):
         return tuple(value)
     _refuse("evoke_oracle", "a list of names of blocks and indexes of messages", value)
 
 
-def marked_in(body: Mapping[str, Any], known: Mapping[str, int]) -> list[Mapping[str, Any]]:
-    """The items of a body's lists of messages that carry a field of ours, but for the first `known`
-    of each."""
-    # Every message of a long conversation is looked at: no call for each.
+def marked_messages(
+    body: Mapping[str, Any], unmarked: Mapping[str, int]
+) -> list[Mapping[str, Any]]:
+    """The messages of a body that have a field of the proxy.
+
+    `unmarked` says how many messages of each list, from the first on, are known to have none.
+    """
+    # Runs over every message of a long conversation, so it makes no call per message.
     keep, name = MESSAGE_FIELDS
     return [
         item
-        for given in lists_of(body, known)
-        for item in given
+        for items in message_lists(body, unmarked)
+        for item in items
         if isinstance(item, dict) and (keep in item or name in item)
     ]
 
 
-def check_marks(marked: Iterable[Mapping[str, Any]]) -> None:
-    """RequestError when a field of such an item is wrong."""
-    for item in marked:
+def check_marks(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Raise RequestError when a field of the proxy in a message is wrong."""
+    for item in messages:
         keep, name = item.get("evoke_keep"), item.get("evoke_name")
         if keep is not None and keep not in _KEEPS:
             _refuse("evoke_keep", "pin or prefer", keep)
@@ -171,16 +191,16 @@ def check_marks(marked: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _refuse_name(field: str) -> NoReturn:
-    shown = field[:100]  # of what may be as long as a body
-    near = difflib.get_close_matches(shown, TOP_LEVEL_FIELDS, n=1)
+    name = field[:100]  # a field may be as long as a body
+    near = difflib.get_close_matches(name, TOP_LEVEL_FIELDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TOP_LEVEL_FIELDS)}"
-    raise RequestError(f"{shown!r} is no field of evoke-proxy; {hint}", "evoke_field_unknown")
+    raise RequestError(f"{name!r} is no field of evoke-proxy; {hint}", "evoke_field_unknown")
 
 
-def _refuse(field: str, wanted: str, value: object) -> NoReturn:
-    raise RequestError(f"{field} must be {wanted}, not {value!r:.100}", f"{field}_invalid")
+def _refuse(field: str, expected: str, value: object) -> NoReturn:
+    raise RequestError(f"{field} must be {expected}, not {value!r:.100}", f"{field}_invalid")
 
 
-def whole(value: object) -> int | None:
-    """A JSON number without a fraction; None for anything else."""
+def integer_or_none(value: object) -> int | None:
+    """A JSON integer; None for anything else."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
