@@ -44,8 +44,8 @@ from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.demo.session import paragraph
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.model_router import ModelRouter
 from evoke_proxy.engine.parsing.request import IncomingRequest
+from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.web.garbage_collection import NEW_OBJECTS
 
 SIZES = (100, 1_000, 10_000, 100_000)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import Config
-from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.admin.exposition import register_gauges
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
-from evoke_proxy.engine.fleet.fleet import Fleet
-from evoke_proxy.engine.front import Front
-from evoke_proxy.engine.model_router import ModelRouter, ServedModel
-from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.routing.loaded_models import LoadedModels
+from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.routing.pool_gateway import PoolGateway
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
+from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
@@ -34,22 +33,19 @@ from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 
 
-def build_gateway(config: Config) -> Front:
-    """The gateway to one llama-server, or to several where the configuration names them."""
+def build_gateway(config: Config) -> ProxyGateway:
+    """The gateway to one llama-server, or to a pool where the configuration names several."""
+    gateway = build_pool(config) if config.pool.servers else build_router(config)
+    register_gauges(gateway)
+    return gateway
+
+
+def build_pool(config: Config) -> PoolGateway:
+    """The gateway to the servers of `pool.upstreams`."""
     urls = config.pool.servers
-    if not urls:
-        router = build_router(config)
-        register_gauges(router.metrics, lambda: served_by([router]))
-        return router
     shared = Shared(config, tuple(urls.values()))
-    members = {name: build_router(_at(config, url), shared, name) for name, url in urls.items()}
-    register_gauges(shared.metrics, lambda: served_by(members.values()))
-    return Fleet(config, shared, members)
-
-
-def served_by(routers: Iterable[ModelRouter]) -> list[tuple[SlotQueue, Conversations]]:
-    """The slots and the conversations of every server and model there is now."""
-    return [(it.slots, it.conversations) for router in routers for it in router.each()]
+    routers = {name: build_router(_at(config, url), shared, name) for name, url in urls.items()}
+    return PoolGateway(config, shared, routers)
 
 
 def build_router(config: Config, shared: Shared | None = None, name: str = "") -> ModelRouter:
@@ -60,7 +56,7 @@ def build_router(config: Config, shared: Shared | None = None, name: str = "") -
         config=config,
         shared=common,
         served=build_server(config, common, client, server_name=name),
-        models=Models(
+        models=LoadedModels(
             client,
             lambda model: build_server(config, common, client, model=model, server_name=name),
         ),
@@ -98,23 +94,18 @@ def build_server(
         conversations=resources.conversations,
         common=shared,
     )
-    admin = AdminContext(
-        client=client,
-        monitor=monitor,
-        slots=slots,
-        conversations=resources.conversations,
-        snapshots=snapshots,
-        records=records,
-        embedding=shared.embedding,
-        feed=shared.feed,
-        server_name=server_name,
-    )
     strategies = Strategies(
         budgeted=build_budgeted(config, shared, resources, records),
         snapshots=snapshots if snapshots.is_enabled else None,
         passthrough=Passthrough(monitor, shared.metrics),
     )
-    return ServedModel(Server(resources, strategies), admin)
+    return ServedModel(
+        server=Server(resources, strategies),
+        snapshots=snapshots,
+        records=records,
+        embedding=shared.embedding,
+        server_name=server_name,
+    )
 
 
 def build_budgeted(

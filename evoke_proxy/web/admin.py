@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from evoke_proxy.engine import Front
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.admin.exposition import UpstreamMetrics
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files, relay
 from evoke_proxy.web.admin_api import json_answer, require_same_site
@@ -24,7 +24,7 @@ _SHARED_CHECKS_S = 1.0
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def routes(engine: Front) -> list[web.RouteDef]:
+def routes(engine: ProxyGateway) -> list[web.RouteDef]:
     """The routes of the proxy's own paths; every other path belongs to llama-server."""
 
     admin = Admin(engine)
@@ -88,7 +88,7 @@ class _Readiness:
     which all requests of `_SHARED_CHECKS_S` share: no flood of them reaches llama-server.
     """
 
-    def __init__(self, engine: Front) -> None:
+    def __init__(self, engine: ProxyGateway) -> None:
         self._engine = engine
         self._checking = asyncio.Lock()
         self._checks: Checks = {}

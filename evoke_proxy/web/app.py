@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from evoke_proxy.engine import Front
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
 from evoke_proxy.engine.parsing.body_checks import BodyChecker
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, endpoints, error_responses, logs, relay
 from evoke_proxy.web.active_requests import ACTIVE_REQUESTS, ActiveRequests
@@ -27,7 +27,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _STATUS_DISCONNECTED = 499
 
 
-def create_app(engine: Front) -> web.Application:
+def create_app(engine: ProxyGateway) -> web.Application:
     """Make the application in front of `engine`, which the caller enters and leaves.
 
     Each request passes the middlewares in the order of their list: the first is the outermost.
@@ -58,7 +58,7 @@ def create_app(engine: Front) -> web.Application:
     return app
 
 
-def _dispatch(engine: Front) -> _Handler:
+def _dispatch(engine: ProxyGateway) -> _Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         with request.app[ACTIVE_REQUESTS].track():
             return await _answer(request, engine)
@@ -66,7 +66,7 @@ def _dispatch(engine: Front) -> _Handler:
     return handle
 
 
-async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
+async def _answer(request: web.Request, engine: ProxyGateway) -> web.StreamResponse:
     if request.method == "POST" and request.path in endpoints.ANSWER_PATHS:
         return await answer_chat(request, engine, endpoints.ANSWER_PATHS[request.path])
     if request.method == "POST" and request.path in endpoints.COUNT_PATHS:
@@ -83,7 +83,7 @@ async def _answer(request: web.Request, engine: Front) -> web.StreamResponse:
     return await relay.passthrough(request, engine.upstream, streamed)
 
 
-def _map_errors(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _map_errors(engine: ProxyGateway) -> Callable[..., Awaitable[web.StreamResponse]]:
     """A middleware that maps the errors of handlers to responses; no other place does."""
 
     @web.middleware
@@ -113,13 +113,13 @@ def _map_errors(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
     return middleware
 
 
-def _too_large(engine: Front) -> EvokeError:
+def _too_large(engine: ProxyGateway) -> EvokeError:
     limit = engine.config.limits.body_bytes
     message = f"the request body is larger than limits.body_bytes ({limit} bytes)"
     return RequestError(message, "request_too_large", 413)
 
 
-def _measure_and_log(engine: Front) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _measure_and_log(engine: ProxyGateway) -> Callable[..., Awaitable[web.StreamResponse]]:
     """A middleware that counts each request, measures its time, and logs one line about it."""
 
     @web.middleware

@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 
 from aiohttp import web
 
-from evoke_proxy.engine import Front
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.body_budget import COPIES
 from evoke_proxy.engine.parsing.request import IncomingRequest
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
 from evoke_proxy.web.client_access import ACCESS
@@ -22,7 +22,9 @@ from evoke_proxy.web.sse_keepalive import KeepaliveStream, check
 _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
 
 
-async def answer_chat(request: web.Request, gateway: Front, dialect: str) -> web.StreamResponse:
+async def answer_chat(
+    request: web.Request, gateway: ProxyGateway, dialect: str
+) -> web.StreamResponse:
     """Have the gateway answer a request, and relay the reply as it arrives."""
     FACTS.set({"decision": "refused"})
     async with read_body(request, gateway.config, COPIES) as body:
@@ -30,7 +32,7 @@ async def answer_chat(request: web.Request, gateway: Front, dialect: str) -> web
 
 
 async def _exchange(
-    request: web.Request, gateway: Front, incoming: IncomingRequest
+    request: web.Request, gateway: ProxyGateway, incoming: IncomingRequest
 ) -> web.StreamResponse:
     trace = RequestTrace(asyncio.get_running_loop().time())
     interval_s = gateway.config.limits.keepalive_s
@@ -64,7 +66,9 @@ async def _exchange(
             FACTS.set(trace.facts)
 
 
-async def answer_count(request: web.Request, gateway: Front, dialect: str) -> web.StreamResponse:
+async def answer_count(
+    request: web.Request, gateway: ProxyGateway, dialect: str
+) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the reply."""
     async with read_body(request, gateway.config, COPIES) as body:
         incoming = _incoming(request, dialect, body)

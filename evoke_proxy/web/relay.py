@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
 from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, TAIL_BYTES
 from evoke_proxy.core.reply.usage_edit import UsageEditor, with_accounting, with_accounting_in_tail
-from evoke_proxy.engine.front import Way
+from evoke_proxy.engine.routing.proxy_gateway import RequestOpener
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.client_access import ACCESS
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
@@ -89,7 +89,7 @@ def raw_target(request: web.Request) -> str:
 
 
 async def passthrough(
-    request: web.Request, upstream: Way, body: bytes | AsyncIterator[bytes] | None = None
+    request: web.Request, upstream: RequestOpener, body: bytes | AsyncIterator[bytes] | None = None
 ) -> web.StreamResponse:
     """Forward a request with this body, or with these parts of one, and relay the answer."""
     headers = request_headers(request)
@@ -103,7 +103,7 @@ def origin_header(request: web.Request) -> dict[str, str]:
     return {"Origin": origin} if _ORIGIN.fullmatch(origin) else {}
 
 
-async def health(request: web.Request, upstream: Way) -> web.StreamResponse:
+async def health(request: web.Request, upstream: RequestOpener) -> web.StreamResponse:
     """Answer with the health of llama-server, from a call of the proxy's own.
 
     The request needs no key, so nothing of it is forwarded except a well-formed origin, without

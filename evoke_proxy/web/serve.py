@@ -15,7 +15,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.loader import reloaded
-from evoke_proxy.engine import Front, build_gateway
+from evoke_proxy.engine.assembly import build_gateway
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.server.session_worker import SWITCH_S
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web import logs
@@ -32,7 +33,7 @@ _log = logging.getLogger(__name__)
 _SHUTDOWN_S = 1.0
 
 
-def make_runner(engine: Front) -> web.AppRunner:
+def make_runner(engine: ProxyGateway) -> web.AppRunner:
     """The runner of the application; it cancels the handler of a client that disconnects.
 
     It decompresses no bodies: they are forwarded as they are.
@@ -93,7 +94,7 @@ async def serve(config: Config, reload: Callable[[], Config]) -> None:
             await runner.cleanup()
 
 
-async def drain(engine: Front, runner: web.AppRunner) -> None:
+async def drain(engine: ProxyGateway, runner: web.AppRunner) -> None:
     """Refuse new requests, wait for running ones, and write state that is kept to disk.
 
     Running requests have `limits.drain_timeout_s` seconds to end.
@@ -109,7 +110,7 @@ async def drain(engine: Front, runner: web.AppRunner) -> None:
     engine.feed.end()
 
 
-def _reload(engine: Front, read: Callable[[], Config]) -> None:
+def _reload(engine: ProxyGateway, read: Callable[[], Config]) -> None:
     """Apply the settings that can change at run time; keep all of them when any is invalid."""
     try:
         found = reloaded(engine.config, read())
@@ -125,7 +126,9 @@ def _reload(engine: Front, read: Callable[[], Config]) -> None:
         _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
 
 
-async def listen_for_clients(runner: web.AppRunner, engine: Front, listen: Sequence[str]) -> None:
+async def listen_for_clients(
+    runner: web.AppRunner, engine: ProxyGateway, listen: Sequence[str]
+) -> None:
     """Listen on these addresses, for at most `limits.connections` connections in all."""
     most = engine.config.limits.connections
     files = raise_file_limit(most)
@@ -139,7 +142,7 @@ async def listen_for_clients(runner: web.AppRunner, engine: Front, listen: Seque
         await ClientSite(runner, host, port, limit).start()
 
 
-async def _listen(runner: web.AppRunner, engine: Front) -> None:
+async def _listen(runner: web.AppRunner, engine: ProxyGateway) -> None:
     """Listen on the admin addresses first: only those bound by then count as admin addresses."""
     config = engine.config
     await _listen_for_admin(runner, config.security, config.listen)

@@ -13,8 +13,8 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from evoke_proxy.adapters.llama.transport import Reply
-from evoke_proxy.engine.front import Way
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.routing.proxy_gateway import RequestOpener
 from evoke_proxy.engine.server.slot_queue import finished
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 from evoke_proxy.web import error_responses
@@ -34,7 +34,7 @@ class KeepaliveStream:
     nothing. `interval_s` are the seconds of waiting before each comment.
     """
 
-    def __init__(self, request: web.Request, upstream: Way, interval_s: float) -> None:
+    def __init__(self, request: web.Request, upstream: RequestOpener, interval_s: float) -> None:
         self.response: Relayed | None = None
         self._request = request
         self._upstream = upstream
@@ -114,7 +114,9 @@ async def check(reply: Reply) -> None:
         raise UpstreamRejected(reply.status, await reply.read())
 
 
-async def _cors_headers(upstream: Way, path: str, origin: Mapping[str, str]) -> Mapping[str, str]:
+async def _cors_headers(
+    upstream: RequestOpener, path: str, origin: Mapping[str, str]
+) -> Mapping[str, str]:
     """The CORS headers that llama-server sends to pages of this origin; none when it does not say.
 
     A browser reads no answer that does not allow its origin, and which are allowed is a setting of

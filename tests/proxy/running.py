@@ -17,10 +17,10 @@ from typing import cast
 
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
-from evoke_proxy.engine import build_gateway
-from evoke_proxy.engine.fleet.servers import Servers
-from evoke_proxy.engine.model_router import ModelRouter
+from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
+from evoke_proxy.engine.routing.health_monitor import HealthMonitor
+from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
@@ -155,7 +155,9 @@ class RunningProxy:
     def engines(self) -> list[Server]:
         """Of every server, and of every model of one that routes."""
         servers: object = self.engine.pool
-        each = list(servers.engines.values()) if isinstance(servers, Servers) else [self.engine]
+        each = (
+            list(servers.routers.values()) if isinstance(servers, HealthMonitor) else [self.engine]
+        )
         return [server for engine in each for server in engine.each()]
 
     def metric(self, name: str, **labels: str) -> float:

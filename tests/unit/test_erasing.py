@@ -42,7 +42,7 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
     engine = build_router(config)
     snapshots = engine.server.strategies.snapshots
-    vault, eraser = snapshots.repository, SessionEraser(engine.admin_contexts[0])
+    vault, eraser = snapshots.repository, SessionEraser(engine.served_models[0])
 
     async def sealed(tenant: str) -> None:
         part = vault.new_part()

@@ -28,13 +28,13 @@ from evoke_proxy.core.servers.affinity import Route
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.assembly import build_gateway
-from evoke_proxy.engine.fleet.fleet import Fleet, _Origin, _origin_of
-from evoke_proxy.engine.fleet.moving import move
-from evoke_proxy.engine.fleet.way import SERVER_HEADER
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
 from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER
+from evoke_proxy.engine.routing.migration import migrate_conversation
+from evoke_proxy.engine.routing.pool_gateway import Origin, PoolGateway, _Routed
 from evoke_proxy.errors import ConfigError, NoServer, RequestError, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
@@ -46,9 +46,9 @@ WORDS = (
 BODY = b'{"messages":[{"role":"user","content":"Hi"}]}'
 
 
-def _fleet(config: Config = CONFIG) -> Fleet:
+def _fleet(config: Config = CONFIG) -> PoolGateway:
     fleet = build_gateway(config)
-    assert isinstance(fleet, Fleet)
+    assert isinstance(fleet, PoolGateway)
     return fleet
 
 
@@ -57,18 +57,18 @@ def _parsed(dialect: str, body: bytes, headers: dict[str, str]) -> ParsedRequest
     return asyncio.run(RequestParser(Config(), Metrics()).parse(incoming))
 
 
-def _asked(dialect: str, body: bytes, headers: dict[str, str]) -> _Origin:
+def _asked(dialect: str, body: bytes, headers: dict[str, str]) -> Origin:
     try:
-        return _origin_of(_parsed(dialect, body, headers))
+        return Origin.of(_parsed(dialect, body, headers))
     except RequestError:
-        return _Origin(tenant_of(headers))
+        return Origin(tenant_of(headers))
 
 
-def _records(fleet: Fleet, at: int) -> Any:
+def _records(fleet: PoolGateway, at: int) -> Any:
     return fleet.servers[at].server.strategies.budgeted._records
 
 
-def _well(fleet: Fleet, *places: int) -> None:
+def _well(fleet: PoolGateway, *places: int) -> None:
     pool = fleet.servers.pool
     assert pool.due_checks(0.0)
     for at in range(2):
@@ -81,12 +81,12 @@ def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
     fleet.servers[1].conversations.recall(known)
     tenant = known.session.tenant
     asked = replace(_asked("chat", BODY, NAMED), tenant=tenant)
-    place = fleet._place(asked)
+    place = fleet._find_route(asked)
     assert place is not None and (place.server, place.session) == (1, known.session.id)
-    assert fleet._place(asked) is place, "however often nobody could take it"
+    assert fleet._find_route(asked) is place, "however often nobody could take it"
     assert fleet._affinity.bound == [0, 1]
-    assert fleet._place(replace(asked, name="other")) is None
-    assert fleet._place(replace(asked, tenant="other")) is None
+    assert fleet._find_route(replace(asked, name="other")) is None
+    assert fleet._find_route(replace(asked, tenant="other")) is None
 
 
 def test_records_are_recalled_where_they_were() -> None:
@@ -109,14 +109,16 @@ def test_what_moves_is_the_same_session_and_has_nothing() -> None:
         source.conversations.recall(seated())
         (known,) = source.conversations
         known.epoch, known.n_resident, known.in_use, known.pinned = 7, 100, 1, True
-        assert not await move(known.id, source, target, there=False), "it is being answered"
+        is_moved = await migrate_conversation(known.id, source, target, False)
+        assert not is_moved, "it is being answered"
         known.in_use = 0
-        assert await move(known.id, source, target, there=False)
+        assert await migrate_conversation(known.id, source, target, source_answers=False)
         assert not list(source.conversations)
         (there,) = target.conversations
         assert (there.id, there.pinned, there.epoch, there.n_resident) == (known.id, True, None, 0)
         assert there.unsure and not there.labels and known.labels
-        assert not await move(known.id, source, target, there=False), "it is not there any more"
+        is_moved = await migrate_conversation(known.id, source, target, False)
+        assert not is_moved, "it is not there any more"
 
     asyncio.run(moved())
 
@@ -143,7 +145,7 @@ def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: 
         (known,) = source.conversations
         source.server.slots.pool.moved(known.id, 0)
         labels = sorted(known.labels)
-        assert await move(known.id, source, target, there=True)
+        assert await migrate_conversation(known.id, source, target, source_answers=True)
         assert done == ["saved", ("block-drop", labels, known.tenant)] and labels
         assert source.server.slots.pool.slot_of(known.id) is None
 
@@ -162,8 +164,8 @@ def test_one_that_drains_saves_what_it_holds_when_its_last_answer_has_ended(
         fleet = _fleet()
         saved.clear()
         monkeypatch.setattr(fleet.servers[1], "keep", keep)
-        async with fleet.servers._chores as chores:
-            with fleet.servers.one(1):
+        async with fleet.servers._tasks as chores:
+            with fleet.servers.request_at(1):
                 assert fleet.servers.drain("b", True)["draining"]
                 await asyncio.sleep(0.02)
                 assert not saved, "it is still answering"
@@ -193,7 +195,7 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             if moves:
-                assert await move(known.id, source, target, there=False)
+                assert await migrate_conversation(known.id, source, target, source_answers=False)
             source.conversations.forget(known)
             await task
             return len(fleet.shared.vault.records(known.id))
@@ -208,9 +210,9 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
         _well(fleet, 0, 1)
         refused = UpstreamUnavailable("no", "http://one:1", reached=False)
         tried: dict[int, int] = {}
-        assert fleet._next(0, tried, refused) == 1
+        assert fleet._fail_over(0, tried, refused) == 1
         with pytest.raises(NoServer) as none:
-            fleet._next(1, tried, UpstreamUnavailable("no", "http://two:2", reached=False))
+            fleet._fail_over(1, tried, UpstreamUnavailable("no", "http://two:2", reached=False))
         assert none.value.retry_after >= 1 and none.value.status == 503
         assert "2 failed just now" in str(none.value)
         sample = fleet.metrics.registry.get_sample_value
@@ -286,7 +288,7 @@ def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
 
         fleet.servers[0].exchange = exchange  # type: ignore[method-assign, assignment]
         trace = RequestTrace(-3.0)
-        async with fleet._attempt(0, (route, _Origin("")), request, trace) as exchanged:
+        async with fleet._attempt(0, _Routed(request, Origin(""), route), trace) as exchanged:
             assert trace.server == exchanged.headers[SERVER_HEADER] == "a"
             assert route.session == "there"
 
@@ -316,15 +318,15 @@ def test_one_that_hangs_is_not_waited_for_any_more() -> None:
             task = asyncio.get_running_loop().create_task(request())
             await asyncio.sleep(0)
             answered.set()
-            fleet.servers._opened(1, "")
+            fleet.servers._on_breaker_opened(1, "")
             if ended is asyncio.CancelledError:
                 task.cancel()
             await asyncio.sleep(0)
-            fleet.servers._opened(1, "")
+            fleet.servers._on_breaker_opened(1, "")
             left.set()
             with pytest.raises(BaseException) as error:
                 await task
-            assert error.type is ended and not passed_on and not fleet.servers._opening[1]
+            assert error.type is ended and not passed_on and not fleet.servers._openings[1]
             answered.clear()
             left.clear()
 

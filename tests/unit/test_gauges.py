@@ -6,15 +6,15 @@ from test_recorded import seated
 
 from evoke_proxy.config import Config
 from evoke_proxy.engine.admin.exposition import register_gauges
-from evoke_proxy.engine.assembly import build_router, build_server, served_by
+from evoke_proxy.engine.assembly import build_router, build_server
 
 
 def test_gauges_sum_over_all_models() -> None:
     outer = build_router(Config())
-    register_gauges(outer.metrics, lambda: served_by([outer]))
+    register_gauges(outer)
     for number, name in enumerate(("small", "large"), 1):
         inner = build_server(outer.config, outer.shared, outer.upstream, model=name)
-        outer._models._known[name] = inner
+        outer._models._servers[name] = inner
         inner.server.conversations.recall(seated())
         for known in inner.server.conversations:
             known.n_resident = 10 * number

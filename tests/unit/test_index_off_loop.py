@@ -101,12 +101,12 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 tenant = "t" if id.startswith("mine") else "u"
                 await it.write_record(record(id, tenant))
             monkeypatch.setattr(DiskFormat, "decode_row", counted)
-            done = await SessionEraser(engine.admin_contexts[0]).delete(
+            done = await SessionEraser(engine.served_models[0]).delete(
                 [], lambda _, session: session == "mine"
             )
             assert not done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"mineral", "other"}
-            done = await SessionEraser(engine.admin_contexts[0]).wipe("t")
+            done = await SessionEraser(engine.served_models[0]).wipe("t")
             assert "records on disk" not in done["left"] and not opened
             assert {own.session for own in await it.record_owners()} == {"other"}
 

@@ -32,7 +32,7 @@ llamacpp:wait_seconds_sum 2.5
 class _Proxy:
     """The servers of a proxy."""
 
-    uplinks: Mapping[str, LlamaClient]
+    clients: Mapping[str, LlamaClient]
     metrics: Metrics
 
 

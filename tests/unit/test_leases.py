@@ -29,8 +29,8 @@ from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.model_router import ModelRouter
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server import finalizer
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.server.reply import ReplyReader

@@ -12,7 +12,7 @@ import pytest
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
 from evoke_proxy.engine.assembly import build_router
-from evoke_proxy.engine.models import Models
+from evoke_proxy.engine.routing.loaded_models import LoadedModels
 
 BODY = b'{"model":"one"}'
 
@@ -51,8 +51,8 @@ class Entered:
         await self.scope.__aexit__(None, None, None)
 
 
-async def _request(models: Models[Entered], body: bytes = BODY) -> Entered | None:
-    return await models.of(str(json.loads(body)["model"]), {})
+async def _request(models: LoadedModels[Entered], body: bytes = BODY) -> Entered | None:
+    return await models.load(str(json.loads(body)["model"]), {})
 
 
 def test_a_request_that_is_cancelled_while_its_model_is_entered_leaves_nothing_half_done() -> None:
@@ -64,7 +64,7 @@ def test_a_request_that_is_cancelled_while_its_model_is_entered_leaves_nothing_h
             return made[-1]
 
         loop = asyncio.get_running_loop()
-        async with Models(Router(), make) as models:
+        async with LoadedModels(Router(), make) as models:
             leaving = loop.create_task(_request(models))
             staying = loop.create_task(_request(models, b'{"model":"first"}'))
             while not made or not made[0].tasks:
@@ -92,7 +92,7 @@ def test_a_model_that_could_not_be_entered_is_tried_again() -> None:
             made.append(Entered(may, failures))  # type: ignore[arg-type]
             return made[-1]
 
-        async with Models(Router(), make) as models:
+        async with LoadedModels(Router(), make) as models:
             with pytest.raises(OSError, match="once"):
                 await _request(models)
             assert not list(models)

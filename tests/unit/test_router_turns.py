@@ -38,8 +38,8 @@ def test_the_loading_of_a_model_counts_as_waiting_of_the_request(monkeypatch: An
             assert reader.first_byte_s is not None and reader.first_byte_s >= 0.05
             yield Exchange(reply=reply, observe=reader.feed)  # type: ignore[arg-type]
 
-        router._models._known["other"] = inner
-        monkeypatch.setattr(router._models, "of", loaded)
+        router._models._servers["other"] = inner
+        monkeypatch.setattr(router._models, "load", loaded)
         monkeypatch.setattr(router.monitor, "look", look)
         monkeypatch.setattr(type(router), "_is_router", property(lambda _: True))
         monkeypatch.setattr(inner.server, "exchange", exchange)

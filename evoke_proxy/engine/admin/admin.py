@@ -2,65 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from evoke_proxy.config import Config
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.policy.pins import check_least_budget
-from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.admin.sessions import SessionAdmin, stored_row
 from evoke_proxy.engine.feed import EventFeed
-from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
+from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.errors import RequestError
-
-
-class AdministeredPool(Protocol):
-    """Several llama-servers, named in `pool.upstreams`."""
-
-    @property
-    def has_available(self) -> bool:
-        """Whether any of them takes requests."""
-        ...
-
-    def described(self) -> str:
-        """Their states in one line."""
-        ...
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each."""
-        ...
-
-    def drain(self, name: str, draining: bool) -> dict[str, Any]:
-        """Have conversations leave a server, or come back; its row after that."""
-        ...
-
-
-class Administered(Protocol):
-    """What an admin needs of the proxy."""
-
-    config: Config
-    shared: Shared
-
-    @property
-    def admin_contexts(self) -> Sequence[AdminContext]:
-        """Every llama-server and model there is now; never empty."""
-        ...
-
-    @property
-    def pool(self) -> AdministeredPool | None:
-        """The servers of a pool; None where there is only one server."""
-        ...
-
-    @property
-    def mode(self) -> str:
-        """What chats get: "budgeted", "snapshots", "pass-through" or "mixed"."""
-        ...
-
-    def adjust(self, config: Config) -> None:
-        """Go on with another configuration."""
-        ...
 
 
 class Admin:
@@ -70,9 +22,9 @@ class Admin:
     when a request of that session runs and the change needs its slot.
     """
 
-    def __init__(self, proxy: Administered) -> None:
+    def __init__(self, proxy: ProxyGateway) -> None:
         self._proxy = proxy
-        self._sessions: dict[AdminContext, SessionAdmin] = {}
+        self._sessions: dict[ServedModel, SessionAdmin] = {}
 
     @property
     def feed(self) -> EventFeed:
@@ -194,7 +146,7 @@ class Admin:
     def _admins(self) -> list[SessionAdmin]:
         admins = [
             self._sessions.get(context) or SessionAdmin(context)
-            for context in self._proxy.admin_contexts
+            for context in self._proxy.served_models
         ]
         self._sessions = {admin.context: admin for admin in admins}
         return admins

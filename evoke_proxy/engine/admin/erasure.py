@@ -11,7 +11,7 @@ from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, cop
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.snapshots.snapshots import Snapshot
-from evoke_proxy.engine.admin.context import AdminContext
+from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
 
@@ -27,7 +27,7 @@ class SessionEraser:
     each thing that could not be reached.
     """
 
-    def __init__(self, context: AdminContext) -> None:
+    def __init__(self, context: ServedModel) -> None:
         self._context = context
         self._blocks = BlockApi(context.client)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,8 +14,7 @@ from prometheus_client.samples import Sample
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.engine.server.conversations import Conversations
-from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Scraped(Protocol):
     """The llama-servers to scrape, by name, and the metrics that say whether any is up."""
 
     @property
-    def uplinks(self) -> Mapping[str, LlamaClient]: ...
+    def clients(self) -> Mapping[str, LlamaClient]: ...
 
     metrics: Metrics
 
@@ -60,7 +59,7 @@ class UpstreamMetrics:
         would wake up. Sets `evoke_upstream_up` once, when all have answered: a scrape that overlaps
         with another one never exports a value of "not asked yet".
         """
-        clients = self._proxy.uplinks
+        clients = self._proxy.clients
         scrapes = [self._scrape_one(name, client) for name, client in clients.items()]
         results = await asyncio.gather(*scrapes)
         self._proxy.metrics.upstream_up.set(any(answered for _, answered in results))
@@ -157,17 +156,18 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def register_gauges(
-    metrics: Metrics, served: Callable[[], Sequence[tuple[SlotQueue, Conversations]]]
-) -> None:
-    """Have the gauges of queued requests, sessions and resident tokens computed at each scrape.
-
-    `served` lists the slots and conversations of every server and model there is now.
-    """
+def register_gauges(proxy: ProxyGateway) -> None:
+    """Have the gauges of queued requests, sessions and resident tokens computed at each scrape."""
+    metrics = proxy.metrics
 
     def resident() -> int:
-        return sum(item.n_resident for _, there in served() for item in list(there))
+        conversations = [it for served in proxy.served_models for it in served.conversations]
+        return sum(it.n_resident for it in conversations)
 
-    metrics.queued.set_function(lambda: sum(slots.pool.queued for slots, _ in served()))
-    metrics.sessions.set_function(lambda: sum(len(there) for _, there in served()))
+    metrics.queued.set_function(
+        lambda: sum(served.slots.pool.queued for served in proxy.served_models)
+    )
+    metrics.sessions.set_function(
+        lambda: sum(len(served.conversations) for served in proxy.served_models)
+    )
     metrics.resident.set_function(resident)

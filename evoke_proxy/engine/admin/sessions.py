@@ -25,8 +25,8 @@ from evoke_proxy.core.snapshots.snapshots import (
     by_branch,
     snapshot_fields,
 )
-from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
@@ -88,7 +88,7 @@ class SessionAdmin:
     request of that session runs and the change needs its slot.
     """
 
-    def __init__(self, context: AdminContext) -> None:
+    def __init__(self, context: ServedModel) -> None:
         self.context = context
         self.eraser = SessionEraser(context)
         self._blocks = BlockApi(context.client)

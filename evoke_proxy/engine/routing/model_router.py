@@ -4,51 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.admin.context import AdminContext
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
-from evoke_proxy.engine.models import Models
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
+from evoke_proxy.engine.routing.loaded_models import LoadedModels
+from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.errors import UpstreamError
 
-# A step of decoding ahead that ends this soon is not cut off: llama-server would notice later.
+# A step of look-ahead that ends this soon is not cut off: llama-server would notice later.
 _GRACE_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The server of one model, and what admins work with."""
-
-    server: Server
-    admin: AdminContext
-
-    @property
-    def client(self) -> LlamaClient:
-        """Makes the calls about the model."""
-        return self.server.client
-
-    async def __aenter__(self) -> ServedModel:
-        await self.server.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.server.__aexit__()
-
-
 class ModelRouter:
-    """Uses one `Server`, and behind a router whose models' slots are kept, one for each model.
+    """The gateway to one URL; an async context manager.
 
-    Use as an async context manager. `owns_shared` says that leaving it also ends what is shared.
+    Where the server is a router and snapshots are enabled, each model has a server of its own.
     """
 
     pool = None
@@ -58,15 +37,16 @@ class ModelRouter:
         config: Config,
         shared: Shared,
         served: ServedModel,
-        models: Models[ServedModel],
+        models: LoadedModels[ServedModel],
         owns_shared: bool,
     ) -> None:
+        """With `owns_shared`, entering and leaving it enters and leaves `shared`."""
         self.config = config
         self.shared = shared
         self.server = served.server
         self.metrics, self.feed = shared.metrics, shared.feed
         self.upstream: LlamaClient = served.client
-        self.uplinks = {"": self.upstream}
+        self.clients = {"": self.upstream}
         self._served = served
         self._models = models
         self._owns_shared = owns_shared
@@ -98,26 +78,26 @@ class ModelRouter:
             yield exchange
 
     async def _server_of(self, request: ParsedRequest, trace: RequestTrace) -> Server:
-        """The server of the model that a request names, which is loaded then."""
+        """The server of the model that a request names, after the router has loaded the model."""
         await self.server.monitor.look(request.headers)
         if not (self._is_router and isinstance(request, ParsedChat)):
             return self.server
         with trace.waiting():
-            served = await self._models.of(request.model, request.headers)
+            served = await self._models.load(request.model, request.headers)
         if served is None:
             return self.server
-        for other in self._models:  # what one decodes ahead, another waits for
+        for other in self._models:  # look-ahead of one model delays requests of another
             other.server.slots.preempt(_GRACE_S)
         trace.begin_attempt()
         return served.server
 
     @property
     def _is_router(self) -> bool:
-        """Whether there are several models behind the URL, whose slots are kept."""
+        """Whether there are several models behind the URL, and their slots get snapshots."""
         return self.info.routes and self.server.strategies.snapshots is not None
 
     def each(self) -> Sequence[Server]:
-        """The server, and those of the models that were asked for."""
+        """The server itself, and the server of each model that a request has named."""
         return [self.server, *(served.server for served in self._models)]
 
     @property
@@ -146,9 +126,9 @@ class ModelRouter:
         return self.server.conversations
 
     @property
-    def admin_contexts(self) -> Sequence[AdminContext]:
-        """What admins work with, of the server and of each model that was asked for."""
-        return [served.admin for served in (self._served, *self._models)]
+    def served_models(self) -> Sequence[ServedModel]:
+        """The server itself, and each model that a request has named."""
+        return [self._served, *self._models]
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure of llama-server once; it is asked what it is before the next request."""

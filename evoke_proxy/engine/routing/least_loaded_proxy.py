@@ -1,0 +1,105 @@
+"""Forwards requests that belong to no conversation to the least loaded server of a pool."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TypeAlias
+
+from multidict import CIMultiDict
+
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.transport import Body, Reply
+from evoke_proxy.engine.routing.health_monitor import HealthMonitor
+from evoke_proxy.errors import RequestError, UpstreamError
+
+# Names the server that a request is for, and in replies the server that it comes from.
+SERVER_HEADER = "X-Evoke-Server"
+# Paths that read or change the state of one server.
+_PATH_OF_ONE_SERVER = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
+_READING_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+_STATUS_LOADING = 503
+Opening: TypeAlias = AbstractAsyncContextManager[Reply]
+
+
+class LeastLoadedProxy:
+    """Opens requests at a server of a pool; at the next one when a connection is refused.
+
+    `choose` gives the index of a server, `fail_over` that of another one after a failure. Both
+    raise NoServer when no server takes requests.
+    """
+
+    def __init__(
+        self,
+        servers: HealthMonitor,
+        choose: Callable[[], int],
+        fail_over: Callable[[int, dict[int, int], UpstreamError], int],
+    ) -> None:
+        self._servers = servers
+        self._choose = choose
+        self._fail_over = fail_over
+
+    @asynccontextmanager
+    async def open(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: Body | None = None,
+    ) -> AsyncIterator[Reply]:
+        """Send a request to the server that SERVER_HEADER names, or to the least loaded one.
+
+        Raises NoServer when no server takes requests, and RequestError when the request changes
+        the state of one server and names none.
+        """
+        sent = CIMultiDict(headers)
+        names = sent.popall(SERVER_HEADER, [])
+
+        def open_at(client: LlamaClient) -> Opening:
+            return client.open(method, target, sent, body)
+
+        if names:
+            at = self._servers.index_of(names[0])
+            async with self._tracked(at, open_at(self._servers[at].upstream)) as reply:
+                yield reply
+            return
+        is_of_one = _PATH_OF_ONE_SERVER.fullmatch(target)
+        if method not in _READING_METHODS and is_of_one:
+            all_names = ", ".join(self._servers.routers)
+            message = f"there are several servers: name one in {SERVER_HEADER} ({all_names})"
+            raise RequestError(message, "server_needed")
+        is_repeatable = (body is None or isinstance(body, bytes)) and not is_of_one
+        async with AsyncExitStack() as stack:
+            yield await self._open_first(stack, open_at, is_repeatable)
+
+    async def _open_first(
+        self,
+        stack: AsyncExitStack,
+        open_at: Callable[[LlamaClient], Opening],
+        is_repeatable: bool,
+    ) -> Reply:
+        """The reply of the first server that accepts the connection; `stack` closes it.
+
+        A repeatable request is also sent to another server when one replies that it still loads.
+        """
+        at, tried = self._choose(), dict[int, int]()
+        while True:
+            client = self._servers[at].upstream
+            if is_repeatable:
+                client = client.failing_while_loading()
+            try:
+                return await stack.enter_async_context(self._tracked(at, open_at(client)))
+            except UpstreamError as error:
+                if error.reached:
+                    raise
+                at = self._fail_over(at, tried, error)
+
+    @asynccontextmanager
+    async def _tracked(self, at: int, opening: Opening) -> AsyncIterator[Reply]:
+        with self._servers.request_at(at):
+            async with opening as reply:
+                reply.headers[SERVER_HEADER] = self._servers.name(at)
+                if reply.status != _STATUS_LOADING:
+                    self._servers.pool.request_served(at)
+                yield reply

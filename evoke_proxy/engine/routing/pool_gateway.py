@@ -1,0 +1,243 @@
+"""The gateway to a pool of llama-servers: chooses a server, and another one when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from evoke_proxy.config import Config
+from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
+from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.parser import RequestParser
+from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
+from evoke_proxy.engine.routing.health_monitor import HealthMonitor
+from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER, LeastLoadedProxy
+from evoke_proxy.engine.routing.migration import migrate_conversation
+from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.routing.served_model import ServedModel
+from evoke_proxy.engine.shared import Shared
+from evoke_proxy.errors import NoServer, UpstreamError, UpstreamUnavailable
+
+# The status of a llama-server that still loads its model.
+_STATUS_LOADING = 503
+# Routes that are remembered, for each conversation that a server remembers.
+_ROUTES_PER_CONVERSATION = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What identifies the conversation of a request before any server has rendered it."""
+
+    tenant: str
+    # What the client calls the conversation; None when it does not say.
+    name: str | None = None
+    # Hashes of the messages, each with all before it.
+    hashes: PrefixHashes = ()
+
+    @classmethod
+    def of(cls, request: ParsedRequest) -> Origin:
+        """The origin of a request; one that cannot be read has only a tenant."""
+        if not isinstance(request, ParsedChat):
+            return cls(request.tenant)
+        hint = request.hint
+        name = hint.text if hint is not None and not hint.weak else None
+        return cls(request.tenant, name, prefix_hashes(request.chat.messages))
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """A request with its origin, and the route of its conversation."""
+
+    request: ParsedRequest
+    origin: Origin
+    route: Route
+
+
+class PoolGateway:
+    """The gateway to several llama-servers of one model; an async context manager.
+
+    Attributes:
+        servers: the servers by their index in the configuration.
+    """
+
+    def __init__(self, config: Config, shared: Shared, routers: Mapping[str, ModelRouter]) -> None:
+        self.config = config
+        self.shared = shared
+        self.metrics, self.feed = shared.metrics, shared.feed
+        self.servers = HealthMonitor(routers, config.pool, self.metrics, self.feed)
+        self.pool = self.servers
+        self.clients = {name: router.upstream for name, router in routers.items()}
+        self.upstream = LeastLoadedProxy(
+            self.servers, lambda: self._choose(None, {}), self._fail_over
+        )
+        limit = _ROUTES_PER_CONVERSATION * config.limits.sessions
+        self._affinity = Affinity(len(routers), limit)
+        self._exit_stack = AsyncExitStack()
+
+    async def __aenter__(self) -> PoolGateway:
+        await self._exit_stack.enter_async_context(self.shared)
+        for router in self.servers.routers.values():
+            await self._exit_stack.enter_async_context(router)
+        await self._exit_stack.enter_async_context(self.servers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._exit_stack.aclose()
+
+    @property
+    def served_models(self) -> list[ServedModel]:
+        """Every server and model there is now."""
+        return [it for router in self.servers.routers.values() for it in router.served_models]
+
+    @property
+    def mode(self) -> str:
+        """The mode of the available servers; "mixed" when they differ."""
+        indices = self.servers.available or range(len(self.servers))
+        modes = {self.servers[at].mode for at in indices}
+        return modes.pop() if len(modes) == 1 else "mixed"
+
+    @property
+    def parser(self) -> RequestParser:
+        """Parses requests."""
+        return self.shared.parser
+
+    @asynccontextmanager
+    async def exchange(
+        self, request: ParsedRequest, trace: RequestTrace
+    ) -> AsyncIterator[Exchange]:
+        """Open a request at the server of its conversation, or at the least loaded one.
+
+        When that server fails before it has answered, the request goes to another one. A server
+        that broke the connection may have crashed because of the request: then only one more is
+        tried. Raises NoServer when no server takes requests.
+        """
+        origin = await run_off_loop(request.body, Origin.of, request)
+        tried = dict[int, int]()
+        route = self._find_route(origin)
+        at, has_broken_connection = self._choose(route, tried), False
+        async with AsyncExitStack() as stack:
+            while True:
+                route = await self._route_to(route, at)
+                try:
+                    attempt = self._attempt(at, _Routed(request, origin, route), trace)
+                    exchange = await self.servers.open(at, stack.enter_async_context(attempt))
+                    break
+                except UpstreamError as error:
+                    may_have_crashed = isinstance(error, UpstreamUnavailable)
+                    if error.reached and (has_broken_connection or not may_have_crashed):
+                        raise
+                    has_broken_connection |= error.reached
+                    at = self._fail_over(at, tried, error)
+                    trace.begin_attempt()
+            yield exchange
+            self.servers.pool.request_served(at)
+
+    @asynccontextmanager
+    async def _attempt(
+        self, at: int, routed: _Routed, trace: RequestTrace
+    ) -> AsyncIterator[Exchange]:
+        """Open a request at one server; UpstreamUnavailable when it still loads its model."""
+        router, route, name = self.servers[at], routed.route, self.servers.name(at)
+        trace.server = name
+        with self.servers.request_at(at), self._tracked(route, routed.origin):
+            async with router.exchange(routed.request, trace) as exchange:
+                # A later request may have moved the conversation while this one waited.
+                if exchange.session is not None and route.server == at:
+                    route.session = exchange.session
+                if exchange.reply.status == _STATUS_LOADING:
+                    url = router.upstream.url
+                    message = f"llama-server at {url} takes no requests yet"
+                    raise UpstreamUnavailable(message, url, reached=False)
+                exchange.headers[SERVER_HEADER] = name
+                yield exchange
+
+    def upstream_failed(self, error: UpstreamError) -> None:
+        """Count a failure of the llama-server that `error` names."""
+        self.servers.report_failure(error)
+
+    async def keep(self) -> None:
+        """Have every healthy server save what would be lost if the proxy stopped now."""
+        indices = [at for at in range(len(self.servers)) if self.servers.pool.is_healthy(at)]
+        await asyncio.gather(*[self.servers[at].keep() for at in indices])
+
+    def adjust(self, config: Config) -> None:
+        """Go on with another configuration, as far as its keys can change at run time."""
+        self.config = config
+        self.shared.adjust(config)
+        for router in self.servers.routers.values():
+            upstream = replace(config.upstream, url=router.upstream.url)
+            router.adjust(replace(config, upstream=upstream))
+
+    async def checks(self) -> dict[str, dict[str, Any]]:
+        """What readiness depends on; one server that takes requests is enough."""
+        available = self.servers.available
+        checks = {
+            "upstream": {"ok": bool(available), "detail": self.servers.described()},
+            "accepting": self.shared.accepting(),
+        }
+        for at in available:
+            detail = self.servers[at].monitor.described()
+            checks[f"budget_{self.servers.name(at)}"] = {"ok": True, "detail": detail}
+        return checks
+
+    def _find_route(self, origin: Origin) -> Route | None:
+        """The route of the conversation of a request; None for a new conversation.
+
+        A conversation that was loaded from its record is found by its name.
+        """
+        route = self._affinity.find(origin.tenant, origin.name, origin.hashes)
+        if route is not None or origin.name is None:
+            return route
+        for at in range(len(self.servers)):
+            for conversation in self.servers[at].conversations:
+                if (conversation.tenant, conversation.name) == (origin.tenant, origin.name):
+                    route = self._affinity.bind(at)
+                    route.session = conversation.id
+                    with self._tracked(route, origin):  # found again even if it is refused now
+                        return route
+        return None
+
+    def _choose(self, route: Route | None, tried: Mapping[int, int]) -> int:
+        """The index of the server for a request; NoServer when none takes requests.
+
+        `tried` has the servers that failed, with the number of times their breaker had opened.
+        """
+        home = route.server if route is not None else None
+        at = self.servers.pool.choose(home, self._affinity.bound, tried)
+        if at is None:
+            wait_s = self.servers.pool.retry_after(asyncio.get_running_loop().time())
+            failed = f", {len(tried)} failed just now" if tried else ""
+            raise NoServer(f"{self.servers.described()}{failed}; try again later", wait_s)
+        return at
+
+    def _fail_over(self, at: int, tried: dict[int, int], error: UpstreamError) -> int:
+        """Report the failure of a server, and choose another one; NoServer when none is left."""
+        tried[at] = self.servers.pool.members[at].openings
+        self.servers.report_failure(error)
+        other = self._choose(None, tried)
+        self.servers.count_failover(at, error)
+        return other
+
+    async def _route_to(self, route: Route | None, at: int) -> Route:
+        """The route of a conversation to a server, to which the conversation is moved."""
+        if route is None:
+            return self._affinity.bind(at)
+        if route.server == at:
+            return route
+        source, id = route.server, route.session
+        self._affinity.move(route, at)
+        is_draining = self.servers.pool.members[source].draining
+        source_answers = is_draining and self.servers.pool.is_healthy(source)
+        if id is not None and not await migrate_conversation(
+            id, self.servers[source], self.servers[at], source_answers
+        ):
+            route.session = None
+        self.metrics.moved.labels(reason="drained" if is_draining else "away").inc()
+        return route
+
+    def _tracked(self, route: Route, origin: Origin) -> AbstractContextManager[None]:
+        return self._affinity.track_request(route, origin.tenant, origin.name, origin.hashes)

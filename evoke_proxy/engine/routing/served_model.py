@@ -1,0 +1,62 @@
+"""A server as the proxy serves it: with its records and snapshots, under its name in a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.engine.embedding.service import EmbeddingService
+from evoke_proxy.engine.feed import EventFeed
+from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ServedModel:
+    """One llama-server, or one model behind a router; an async context manager."""
+
+    server: Server
+    # Owns the snapshots and their files.
+    snapshots: SnapshotStrategy
+    # Owns the records of sessions on disk.
+    records: SessionPersistence
+    # Owns the vectors of blocks.
+    embedding: EmbeddingService
+    # Name of the server in `pool.upstreams`; empty where there is only one.
+    server_name: str = ""
+
+    async def __aenter__(self) -> ServedModel:
+        await self.server.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.__aexit__()
+
+    @property
+    def client(self) -> LlamaClient:
+        """Makes the calls; bound to the model behind a router."""
+        return self.server.client
+
+    @property
+    def monitor(self) -> ServerMonitor:
+        """Knows what the server is now."""
+        return self.server.monitor
+
+    @property
+    def slots(self) -> SlotQueue:
+        """Leases its slots."""
+        return self.server.slots
+
+    @property
+    def conversations(self) -> Conversations:
+        """The conversations that are at it."""
+        return self.server.conversations
+
+    @property
+    def feed(self) -> EventFeed:
+        """Publishes events to operators."""
+        return self.server.resources.feed
