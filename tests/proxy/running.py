@@ -19,7 +19,6 @@ from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
-from evoke_proxy.engine.routing.health_monitor import HealthMonitor
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.models import bundled_model
@@ -154,11 +153,7 @@ class RunningProxy:
     @property
     def engines(self) -> list[Server]:
         """Of every server, and of every model of one that routes."""
-        servers: object = self.engine.pool
-        each = (
-            list(servers.routers.values()) if isinstance(servers, HealthMonitor) else [self.engine]
-        )
-        return [server for engine in each for server in engine.each()]
+        return [served.server for served in self.engine.served_models]
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample; 0 when it was never touched.
