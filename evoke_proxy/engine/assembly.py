@@ -89,10 +89,11 @@ def build_server(
     )
     snapshots = build_snapshots(config, shared, resources)
     records = SessionPersistence(
-        upstream=client,
-        whole=None if model else build_slot_snapshots(shared, resources, snapshots),
+        client=client,
+        slot_snapshots=None if model else build_slot_snapshots(shared, resources, snapshots),
         conversations=resources.conversations,
-        common=shared,
+        embedding=shared.embedding,
+        homes=shared.homes,
     )
     strategies = Strategies(
         budgeted=build_budgeted(config, shared, resources, records),
@@ -119,11 +120,11 @@ def build_budgeted(
         planner=Planner(resources, vectors, records),
         records=records,
         write_back=WriteBack(
-            resources.client,
-            resources.metrics,
-            resources.slots,
-            resources.background,
-            records,
+            client=resources.client,
+            metrics=resources.metrics,
+            slots=resources.slots,
+            tasks=resources.background,
+            records=records,
         ),
         vectors=vectors,
         policy=config.policy,

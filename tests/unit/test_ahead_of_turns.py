@@ -24,6 +24,7 @@ from evoke_proxy.engine.assembly import build_router, build_snapshots
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionRecords, VectorRecords
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 
 # The slot snapshots of each server that a test makes.
@@ -171,13 +172,16 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
             async def write_record(self, record: Any) -> None:
                 happened.append(record.id)
 
-        monkeypatch.setattr(engine.strategies.budgeted._records, "_vault", Disk())
+        nothing: Any = None
+        disk: Any = Disk()
+        records = SessionRecords(disk, VectorRecords(nothing), engine.conversations)
+        monkeypatch.setattr(engine.strategies.budgeted._records, "_records", records)
         view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
         for _ in range(2):
             lease = engine.slots.background(0, known.id)
             assert lease is not None
             async with lease:
-                await engine.strategies.budgeted._records.keep(known, view, {}, {}, lease)
+                await engine.strategies.budgeted._records.save(known, view, {}, {}, lease)
             assert not engine.slots.pool.is_locked(known.id)
             engine.conversations.forget(known)
 
@@ -198,7 +202,7 @@ def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
             view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
             lease = engine.slots.background(0, known.id)
             assert lease is not None
-            keeping = records.keep(known, view, {}, {}, lease)
+            keeping = records.save(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             Admin(router).pin(known.id, True)

@@ -35,6 +35,7 @@ from evoke_proxy.engine.parsing.tenant import tenant_of
 from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER
 from evoke_proxy.engine.routing.migration import migrate_conversation
 from evoke_proxy.engine.routing.pool_gateway import Origin, PoolGateway, _Routed
+from evoke_proxy.engine.strategies.budgeted.session_records import _belongs_to
 from evoke_proxy.errors import ConfigError, NoServer, RequestError, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
@@ -92,13 +93,8 @@ def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
 def test_records_are_recalled_where_they_were() -> None:
     fleet = _fleet()
     for home, mine in (("http://one:1", [0]), ("http://two:2", [1]), ("http://gone:3", [0])):
-        found = [
-            at
-            for at in range(2)
-            if fleet.servers[at].server.strategies.budgeted._records._is_mine(
-                replace(seated(), home=home)
-            )
-        ]
+        records = [fleet.servers[at].server.strategies.budgeted._records for at in range(2)]
+        found = [at for at in range(2) if _belongs_to(home, records[at]._home, records[at]._homes)]
         assert found == mine
 
 
@@ -191,7 +187,7 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
             view = SlotView(0, 7, 12, 0, (Span(0, 12),), 0)
             lease = source.server.slots.background(0, known.id)
             assert lease is not None
-            keeping = source.server.strategies.budgeted._records.keep(known, view, {}, {}, lease)
+            keeping = source.server.strategies.budgeted._records.save(known, view, {}, {}, lease)
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             if moves:

@@ -27,7 +27,7 @@ from evoke_proxy.demo.processes import free_port, proxy_command
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
-from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
+from evoke_proxy.engine.strategies.budgeted.session_records import VectorRecords
 from evoke_proxy.errors import SnapshotUnusable
 
 FAILURES = (errno.ENOSPC, errno.EROFS)

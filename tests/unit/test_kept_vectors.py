@@ -11,7 +11,7 @@ import pytest
 
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.snapshot_index import Record
-from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
+from evoke_proxy.engine.strategies.budgeted.session_records import VectorRecords
 
 
 class Disk:
@@ -31,7 +31,9 @@ class Disk:
 def test_parts_are_added_until_there_are_too_many_and_begun_anew_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("evoke_proxy.engine.strategies.budgeted.vector_records._MOST_BLOCKS", 3)
+    monkeypatch.setattr(
+        "evoke_proxy.engine.strategies.budgeted.session_records._MAX_VECTOR_BLOCKS", 3
+    )
     embedding: Any = SimpleNamespace(mark=b"m", vector=lambda _: np.ones(2, np.float32))
     kept, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []

@@ -156,7 +156,7 @@ class SessionAdmin:
         conversation, items = self._find(id)
         if conversation is not None:
             conversation.pinned = pinned
-            self.context.records.reordered(conversation)
+            self.context.records.update_overrides(conversation)
         for item in items:
             self.context.snapshots.repository.pin(item, pinned)
         self.context.feed.publish("session", session=id, pinned=pinned)
@@ -172,7 +172,7 @@ class SessionAdmin:
         config = replace(conversation.session.config, budget=budget if own else policy.budget)
         check_least_budget(config)
         conversation.own_budget, conversation.session.config = own, config
-        self.context.records.reordered(conversation)
+        self.context.records.update_overrides(conversation)
         self.context.feed.publish("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
@@ -186,7 +186,7 @@ class SessionAdmin:
         if not inside:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
         session.pins = change_pins(session.pins, session.layout, span, pinned, session.config)
-        self.context.records.reordered(conversation)
+        self.context.records.update_overrides(conversation)
         self.context.feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
 
     async def drop_block(self, id: str, span: Span) -> None:

@@ -186,7 +186,7 @@ class Planner:
         trace.stage = "splice"
         body = turn.body if recalled is None else recalled.body
         quoted = () if recalled is None else recalled.blocks
-        spoken = conversation.spoken = self._records.spoken(turn.chat.dialect, body)
+        spoken = conversation.spoken = self._records.request_to_remember(turn.chat.dialect, body)
         members = _marker(view.id, epoch)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
         self._note(turn, (begun, plan), epoch, quoted)

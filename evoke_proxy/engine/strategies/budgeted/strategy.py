@@ -167,9 +167,9 @@ class BudgetedStrategy(CacheStrategy):
         """
         conversation, headers = turn.conversation, turn.headers
         if conversation.unsure:
-            await self._records.ground(conversation, turn.slot, headers)
+            await self._records.reconcile_copies(conversation, turn.slot, headers)
         tokens, view = turn.rendered.tokens, turn.view
-        if not await self._records.restored(conversation, tokens, view, headers):
+        if not await self._records.restore_slot(conversation, tokens, view, headers):
             return turn
         scope.trace.stage = "render"
         turn = await self._rendered_anew(turn)
@@ -295,8 +295,8 @@ class BudgetedStrategy(CacheStrategy):
 
     async def load(self) -> None:
         """Recall the sessions that were written down."""
-        await self._records.recall()
+        await self._records.load()
 
     def server_started(self, server: ServerInfo) -> None:
         """See CacheStrategy."""
-        self._records.started(server)
+        self._records.server_started(server)
