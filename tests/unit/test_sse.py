@@ -6,7 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply import observer as observer_module
@@ -265,6 +265,8 @@ def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
     pieces=st.lists(st.sampled_from([b"data: a", b"b" * 12, b"\n", b"\r\n", b"\r", b""])),
     step=st.integers(1, 9),
 )
+@example(pieces=[b"b" * 12, b"data: a", b"\r", b"data: a"], step=1)
+@example(pieces=[b"b" * 12, b"data: a", b"\r\n", b"data: a"], step=1)
 def test_lines_keep_every_byte_of_a_stream_however_it_is_cut(
     pieces: list[bytes], step: int
 ) -> None:
