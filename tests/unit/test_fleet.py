@@ -75,7 +75,7 @@ def _well(fleet: PoolGateway, *places: int) -> None:
         (pool.check_passed(at, 0.0, 1, "m") if at in places else pool.check_failed(at, 0.0))
 
 
-def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
+def test_a_recorded_session_is_routed_to_its_server_by_name() -> None:
     fleet = _fleet()
     known = replace(seated(), hint=Hint("mine", "X-Evoke-Session"))
     fleet.servers[1].conversations.recall(known)
@@ -89,7 +89,7 @@ def test_one_that_was_written_down_is_at_its_server_by_its_name() -> None:
     assert fleet._find_route(replace(asked, tenant="other")) is None
 
 
-def test_records_are_recalled_where_they_were() -> None:
+def test_records_are_loaded_at_the_server_they_belong_to() -> None:
     fleet = _fleet()
     for home, mine in (("http://one:1", [0]), ("http://two:2", [1]), ("http://gone:3", [0])):
         found = [
@@ -102,7 +102,7 @@ def test_records_are_recalled_where_they_were() -> None:
         assert found == mine
 
 
-def test_what_moves_is_the_same_session_and_has_nothing() -> None:
+def test_a_migrated_session_keeps_its_identity_and_loses_its_rows() -> None:
     async def moved() -> None:
         fleet = _fleet()
         source, target = fleet.servers[0], fleet.servers[1]
@@ -123,7 +123,7 @@ def test_what_moves_is_the_same_session_and_has_nothing() -> None:
     asyncio.run(moved())
 
 
-def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: Any) -> None:
+def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) -> None:
     done: list[object] = []
 
     async def keep() -> None:
@@ -152,7 +152,7 @@ def test_what_moves_is_saved_where_it_was_and_leaves_nothing_there(monkeypatch: 
     asyncio.run(moved())
 
 
-def test_one_that_drains_saves_what_it_holds_when_its_last_answer_has_ended(
+def test_a_draining_server_saves_its_slots_after_its_last_answer(
     monkeypatch: Any,
 ) -> None:
     saved: list[int] = []
@@ -178,7 +178,7 @@ def test_one_that_drains_saves_what_it_holds_when_its_last_answer_has_ended(
     assert asyncio.run(drained(again=True)) == [], "it does not drain any more"
 
 
-def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> None:
+def test_a_record_written_during_migration_is_kept(tmp_path: Path) -> None:
     """It is being written down when it moves; one that is deleted then does not come back."""
 
     async def written_of(moves: bool) -> int:
@@ -204,7 +204,7 @@ def test_what_is_written_of_one_that_moves_meanwhile_stays(tmp_path: Path) -> No
     assert asyncio.run(written_of(moves=False)) == 0
 
 
-def test_a_request_is_passed_on_until_none_is_left() -> None:
+def test_a_request_fails_over_until_no_server_is_left() -> None:
     async def passed() -> None:
         fleet = _fleet()
         _well(fleet, 0, 1)
@@ -224,7 +224,7 @@ def test_a_request_is_passed_on_until_none_is_left() -> None:
     asyncio.run(passed())
 
 
-def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -> None:
+def test_health_checks_continue_after_any_failure_of_a_check(monkeypatch: Any) -> None:
     async def checked() -> None:
         fleet = _fleet()
         assert fleet.servers.pool.due_checks(0.0) == [0, 1]
@@ -240,7 +240,7 @@ def test_one_is_checked_again_whatever_goes_wrong_in_a_check(monkeypatch: Any) -
     asyncio.run(checked())
 
 
-def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
+def test_a_request_that_broke_two_connections_is_not_sent_to_a_third_server(
     monkeypatch: Any,
 ) -> None:
     urls = ("a=http://one:1", "b=http://two:2", "c=http://three:3")
@@ -270,7 +270,7 @@ def test_a_request_that_two_servers_may_have_died_of_is_not_sent_to_a_third(
     assert asyncio.run(sent(reached=False)) == 3
 
 
-def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
+def test_a_session_that_was_migrated_meanwhile_keeps_its_new_server() -> None:
     """While a request waited for its slot, the next of its conversation was sent elsewhere."""
 
     request = _parsed("chat", BODY, {})
@@ -295,7 +295,7 @@ def test_what_went_on_elsewhere_is_not_said_to_be_here() -> None:
     asyncio.run(sent())
 
 
-def test_one_that_hangs_is_not_waited_for_any_more() -> None:
+def test_a_request_stops_waiting_for_a_server_whose_breaker_opens() -> None:
     """Not by a step, even if its answer has just come; however long leaving it takes."""
 
     async def called_off() -> None:
@@ -340,7 +340,7 @@ def test_one_that_hangs_is_not_waited_for_any_more() -> None:
     asyncio.run(called_off())
 
 
-def test_a_broken_request_goes_anywhere() -> None:
+def test_an_unreadable_request_goes_to_any_server() -> None:
     assert _asked("chat", b"not JSON", {}) == _asked("chat", b'{"evoke_budget":-1}', {})
     assert _asked("chat", BODY, NAMED).name == "mine"
     keys = [{"Authorization": f"Bearer {odd}"} for odd in ("\udcff", "\udcfe")]
@@ -358,7 +358,7 @@ BODIES = st.dictionaries(st.sampled_from(("messages", "input", "system", "prompt
 
 
 @given(st.sampled_from(("chat", "responses", "messages", "completions")), BODIES)
-def test_no_body_is_too_odd_to_be_sent_on(dialect: str, body: dict[str, object]) -> None:
+def test_any_body_is_routed(dialect: str, body: dict[str, object]) -> None:
     asked = _asked(dialect, json.dumps(body).encode(), {})
     assert asked == _asked(dialect, json.dumps(body).encode(), {}), "it stays where it was"
     assert asked.tenant == _asked("chat", BODY, {}).tenant
@@ -380,7 +380,9 @@ def test_no_body_is_too_odd_to_be_sent_on(dialect: str, body: dict[str, object])
         (["http://h:none"], None),
     ],
 )
-def test_servers_have_names(given: list[str], named: dict[str, str] | None) -> None:
+def test_servers_are_named_by_the_configuration(
+    given: list[str], named: dict[str, str] | None
+) -> None:
     config = PoolConfig(tuple(given))
     if named is None:
         with pytest.raises(ConfigError, match="pool.upstreams"):
@@ -389,7 +391,7 @@ def test_servers_have_names(given: list[str], named: dict[str, str] | None) -> N
         assert config.servers == named
 
 
-def test_several_are_named_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_servers_are_given_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     several = ["--upstream", "a=http://one:1", "--upstream", "http://two:2"]
     assert main(["check-config", *several]) == 0
     assert "upstream  a at http://one:1, two:2 at http://two:2\n" in capsys.readouterr().out
@@ -401,7 +403,7 @@ def test_several_are_named_on_the_command_line(capsys: pytest.CaptureFixture[str
     assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
 
 
-def test_one_on_the_command_line_wins_over_several_elsewhere(
+def test_one_server_on_the_command_line_overrides_the_pool(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("EVOKE_POOL_UPSTREAMS", "a=http://one:1, b=http://two:2")
