@@ -81,7 +81,7 @@ class Metrics:
         )
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind)
-        self.decoded_again = self._counter(
+        self.redecoded = self._counter(
             "evoke_tokens_decoded_again",
             "Decoded tokens that the previous prompt of the session contained too.",
         )

@@ -47,7 +47,8 @@ class ClientSite(web.BaseSite):
         """Start to listen; raises OSError when the address cannot be bound."""
         await super().start()
         server = self._runner.server
-        assert server is not None
+        if server is None:
+            raise RuntimeError("the runner is not set up")
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Gate(server, self._limit), self._host, self._port, backlog=self._backlog
         )

@@ -34,7 +34,7 @@ def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def test_engine_has_vectors_between_start_and_stop(
+def test_the_embedding_service_works_between_start_and_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -55,7 +55,7 @@ def test_engine_has_vectors_between_start_and_stop(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("embed-")]
 
 
-def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_embedder_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def play() -> None:
@@ -67,7 +67,7 @@ def test_engine_without_one_says_so_once(caplog: pytest.LogCaptureFixture) -> No
     assert "ranked by words alone" in line
 
 
-def test_engine_does_not_start_with_one_that_does_not_load(tmp_path: Path) -> None:
+def test_an_embedder_that_does_not_load_stops_the_start(tmp_path: Path) -> None:
     async def play() -> None:
         async with build_router(_config(tmp_path)):
             pytest.fail("it started")
@@ -76,7 +76,7 @@ def test_engine_does_not_start_with_one_that_does_not_load(tmp_path: Path) -> No
         asyncio.run(asyncio.wait_for(play(), 60))
 
 
-def test_serve_ends_with_2_and_one_line(tmp_path: Path) -> None:
+def test_serve_exits_with_2_and_one_line_when_the_embedder_does_not_load(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evoke_proxy", "serve", "--listen", "127.0.0.1:0"]
     env = os.environ | {"EVOKE_EMBEDDER_DIRECTORY": str(tmp_path / "none")}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

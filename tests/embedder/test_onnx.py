@@ -32,7 +32,9 @@ def close(found: Any, wanted: Any) -> bool:
 @pytest.mark.parametrize("inputs", [("input_ids",), ("input_ids", "attention_mask"), None])
 @pytest.mark.parametrize("kind", [TensorProto.INT64, TensorProto.INT32])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_vectors(tmp_path: Path, inputs: tuple[str, ...] | None, kind: int, pooling: str) -> None:
+def test_vectors_match_the_formula_of_their_pooling(
+    tmp_path: Path, inputs: tuple[str, ...] | None, kind: int, pooling: str
+) -> None:
     given: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
     embedder = load(write(tmp_path, kind=kind, **given), pooling=pooling, document_instruction="")
     found = embedder.documents(["red green blue", "", "red", "purple"])
@@ -42,7 +44,7 @@ def test_vectors(tmp_path: Path, inputs: tuple[str, ...] | None, kind: int, pool
     assert close(np.linalg.norm(found, axis=1), 1)
 
 
-def test_many_texts_of_all_lengths_come_back_in_order(tmp_path: Path) -> None:
+def test_vectors_are_in_the_order_of_their_texts(tmp_path: Path) -> None:
     embedder = load(write(tmp_path), pooling="mean", max_tokens=400)
     texts = ["red " * (7 * i % 400) for i in range(300)]
     one_by_one = np.vstack([embedder.documents([text]) for text in texts])
@@ -51,7 +53,7 @@ def test_many_texts_of_all_lengths_come_back_in_order(tmp_path: Path) -> None:
     assert embedder.documents([]).shape[0] == 0
 
 
-def test_no_inference_is_larger_than_its_bound(
+def test_an_inference_has_a_limited_number_of_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(write(tmp_path), max_tokens=400)
@@ -67,7 +69,7 @@ def test_no_inference_is_larger_than_its_bound(
     assert 1 < len(sizes) < 200 and max(sizes) <= 1024
 
 
-def test_texts_are_cut_at_the_length_of_the_directory(tmp_path: Path) -> None:
+def test_texts_are_cut_at_the_maximum_length_of_the_encoder(tmp_path: Path) -> None:
     files = {
         "sentence_bert_config": {"max_seq_length": 6},
         "config": {"max_position_embeddings": 9},
@@ -79,7 +81,7 @@ def test_texts_are_cut_at_the_length_of_the_directory(tmp_path: Path) -> None:
     assert close(longer.documents(["red " * 30]), unit(CLS, *[RED] * 6, SEP))
 
 
-def test_huge_and_broken_texts(tmp_path: Path) -> None:
+def test_huge_texts_and_invalid_unicode_are_embedded(tmp_path: Path) -> None:
     embedder = load(write(tmp_path), pooling="mean", max_tokens=4)
     found = embedder.documents(["red " * 1_000_000, "half \ud800 of a pair", "\0"])
     assert close(found, [unit(CLS, RED, RED, SEP), unit(CLS, UNK, UNK, SEP), unit(CLS, UNK, SEP)])
@@ -116,7 +118,7 @@ def test_output_is_chosen(tmp_path: Path) -> None:
     assert close(load(tmp_path / "second").documents(["red"]), unit(CLS))
 
 
-def test_fingerprint_is_of_what_decides_the_vectors(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_everything_that_changes_the_vectors(tmp_path: Path) -> None:
     first = load(write(tmp_path / "a"))
     assert load(write(tmp_path / "b"), threads=2, timeout_ms=9).fingerprint == first.fingerprint
     (tmp_path / "b/model.onnx_data").write_bytes(b"weights beside the graph")
@@ -129,7 +131,7 @@ def test_fingerprint_is_of_what_decides_the_vectors(tmp_path: Path) -> None:
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
-def test_threads_may_share_it(tmp_path: Path) -> None:
+def test_threads_share_an_embedder(tmp_path: Path) -> None:
     embedder = load(write(tmp_path), pooling="mean")
     texts = ["red " * (i % 50) + "blue" for i in range(200)]
     wanted = embedder.documents(texts)
@@ -137,7 +139,7 @@ def test_threads_may_share_it(tmp_path: Path) -> None:
         assert all(close(found, wanted) for found in pool.map(embedder.documents, [texts] * 8))
 
 
-def test_described(tmp_path: Path) -> None:
+def test_the_description_names_the_directory_and_the_recipe(tmp_path: Path) -> None:
     text = load(write(tmp_path)).describe()
     assert text == f"{tmp_path}: 3 dimensions, pooling cls, 512 tokens, CPU"
 
@@ -185,7 +187,7 @@ def _nan(directory: Path) -> None:
         (lambda d: write(d, batch=1), {}, "the embedder failed: "),
     ],
 )  # fmt: skip
-def test_unusable_directory_is_refused_with_a_way_out(
+def test_an_unusable_directory_is_refused_with_a_fix(
     tmp_path: Path, make: Any, settings: dict[str, Any], message: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -202,7 +204,7 @@ def test_unusable_directory_is_refused_with_a_way_out(
     assert message in capsys.readouterr().err
 
 
-def test_check_config_says_what_the_embedder_is(
+def test_check_config_describes_the_embedder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["check-config"]) == 0

@@ -84,7 +84,9 @@ def _ask(running: RunningProxy, path: str, body: bytes) -> Answer:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_it_is_refused_on_every_path(running: RunningProxy, upstream: int, attack: str) -> None:
+def test_an_excessive_body_is_refused_on_every_path(
+    running: RunningProxy, upstream: int, attack: str
+) -> None:
     process = process_on(upstream)
     for path in PATHS:
         answer = _ask(running, path, ATTACKS[attack])
@@ -101,7 +103,7 @@ def test_it_is_refused_on_every_path(running: RunningProxy, upstream: int, attac
     assert len(running.engine.conversations) == 0, "nothing of it is remembered"
 
 
-def test_arguments_of_tool_calls_are_json_too(running: RunningProxy) -> None:
+def test_arguments_of_tool_calls_are_checked_as_json(running: RunningProxy) -> None:
     function = {"name": "run", "arguments": '{"a":' + _DEEP + "}"}
     call = {"id": "1", "type": "function", "function": function}
     messages = [*_MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -109,7 +111,7 @@ def test_arguments_of_tool_calls_are_json_too(running: RunningProxy) -> None:
         assert _ask(running, path, _body({"messages": messages})).status == 400
 
 
-def test_what_clients_send_still_gets_its_answer(running: RunningProxy) -> None:
+def test_ordinary_bodies_pass_the_checks(running: RunningProxy) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     more = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
@@ -129,7 +131,7 @@ def test_what_clients_send_still_gets_its_answer(running: RunningProxy) -> None:
     assert _ask(running, "/completion", body).status == 200
 
 
-def test_a_body_that_is_no_json_gets_the_servers_own_words(
+def test_a_body_that_is_not_json_gets_the_error_of_llama_server(
     running: RunningProxy, upstream: int
 ) -> None:
     for wrong in (b"", b"[", b'{"content": ', b"\xff", b"[]"):
@@ -137,7 +139,7 @@ def test_a_body_that_is_no_json_gets_the_servers_own_words(
         assert _ask(running, "/tokenize", wrong).status == direct.status
 
 
-def test_what_exceeds_a_limit_is_refused_before_all_of_it_is_sent(running: RunningProxy) -> None:
+def test_a_body_above_a_limit_is_refused_before_its_end(running: RunningProxy) -> None:
     head = (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), 60 * 1024 * 1024)
@@ -194,7 +196,7 @@ DISGUISED: dict[str, tuple[bytes, list[tuple[str, str]]]] = {
 
 @pytest.mark.parametrize("path", ("/completion", "/v1/audio/transcriptions", "/apply-template"))
 @pytest.mark.parametrize("disguise", DISGUISED)
-def test_no_type_or_coding_hides_a_body(
+def test_content_type_and_coding_do_not_bypass_the_checks(
     running: RunningProxy, upstream: int, disguise: str, path: str
 ) -> None:
     process = process_on(upstream)
@@ -211,7 +213,7 @@ def test_no_type_or_coding_hides_a_body(
 
 @pytest.mark.parametrize("path", ("/lora-adapters", "/slots/0?action=x", "/nowhere"))
 @pytest.mark.parametrize("before", (b"", b"\xef\xbb\xbf", b" \r\n"))
-def test_no_path_takes_an_object_of_a_million_keys(
+def test_every_path_refuses_an_object_of_a_million_keys(
     running: RunningProxy, upstream: int, path: str, before: bytes
 ) -> None:
     body = before + ATTACKS["380,000 keys"]
@@ -219,7 +221,7 @@ def test_no_path_takes_an_object_of_a_million_keys(
     assert ask(upstream, "GET", "/health").status == 200
 
 
-def test_a_number_beyond_every_range_is_an_error_of_the_client(running: RunningProxy) -> None:
+def test_a_number_out_of_range_is_a_client_error(running: RunningProxy) -> None:
     triggers = b'"grammar_triggers":[{"type":1e999,"value":"x"}]'
     for member in (triggers, b'"repeat_last_n":-1e999', b'"z":"\\ud800",' + triggers):
         body = b'{"prompt":"a","n_predict":1,' + member + b"}"

@@ -27,7 +27,9 @@ def _open(port: int, buffer: int | None = None) -> socket.socket:
     return client
 
 
-def test_one_connection_too_many_is_told_so_and_the_others_go_on(echo: FakeUpstream) -> None:
+def test_a_connection_above_the_limit_is_refused_and_the_others_continue(
+    echo: FakeUpstream,
+) -> None:
     with proxy(echo.port, limits__connections=3) as running, contextlib.ExitStack() as stack:
         held = [stack.enter_context(_open(running.port)) for _ in range(3)]
         for sent in (b"", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"):
@@ -47,7 +49,7 @@ def test_one_connection_too_many_is_told_so_and_the_others_go_on(echo: FakeUpstr
         assert len(echo.requests) >= 4
 
 
-def test_a_flood_of_connections_is_closed_and_costs_nobody(
+def test_a_flood_of_connections_is_closed_without_harm_to_others(
     echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -80,7 +82,7 @@ def _answer_on(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHo"], ids=["nothing", "half a head"])
-def test_an_address_with_most_connections_does_not_keep_others_out(
+def test_a_newcomer_displaces_a_connection_of_the_largest_address(
     echo: FakeUpstream, sent: bytes
 ) -> None:
     with proxy(echo.port, limits__connections=8) as running, contextlib.ExitStack() as stack:
@@ -101,7 +103,7 @@ def test_an_address_with_most_connections_does_not_keep_others_out(
         assert _answer_on(other).startswith(b"HTTP/1.1 200 ")
 
 
-def test_files_suffice_for_the_connections() -> None:
+def test_the_limit_on_open_files_suffices_for_the_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
@@ -112,7 +114,7 @@ def test_files_suffice_for_the_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_head_in_drops_has_no_more_time_than_one_at_once(echo: FakeUpstream) -> None:
+def test_a_slow_request_head_has_the_same_time_limit(echo: FakeUpstream) -> None:
     with proxy(echo.port, limits__idle_timeout_s=0.4) as running, _open(running.port) as client:
         client.sendall(b"GET /x HTTP/1.1\r\nHost: ")
         # Were each drop given its time, it would go on for longer than anybody waits here.
@@ -122,7 +124,9 @@ def test_a_head_in_drops_has_no_more_time_than_one_at_once(echo: FakeUpstream) -
 
 
 @pytest.mark.parametrize("patience_s", [60.0, 0.3], ids=["events", "time"])
-def test_a_page_that_is_not_read_is_cut_off_and_the_others_hear_all(patience_s: float) -> None:
+def test_an_admin_page_that_does_not_read_is_disconnected_and_others_get_all_events(
+    patience_s: float,
+) -> None:
     """By how far it is behind, or by how long it has not read."""
     with proxy(1, limits__write_timeout_s=patience_s) as running:
         with (

@@ -51,7 +51,7 @@ def _failures(running: RunningProxy) -> float:
     [_stops(ANSWER[:10]), _stops(ANSWER[:40]), _drips(ANSWER, 0.05)],
     ids=["status line", "head", "drip"],
 )
-def test_a_head_that_does_not_end_is_a_504(behave: Behaviour, path: str) -> None:
+def test_an_incomplete_reply_head_is_answered_504(behave: Behaviour, path: str) -> None:
     with fake_upstream(behave) as fake, proxy(fake.port, upstream__read_timeout_s=LIMIT_S) as run:
         began = time.monotonic()
         answer = ask(run.port, "POST", path, CHAT, JSON)
@@ -66,7 +66,7 @@ def test_a_head_that_does_not_end_is_a_504(behave: Behaviour, path: str) -> None
     [STREAM + chunked(b"data: {}\n\n"), STREAM, whole(b"x" * 100)[:-50]],
     ids=["stream", "stream without data", "length"],
 )
-def test_an_answer_that_stops_is_cut_off(sent: bytes, path: str) -> None:
+def test_a_stalled_reply_is_cut_off(sent: bytes, path: str) -> None:
     with (
         fake_upstream(_stops(sent)) as fake,
         proxy(fake.port, upstream__read_timeout_s=LIMIT_S) as run,
@@ -87,7 +87,7 @@ def _is_whole(port: int, path: str) -> bool:
     return True
 
 
-def test_events_that_a_client_listens_to_may_be_rare() -> None:
+def test_a_rare_event_does_not_end_the_event_stream() -> None:
     with (
         fake_upstream(_stops(STREAM + chunked(b"data: 1\n\n"))) as fake,
         proxy(fake.port, upstream__read_timeout_s=LIMIT_S) as run,
@@ -102,7 +102,7 @@ def test_events_that_a_client_listens_to_may_be_rare() -> None:
         assert _failures(run) == 0
 
 
-def test_what_drips_arrives_whole_and_nobody_else_waits_for_it() -> None:
+def test_a_slow_reply_arrives_whole_and_delays_no_other() -> None:
     event = b"data: {}\n\n"
     dripped = STREAM + chunked(*[event] * 6) + b"0\r\n\r\n"
     fast = whole(b"fast")
@@ -133,7 +133,7 @@ def test_what_drips_arrives_whole_and_nobody_else_waits_for_it() -> None:
         assert _failures(run) == 0
 
 
-def test_a_scrape_that_drips_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_upstream_scrape_is_left_out_of_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoke_proxy.engine.admin.exposition._SCRAPE_S", LIMIT_S)
     body = whole(b"llamacpp:n 1\n" * 1000)
     with fake_upstream(_drips(body, 0.02)) as fake, proxy(fake.port) as run:
@@ -144,7 +144,9 @@ def test_a_scrape_that_drips_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
         assert b"evoke_build_info" in answer.body
 
 
-def test_an_answer_to_a_call_of_ours_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_to_the_proxys_own_calls_are_limited_in_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever llama-server says: what it is asked for fits many times."""
 
     async def pour(exchange: Exchange) -> None:
@@ -163,7 +165,7 @@ def test_an_answer_to_a_call_of_ours_is_bounded(monkeypatch: pytest.MonkeyPatch)
         assert run.metric("evoke_degraded_total", stage="render") == 1
 
 
-def test_of_several_servers_one_that_drips_holds_up_only_its_own_requests() -> None:
+def test_a_slow_server_of_a_pool_delays_only_its_own_requests() -> None:
     async def fast(exchange: Exchange) -> None:
         await exchange.say(ANSWER)
 

@@ -107,7 +107,7 @@ def test_only_the_headers_that_llama_server_reads_are_forwarded_with_keys(tmp_pa
         ("https://good.example", "http://evil.example", "https://good.example"),
     ],
 )
-def test_a_stream_that_waits_allows_the_origins_that_llama_server_allows(
+def test_a_waiting_stream_sends_the_cors_headers_of_llama_server(
     origins: str, origin: str, allowed: str | None
 ) -> None:
     options = ["-np", "1", "--evoke-ram", "64", "--cors-origins", origins]
@@ -141,7 +141,7 @@ def test_a_stream_that_waits_allows_the_origins_that_llama_server_allows(
     ids=["value", "vertical tab", "reason"],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
-def test_a_control_character_in_an_answer_is_an_error_of_the_server(head: bytes, path: str) -> None:
+def test_a_control_character_in_a_reply_counts_as_an_upstream_error(head: bytes, path: str) -> None:
     async def odd(exchange: Exchange) -> None:
         await exchange.say(head + b"Content-Length: 2\r\n\r\nok")
 
@@ -153,7 +153,7 @@ def test_a_control_character_in_an_answer_is_an_error_of_the_server(head: bytes,
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/x", "/health"])
-def test_a_503_of_a_server_that_is_down_says_when_to_come_back_and_not_where_it_is(
+def test_a_503_has_retry_after_and_hides_the_upstream_address(
     path: str,
 ) -> None:
     port = nobody()
@@ -166,7 +166,7 @@ def test_a_503_of_a_server_that_is_down_says_when_to_come_back_and_not_where_it_
         assert b"127.0.0.1" not in metrics.partition(b"# HELP")[0]
 
 
-def test_metrics_carry_the_headers_of_llama_servers_own(
+def test_metrics_keep_the_headers_of_llama_server(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
     direct = ask(stock_port, "GET", "/metrics")
@@ -176,7 +176,7 @@ def test_metrics_carry_the_headers_of_llama_servers_own(
     assert b"llamacpp:" in proxied.body and b"evoke_build_info" in proxied.body
 
 
-def test_readiness_tells_clients_what_failed_and_operators_why(
+def test_readiness_shows_the_failed_check_to_clients_and_its_cause_to_operators(
     echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
@@ -210,7 +210,7 @@ def test_readiness_tells_clients_what_failed_and_operators_why(
     [("/v1/models", True), ("/evoke/sessions/none", False), ("/evoke/", False), ("/x", False)],
     ids=["401", "404", "page", "relayed"],
 )
-def test_a_client_that_reads_none_of_its_answers_is_cut_off(
+def test_a_client_that_reads_no_answers_is_disconnected(
     echo: FakeUpstream, tmp_path: Path, path: str, keyed: bool
 ) -> None:
     settings: dict[str, Any] = {"limits__write_timeout_s": 0.5, "limits__connections": 1}
@@ -234,7 +234,7 @@ def test_a_client_that_reads_none_of_its_answers_is_cut_off(
         assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
 
 
-def test_a_client_that_leaves_its_last_answer_unread_is_cut_off(echo: FakeUpstream) -> None:
+def test_a_client_that_does_not_read_its_last_answer_is_disconnected(echo: FakeUpstream) -> None:
     """Also when the server has closed its end, and only waits for the answer to be taken."""
     settings: dict[str, Any] = {"limits__write_timeout_s": 0.5, "limits__connections": 1}
     large = whole(b"x" * (12 << 20))
@@ -263,7 +263,7 @@ def _until_its_end(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_an_error_within_a_relayed_answer_ends_the_connection(
+def test_an_error_within_a_relayed_answer_closes_the_connection(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client must never take another head for a part of the body, nor the body for whole."""
@@ -290,7 +290,7 @@ def test_an_error_within_a_relayed_answer_ends_the_connection(
     assert b"error" not in seen and not seen.endswith(b"0\r\n\r\n")
 
 
-def test_an_export_that_fails_midway_ends_the_connection(
+def test_a_failure_within_an_export_closes_the_connection(
     echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pieces() -> Iterator[bytes]:
@@ -310,7 +310,7 @@ def test_an_export_that_fails_midway_ends_the_connection(
 
 @pytest.mark.parametrize("path", ["/x", "/v1/chat/completions"])
 @pytest.mark.parametrize("end", [b"zz\r\n", b""], ids=["malformed", "hang-up"])
-def test_a_body_that_breaks_off_is_no_error_of_the_server(
+def test_an_incomplete_request_body_is_no_upstream_error(
     echo: FakeUpstream, path: str, end: bytes
 ) -> None:
     """It is the client's: one that does this often must not have its server taken for broken."""

@@ -159,7 +159,7 @@ def _kill_model(house: House) -> None:
 
 
 @pytest.mark.parametrize("end", [_unload, _kill_model])
-def test_a_model_that_goes_during_a_turn_comes_back_with_its_conversation(
+def test_a_model_unloaded_during_a_turn_is_reloaded_with_its_conversation(
     house: House, end: Any
 ) -> None:
     chat = _chat(ONE)
@@ -177,7 +177,7 @@ def test_a_model_that_goes_during_a_turn_comes_back_with_its_conversation(
     assert cached > 5 * new
 
 
-def test_clients_that_leave_while_their_model_is_loaded_leave_nothing(house: House) -> None:
+def test_clients_that_disconnect_during_loading_leave_no_state(house: House) -> None:
     how, chats = random.Random(3), {ONE: _chat(ONE, 41937, 1), TWO: _chat(TWO, 73920, 1)}
     for number in range(8):
         chat = chats[(ONE, TWO)[number % 2]]
@@ -196,7 +196,7 @@ def test_clients_that_leave_while_their_model_is_loaded_leave_nothing(house: Hou
     assert len(models) == 2, "each model was entered once"
 
 
-def test_two_models_that_are_wanted_at_once_answer_their_own_conversations(house: House) -> None:
+def test_concurrent_requests_for_two_models_get_their_own_conversations(house: House) -> None:
     """The router unloads one for the other, whatever runs there: that costs an answer at most."""
 
     def turns(number: int, model: str) -> tuple[Chat, int]:
@@ -223,7 +223,7 @@ def test_two_models_that_are_wanted_at_once_answer_their_own_conversations(house
         _recalls(house, chat, number)
 
 
-def test_a_router_that_is_killed_and_started_again_costs_no_conversation(house: House) -> None:
+def test_conversations_survive_a_restart_of_the_router(house: House) -> None:
     chat = _chat(ONE)
     _recalls(house, chat)
     with _begun(house.proxy.port, chat) as answer:

@@ -50,7 +50,7 @@ def client_access_check(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_that_llama_server_cannot_parse_never_leaves_the_proxy(
+def test_a_head_that_llama_server_cannot_parse_is_not_forwarded(
     client_access_check: Guarded, name: str
 ) -> None:
     """Also not on a connection that has carried good requests, with its upstream one kept alive."""
@@ -76,7 +76,7 @@ def test_a_head_that_llama_server_cannot_parse_never_leaves_the_proxy(
 
 
 @pytest.mark.parametrize("name", FRAMED)
-def test_no_request_hides_in_another(client_access_check: Guarded, name: str) -> None:
+def test_a_body_cannot_smuggle_a_second_request(client_access_check: Guarded, name: str) -> None:
     """llama-server answers as many requests as the proxy makes, and each client gets its own."""
     with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
         client.sendall(framed(client_access_check)[name])
@@ -92,7 +92,7 @@ def test_no_request_hides_in_another(client_access_check: Guarded, name: str) ->
     assert len(client_access_check.tap.statuses) == client_access_check.forwarded
 
 
-def test_health_carries_nothing_of_the_client(client_access_check: Guarded) -> None:
+def test_health_forwards_nothing_of_the_request(client_access_check: Guarded) -> None:
     sent = len(b"".join(client_access_check.tap.sent))
     lines = ("X-Secret: s3cret", "Content-Length: 6", "X-Conversation-Id: 7")
     with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
@@ -115,7 +115,7 @@ def test_health_carries_nothing_of_the_client(client_access_check: Guarded) -> N
             assert (answer.headers.get("allow") is not None) == (status == 405)
 
 
-def test_the_largest_head_that_passes_is_one_that_llama_server_parses(
+def test_llama_server_parses_the_largest_accepted_head(
     client_access_check: Guarded,
 ) -> None:
     """8,000 bytes of a line and of a target, 90 headers: forwarded where headers are, and 200."""
@@ -139,7 +139,7 @@ def test_the_largest_head_that_passes_is_one_that_llama_server_parses(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
-def test_a_head_that_is_refused_is_answered_in_the_dialect_of_its_path(
+def test_a_refused_head_is_answered_in_the_dialect_of_its_path(
     client_access_check: Guarded, path: str
 ) -> None:
     with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
@@ -149,7 +149,7 @@ def test_a_head_that_is_refused_is_answered_in_the_dialect_of_its_path(
     assert status == 431 and ("type" in error) == (path == "/v1/messages")
 
 
-def test_a_connection_is_never_used_again_after_an_error() -> None:
+def test_an_upstream_connection_is_not_reused_after_an_error() -> None:
     async def refuse(exchange: Exchange) -> None:
         await exchange.say(whole(b"no", status=b"404 Not Found"))
 
@@ -162,7 +162,9 @@ def test_a_connection_is_never_used_again_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"413 Payload Too Large"])
-def test_a_connection_is_never_used_again_when_the_answer_overtakes_the_body(status: bytes) -> None:
+def test_an_upstream_connection_is_not_reused_when_the_reply_precedes_the_body(
+    status: bytes,
+) -> None:
     """The server answers a head, and reads its body later: what is left of that is no request."""
     read = asyncio.Event()
     seen: list[bytes] = []

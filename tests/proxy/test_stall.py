@@ -29,6 +29,6 @@ def rows() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("arm", [*ARMS, "deletion of 1000 records"])
-def test_no_callback_takes_the_loop_for_long(arm: str, rows: dict[str, dict[str, float]]) -> None:
+def test_no_callback_of_the_event_loop_is_long(arm: str, rows: dict[str, dict[str, float]]) -> None:
     above = rows[arm]["callback_cpu_ms"] - rows["idle"]["callback_cpu_ms"]
     assert above < MOST_MS, rows[arm]

@@ -52,7 +52,7 @@ def talks(draw: st.DrawFn) -> list[bytes]:
 
 @settings(max_examples=60)
 @given(talks())
-def test_what_is_read_is_what_is_said(talk: list[bytes]) -> None:
+def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(talk: list[bytes]) -> None:
     bodies, kept = BodyCache(least=1), list[CachedBody | None]()
     for body in talk:
         whole = orjson.loads(body)
@@ -71,7 +71,7 @@ def talk(n: int, **more: object) -> bytes:
     return orjson.dumps({"model": "m", "messages": said, "stream": True} | more)
 
 
-def test_only_what_is_new_is_parsed() -> None:
+def test_only_new_messages_are_parsed() -> None:
     bodies = BodyCache(least=1)
     kept = bodies.keep(ReadBody(talk(8), orjson.loads(talk(8))), "t")
     for n in (10, 11, 20, 21):
@@ -83,7 +83,7 @@ def test_only_what_is_new_is_parsed() -> None:
         kept = bodies.keep(read, "t")
 
 
-def test_nothing_is_known_of_other_tenants_short_bodies_and_those_that_were_let_go() -> None:
+def test_bodies_of_other_tenants_short_and_released_bodies_are_not_cached() -> None:
     bodies = BodyCache(least=len(talk(8)))
     kept = bodies.keep(ReadBody(talk(8), orjson.loads(talk(8))), "t")
     assert bodies.read(talk(9), "t") is not None
@@ -94,7 +94,7 @@ def test_nothing_is_known_of_other_tenants_short_bodies_and_those_that_were_let_
     assert bodies.read(talk(9), "t") is None and not bodies._latest
 
 
-def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_nested_lists_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would cost the time of all that is before it."""
     parsed: list[int] = []
 
@@ -112,7 +112,7 @@ def test_of_lists_inside_others_only_a_few_are_looked_at(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("depth", [100, 1000])
-def test_what_may_be_too_deep_to_be_compared_is_read_all_the_same(depth: int) -> None:
+def test_a_body_too_deep_to_compare_is_parsed_whole(depth: int) -> None:
     deep = b"[" * depth + b"]" * depth
     first, later = (talk(n).replace(b'"m"', deep) for n in (8, 9))
     bodies = BodyCache(least=1)

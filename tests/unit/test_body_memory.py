@@ -38,7 +38,7 @@ class Server:
         return self.held
 
 
-def test_the_longest_unused_of_the_tenant_with_most_goes_first() -> None:
+def test_the_least_recently_used_body_of_the_largest_tenant_is_dropped_first() -> None:
     memory = BodyMemory(10)
     one = Server(Held("a", 3 * MIB), Held("b", 2 * MIB), Held("a", 3 * MIB))
     two = Server(Held("a", 1 * MIB, in_use=1), Held("a", 4 * MIB))
@@ -68,7 +68,7 @@ def test_the_longest_unused_of_the_tenant_with_most_goes_first() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a b"} for _ in range(10)]},
     ],
 )
-def test_the_estimate_is_near_what_a_body_takes(message: object) -> None:
+def test_the_estimated_memory_of_a_body_is_near_the_real_one(message: object) -> None:
     size = len(json.dumps(message))
     body = orjson.dumps({"messages": [message] * max(1, 2_000_000 // size)})
     tracemalloc.start()
@@ -79,7 +79,7 @@ def test_the_estimate_is_near_what_a_body_takes(message: object) -> None:
     assert taken / 2.5 <= kept.n_bytes <= taken * 2.5, (taken, kept.n_bytes)
 
 
-def test_events_that_are_told_again_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_events_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "_MAX_RECENT_BYTES", 10_000)
     told = EventFeed()
     for number in range(100):

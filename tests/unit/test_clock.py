@@ -33,7 +33,7 @@ def jump(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_clock
 
 
-def test_the_steady_clock_tells_the_time_and_does_not_jump(jump: Any) -> None:
+def test_the_steady_clock_does_not_jump(jump: Any) -> None:
     clock = SteadyClock()
     assert clock.now() == pytest.approx(time.time(), abs=1.0)
     seen = [clock.now()]
@@ -64,7 +64,7 @@ def test_a_jump_expires_no_snapshot_and_no_session(
 
 
 @pytest.mark.parametrize("ahead_s", [-60 * 365 * DAY, -30 * DAY, -3600.0])
-def test_a_clock_that_was_set_back_before_the_start_goes_on_from_what_was_noted(
+def test_a_clock_set_back_before_the_start_continues_from_the_stored_time(
     tmp_path: Path, jump: Any, ahead_s: float
 ) -> None:
     """As on a machine without a battery, whose clock is set once the network is there."""
@@ -84,7 +84,7 @@ def test_a_clock_that_was_set_back_before_the_start_goes_on_from_what_was_noted(
     [time.time() + 400 * DAY, 2.0**40, 1e300, float("inf")],
     ids=["in 400 days", "2**40", "1e300", "inf"],
 )
-def test_one_time_that_cannot_be_right_expires_nothing_else(tmp_path: Path, wrong: float) -> None:
+def test_one_damaged_time_expires_nothing_else(tmp_path: Path, wrong: float) -> None:
     with vault(tmp_path / "slots", max_age_h=1.0) as opened:
         for number in range(3):
             kept(opened, np.roll(TOKENS, number), f"branch {number}")
@@ -99,7 +99,7 @@ def test_one_time_that_cannot_be_right_expires_nothing_else(tmp_path: Path, wron
         assert len(opened.snapshots) == 4
 
 
-def test_dates_that_are_kept_are_kept_for_as_long_whatever_the_clock_says(jump: Any) -> None:
+def test_normalized_dates_do_not_depend_on_changes_of_the_clock(jump: Any) -> None:
     normaliser = Normalizer(NormaliseConfig(dates_h=1.0), Metrics())
 
     def told(day: int) -> bytes:

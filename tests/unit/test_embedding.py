@@ -128,7 +128,7 @@ def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
     return rig
 
 
-def test_a_question_gets_its_vector_once() -> None:
+def test_a_question_is_embedded_once() -> None:
     async def scene(rig: Rig) -> None:
         first = await embed_query(rig.embedding, "why?")
         again = await embed_query(rig.embedding, "why?")
@@ -171,7 +171,7 @@ def test_blocks_get_vectors_in_the_background() -> None:
     run(scene)
 
 
-def test_what_waits_or_runs_is_not_embedded_twice() -> None:
+def test_waiting_and_running_texts_are_not_embedded_twice() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_embed.clear()
         texts = [f"block {i}" for i in range(9)]
@@ -185,7 +185,7 @@ def test_what_waits_or_runs_is_not_embedded_twice() -> None:
     run(scene)
 
 
-def test_the_latest_blocks_come_first() -> None:
+def test_the_latest_blocks_are_embedded_first() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_embed.clear()
         rig.submit(*[f"old {i}" for i in range(40)])
@@ -197,7 +197,7 @@ def test_the_latest_blocks_come_first() -> None:
     run(scene)
 
 
-def test_a_full_queue_forgets_the_oldest_and_says_so() -> None:
+def test_a_full_queue_drops_and_counts_the_oldest_texts() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_embed.clear()
         rig.submit("runs already")
@@ -215,7 +215,7 @@ def test_a_full_queue_forgets_the_oldest_and_says_so() -> None:
     run(scene, queue=6)
 
 
-def test_a_question_goes_before_blocks() -> None:
+def test_questions_are_embedded_before_blocks() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_embed.clear()
         rig.encoder.may_ask.clear()
@@ -236,7 +236,7 @@ def test_a_question_goes_before_blocks() -> None:
     run(scene)
 
 
-def test_the_event_loop_goes_on_meanwhile() -> None:
+def test_inference_does_not_block_the_event_loop() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_ask.clear()
         async with asyncio.TaskGroup() as tasks:
@@ -264,7 +264,7 @@ def test_blocks_are_embedded_at_low_priority() -> None:
     run(scene)
 
 
-def test_a_slow_question_costs_its_time_limit_and_no_more() -> None:
+def test_a_slow_question_delays_a_turn_by_the_time_limit_only() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_ask.clear()
         began = time.monotonic()
@@ -286,7 +286,7 @@ def test_a_slow_question_costs_its_time_limit_and_no_more() -> None:
     run(scene, timeout_ms=30)
 
 
-def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
+def test_a_cancelled_question_leaves_no_state() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_ask.clear()
         async with asyncio.TaskGroup() as tasks:
@@ -302,7 +302,9 @@ def test_a_client_that_goes_away_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("error", [EmbedderError("broken"), RuntimeError("a defect")])
-def test_a_failure_costs_its_texts_only(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_inference_affects_its_texts_only(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.fails = error
         assert await embed_query(rig.embedding, "why?") is None
@@ -322,7 +324,7 @@ def test_a_failure_costs_its_texts_only(error: Exception, caplog: pytest.LogCapt
     run(scene)
 
 
-def test_tenants_questions_blocks_and_encoders_never_share_a_vector() -> None:
+def test_keys_differ_by_tenant_kind_of_text_and_encoder() -> None:
     async def scene(rig: Rig) -> None:
         keys = [rig.embedding.key("same", tenant) for tenant in ("", "a", "b")]
         assert len(set(keys)) == 3 and rig.embedding.key("same", "a") == keys[1]
@@ -346,7 +348,7 @@ def test_half_of_a_surrogate_pair_has_a_key() -> None:
     run(scene)
 
 
-def test_stopping_drops_what_waits_and_waits_for_what_runs() -> None:
+def test_stopping_drops_waiting_texts_and_waits_for_the_running_batch() -> None:
     rig = Rig(FakeEncoder())
 
     async def play() -> None:
@@ -365,7 +367,7 @@ def test_stopping_drops_what_waits_and_waits_for_what_runs() -> None:
     asyncio.run(play())
 
 
-def test_a_question_under_way_at_the_end_gets_none_or_its_vector() -> None:
+def test_a_running_question_ends_when_the_service_stops() -> None:
     rig = Rig(FakeEncoder())
 
     async def play() -> None:
@@ -380,7 +382,9 @@ def test_a_question_under_way_at_the_end_gets_none_or_its_vector() -> None:
     asyncio.run(play())
 
 
-def test_without_a_directory_it_is_off_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_directory_the_service_is_off_and_logs_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
 
     async def scene(rig: Rig) -> None:
@@ -398,7 +402,7 @@ def test_without_a_directory_it_is_off_and_says_so(caplog: pytest.LogCaptureFixt
     assert said == ["no embedder (embedder.directory is empty): blocks are ranked by words alone"]
 
 
-def test_with_one_the_start_says_which(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_logs_the_encoder(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def scene(rig: Rig) -> None:
@@ -408,7 +412,7 @@ def test_with_one_the_start_says_which(caplog: pytest.LogCaptureFixture) -> None
     assert "embedder of the tests" in [record.getMessage() for record in caplog.records]
 
 
-def test_one_that_does_not_load_stops_the_start() -> None:
+def test_an_encoder_that_does_not_load_stops_the_start() -> None:
     def refuse(_: EmbedderConfig) -> FakeEncoder:
         raise ConfigError("embedder.directory: no")
 

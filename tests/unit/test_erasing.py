@@ -36,7 +36,7 @@ def _end_a_request(server: Server) -> None:
 EMPTY = Rendered(np.array([], np.int32), 0, ())
 
 
-def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
+def test_wiping_includes_files_being_written_and_reports_what_remains(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
@@ -77,7 +77,7 @@ def test_what_is_being_sealed_is_deleted_too_and_what_stays_is_told(
     asyncio.run(erased())
 
 
-def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
+def test_deleting_a_session_does_not_stop_look_ahead_of_others(tmp_path: Path) -> None:
     config = Config(
         upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),
         snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),
@@ -103,7 +103,7 @@ def test_what_is_decoded_ahead_for_others_goes_on(tmp_path: Path) -> None:
     asyncio.run(deleted())
 
 
-def test_what_is_forgotten_for_room_is_not_written_down_any_more(tmp_path: Path) -> None:
+def test_a_session_evicted_from_the_registry_loses_its_record(tmp_path: Path) -> None:
     config = Config(
         upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),
         snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),

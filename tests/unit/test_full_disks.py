@@ -42,7 +42,7 @@ def unwritable(it: SnapshotRepository) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("code", FAILURES)
-def test_a_snapshot_that_finds_no_room_leaves_what_was_there(
+def test_a_failed_snapshot_leaves_existing_ones_unchanged(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -65,7 +65,7 @@ def test_a_snapshot_that_finds_no_room_leaves_what_was_there(
         asyncio.run(run(it))
 
 
-def test_vectors_that_find_no_room_are_left_out_and_the_record_stays(tmp_path: Path) -> None:
+def test_vectors_that_cannot_be_written_leave_the_record_unchanged(tmp_path: Path) -> None:
     metrics = Metrics()
 
     class Encoder:
@@ -105,7 +105,7 @@ def test_vectors_that_find_no_room_are_left_out_and_the_record_stays(tmp_path: P
 
 
 @pytest.mark.parametrize("code", FAILURES)
-def test_a_key_file_that_cannot_be_replaced_stays_what_it_was(
+def test_a_key_file_that_cannot_be_replaced_is_unchanged(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "keys"
@@ -125,7 +125,7 @@ def test_a_key_file_that_cannot_be_replaced_stays_what_it_was(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
-def test_a_log_that_finds_no_room_fails_no_request() -> None:
+def test_a_full_disk_for_the_log_fails_no_request() -> None:
     port, nobody = free_port(), free_port()
     with open("/dev/full", "wb") as full:
         process = subprocess.Popen(proxy_command(port, nobody), stdout=full, stderr=full)

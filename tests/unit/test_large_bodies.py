@@ -50,7 +50,7 @@ async def _read(body: bytes, limits: LimitsConfig) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_the_loop_is_busy_for_moments_only(name: str) -> None:
+def test_large_bodies_do_not_block_the_event_loop(name: str) -> None:
     body = BODIES[name]()
 
     async def run() -> float:
@@ -65,7 +65,7 @@ def test_the_loop_is_busy_for_moments_only(name: str) -> None:
     assert min(asyncio.run(run()) for _ in range(4)) < _MOST_S
 
 
-def test_threads_read_one_conversation_at_once_and_agree() -> None:
+def test_threads_parse_bodies_of_one_conversation_concurrently() -> None:
     reader = RequestParser(Config(), Metrics())
     messages = [{"role": "user", "content": f"{i} " + "word " * 2000} for i in range(60)]
     kept: list[object] = []

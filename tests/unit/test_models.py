@@ -55,7 +55,7 @@ async def _request(models: LoadedModels[Entered], body: bytes = BODY) -> Entered
     return await models.load(str(json.loads(body)["model"]), {})
 
 
-def test_a_request_that_is_cancelled_while_its_model_is_entered_leaves_nothing_half_done() -> None:
+def test_a_cancelled_request_leaves_the_server_of_its_model_entered() -> None:
     async def run() -> None:
         may, made = asyncio.Event(), list[Entered]()
 
@@ -83,7 +83,7 @@ def test_a_request_that_is_cancelled_while_its_model_is_entered_leaves_nothing_h
     asyncio.run(run())
 
 
-def test_a_model_that_could_not_be_entered_is_tried_again() -> None:
+def test_entering_a_model_is_retried_after_a_failure() -> None:
     async def run() -> None:
         may, made, failures = asyncio.Event(), list[Entered](), [OSError("once")]
         may.set()
@@ -101,7 +101,7 @@ def test_a_model_that_could_not_be_entered_is_tried_again() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_cancelled_while_it_is_entered_is_left(monkeypatch: Any) -> None:
+def test_a_server_cancelled_while_entering_is_closed(monkeypatch: Any) -> None:
     async def run() -> None:
         engine, hangs = build_router(Config()), asyncio.Event()
 

@@ -54,7 +54,7 @@ def test_any_timings_give_a_pace(timings: dict[str, Any]) -> None:
 
 
 @given(_objects(_BOOK_KEYS))
-def test_any_books_are_read_or_refused(stated: dict[str, Any]) -> None:
+def test_any_token_accounting_is_parsed_or_refused(stated: dict[str, Any]) -> None:
     books = TokenAccounting.parse({"evoke": stated})
     if books is not None:
         assert 0 <= books.decoded <= MAX_TOKENS
@@ -76,7 +76,7 @@ def test_the_usage_of_a_real_server_is_not_odd() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e999", "-1e999", "NaN", "1" * 4000, "-7", "0.5", '"5"', "[[]]"])
-def test_odd_numbers_are_no_counts(text: str) -> None:
+def test_invalid_numbers_are_not_counted(text: str) -> None:
     observer = ReplyObserver()
     observer.feed(b'{"usage":{"input_tokens":%b}}' % text.encode())
     observer.close()

@@ -6,7 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply import observer as observer_module
@@ -96,7 +96,7 @@ def seen(observer: ReplyObserver) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("finish", STREAMS)
-def test_a_stream_of_each_dialect_is_understood(finish: str) -> None:
+def test_streams_of_all_dialects_are_observed(finish: str) -> None:
     assert seen(observe(STREAMS[finish])) == (TIMINGS, USAGE, finish, True, None)
 
 
@@ -113,18 +113,18 @@ def test_chunk_boundaries_and_line_ends_make_no_difference(
 
 
 @given(st.sampled_from(sorted(STREAMS)))
-def test_one_byte_at_a_time_is_the_same(finish: str) -> None:
+def test_single_bytes_give_the_same_result(finish: str) -> None:
     data = STREAMS[finish].replace(b"\n", b"\r\n")
     assert seen(observe(data, list(range(len(data))))) == (TIMINGS, USAGE, finish, True, None)
 
 
-def test_a_stream_that_breaks_off_is_not_done() -> None:
+def test_an_incomplete_stream_is_not_done() -> None:
     observer = observe(CHAT[: CHAT.index(b"[DONE]")])
     assert observer.timings == TIMINGS
     assert not observer.done
 
 
-def test_an_event_without_its_blank_line_counts_at_the_end() -> None:
+def test_the_last_event_may_lack_its_blank_line() -> None:
     assert observe(CHAT.rstrip()).done
 
 
@@ -133,7 +133,7 @@ def test_the_last_timings_win() -> None:
     assert observe(data).timings == {"n": 2}
 
 
-def test_data_lines_of_one_event_belong_together() -> None:
+def test_data_lines_of_one_event_are_joined() -> None:
     assert observe(b'data: {"usage":\ndata: {"n": 3}}\n\n').usage == {"n": 3}
 
 
@@ -144,7 +144,7 @@ def test_an_error_in_mid_stream_is_kept() -> None:
 
 
 @given(st.lists(st.integers(0, 400), max_size=10))
-def test_a_whole_body_is_read_at_its_end(cuts: list[int]) -> None:
+def test_a_json_body_is_read_at_its_end(cuts: list[int]) -> None:
     body = end("length") | {"usage": USAGE, "timings": TIMINGS, "text": "grüße"}
     data = b"\n " + json.dumps(body, ensure_ascii=False).encode()
     assert seen(observe(data, cuts)) == (TIMINGS, USAGE, "length", True, None)
@@ -158,7 +158,7 @@ def test_a_whole_body_is_read_at_its_end(cuts: list[int]) -> None:
         ([{"content": "x", "stop": True, "stop_type": "limit", "usage": {"n": 1}}], "limit"),
     ],
 )
-def test_bodies_of_other_dialects_are_understood(body: object, finish: str) -> None:
+def test_json_bodies_of_all_dialects_are_observed(body: object, finish: str) -> None:
     observer = observe(json.dumps(body).encode())
     assert (observer.finish, observer.usage, observer.done) == (finish, {"n": 1}, True)
 
@@ -177,7 +177,7 @@ def test_bodies_of_other_dialects_are_understood(body: object, finish: str) -> N
         b'data: {"a": "usage", "x": ' + b"[" * 5000 + b"\n\n",
     ],
 )
-def test_what_cannot_be_read_is_ignored(data: bytes) -> None:
+def test_invalid_data_is_ignored(data: bytes) -> None:
     assert seen(observe(data)) == (None, None, None, False, None)
 
 
@@ -201,7 +201,7 @@ def test_memory_is_bounded(start: bytes, monkeypatch: pytest.MonkeyPatch) -> Non
     assert observer.timings == (TIMINGS if start == b"data: " else None)
 
 
-def test_many_data_lines_of_one_event_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_of_many_lines_is_limited_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observer_module, "_MAX_EVENT_BYTES", 100)
     observer = ReplyObserver()
     for _ in range(50):
@@ -265,6 +265,8 @@ def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
     pieces=st.lists(st.sampled_from([b"data: a", b"b" * 12, b"\n", b"\r\n", b"\r", b""])),
     step=st.integers(1, 9),
 )
+@example(pieces=[b"b" * 12, b"data: a", b"\r", b"data: a"], step=1)
+@example(pieces=[b"b" * 12, b"data: a", b"\r\n", b"data: a"], step=1)
 def test_lines_keep_every_byte_of_a_stream_however_it_is_cut(
     pieces: list[bytes], step: int
 ) -> None:

@@ -50,12 +50,14 @@ def expected(document: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_books_come_into_the_usage_and_nothing_else_changes(document: bytes) -> None:
+def test_the_token_accounting_is_added_to_the_usage_and_nothing_else_changes(
+    document: bytes,
+) -> None:
     assert with_accounting(document, {}) == expected(document) != document
 
 
 @pytest.mark.parametrize("document", UNTOUCHED)
-def test_a_document_without_both_stays(document: bytes) -> None:
+def test_a_document_without_usage_or_accounting_is_unchanged(document: bytes) -> None:
     assert with_accounting(document, {}) == document
 
 
@@ -86,7 +88,7 @@ def test_whole_lines_do_not_wait() -> None:
     assert edit.feed(b"ta: {}\n") == b"data: {}\n"
 
 
-def test_a_line_without_end_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlong_line_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage_edit, "_MAX_LINE_BYTES", 10)
     edit = UsageEditor({})
     assert edit.feed(b"data: 1") == b""

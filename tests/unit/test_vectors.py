@@ -88,7 +88,7 @@ async def beside(
     return made, trace
 
 
-def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
+def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
     fake, known = FakeEmbedding(), conversation("The first one is here.", "One. " * 12)
     vectors = vectors_of(fake)
     vectors.submit(known)
@@ -102,7 +102,7 @@ def test_blocks_are_submitted_the_latest_last_and_taken_when_whole() -> None:
     assert set(known.awaited) == {"s/1"} and "The first one is here." not in fake.submitted
 
 
-def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.awaited.values() for key in keys}
@@ -111,7 +111,7 @@ def test_what_nobody_writes_down_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(known.embedded) == 2 and not known.session.index.without_vectors(9)
 
 
-def test_an_embedder_that_is_off_is_asked_nothing() -> None:
+def test_nothing_is_submitted_without_an_embedder() -> None:
     fake, known = FakeEmbedding(on=False), conversation("text")
     vectors_of(fake).submit(known)
     made, trace = asyncio.run(beside(fake, POLICY))
@@ -121,12 +121,12 @@ def test_an_embedder_that_is_off_is_asked_nothing() -> None:
 @pytest.mark.parametrize(
     "policy", [replace(POLICY, budget=None), replace(POLICY, name="streaming")]
 )
-def test_what_nobody_looks_up_is_not_embedded(policy: PolicyConfig) -> None:
+def test_questions_are_not_embedded_without_retrieval(policy: PolicyConfig) -> None:
     fake = FakeEmbedding()
     assert not asyncio.run(beside(fake, policy))[0] and not fake.asked
 
 
-def test_while_a_session_has_a_budget_of_its_own_questions_are_embedded() -> None:
+def test_questions_are_embedded_while_a_session_has_a_budget_of_its_own() -> None:
     fake, config = FakeEmbedding(), replace(POLICY, budget=None)
     conversations = Conversations(config, 9)
     known = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
@@ -139,7 +139,7 @@ def test_while_a_session_has_a_budget_of_its_own_questions_are_embedded() -> Non
     assert len(fake.asked) == 2
 
 
-def test_a_question_is_embedded_beside_the_rendering_and_only_the_rest_is_waiting() -> None:
+def test_a_question_is_embedded_during_the_rendering() -> None:
     made, trace = virtual_time.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
     assert set(made) == {"Where is it?", "How is the old one called?"}
     assert trace.waits["embed"] == pytest.approx(0.05)
@@ -147,7 +147,7 @@ def test_a_question_is_embedded_beside_the_rendering_and_only_the_rest_is_waitin
     assert quick.waits["embed"] == 0.0
 
 
-def test_a_rendering_that_fails_is_not_hidden() -> None:
+def test_a_failed_rendering_raises_its_error() -> None:
     async def failing() -> Any:
         raise ValueError("no")
 

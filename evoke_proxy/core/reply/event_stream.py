@@ -46,18 +46,18 @@ class LineReader:
                 self._is_too_long = False
                 lines.append(Line(piece, is_whole))
         if self._is_too_long or len(self._rest) > self._max_bytes:
-            lines += self._flush(is_whole=False)
             self._is_too_long = True
+            n_bytes = len(self._rest) - self._rest.endswith(b"\r")
+            if n_bytes:
+                lines.append(Line(bytes(self._rest[:n_bytes]), is_whole=False))
+                del self._rest[:n_bytes]
         return lines
 
     def close(self) -> list[Line]:
         """The last line, when the stream ends without a line end."""
-        return self._flush(is_whole=not self._is_too_long)
-
-    def _flush(self, is_whole: bool) -> list[Line]:
         rest = bytes(self._rest)
         self._rest.clear()
-        return [Line(rest, is_whole)] if rest else []
+        return [Line(rest, not self._is_too_long)] if rest else []
 
 
 class EventReader:

@@ -64,37 +64,37 @@ class BlockVectors:
         trace.add_wait("embed", loop.time() - rendered_at)
         return rendered, vectors
 
-    def arrived(self, known: Conversation) -> Arrived:
+    def arrived(self, conversation: Conversation) -> Arrived:
         """The vectors of a session's blocks that have been made since its last turn, by label.
 
         `stacked` makes arrays of them; that may run in a thread.
         """
-        found: Arrived = list(known.remembered.items())
-        known.remembered = {}
-        for label, keys in known.awaited.items():
+        found: Arrived = list(conversation.remembered.items())
+        conversation.remembered = {}
+        for label, keys in conversation.awaited.items():
             made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
             if len(made) == len(keys) > 0:
                 found.append((label, made))
-                if len(known.embedded) < _AT_ONCE:  # they may never be written to disk
-                    known.embedded[label] = keys
+                if len(conversation.embedded) < _AT_ONCE:  # they may never be written to disk
+                    conversation.embedded[label] = keys
         return found
 
-    def submit(self, known: Conversation) -> None:
+    def submit(self, conversation: Conversation) -> None:
         """Embed the blocks of a session that have no vectors yet, the latest first."""
-        if not self._embedding.on or known.passing:
+        if not self._embedding.on or conversation.passing:
             return
-        before, known.awaited = known.awaited, {}
-        awaited = known.awaited
+        before, conversation.awaited = conversation.awaited, {}
+        awaited = conversation.awaited
         # The latest submitted is embedded first, so the oldest are submitted first.
-        lacking = known.session.index.without_vectors(_AT_ONCE)[::-1]
+        lacking = conversation.session.index.without_vectors(_AT_ONCE)[::-1]
 
         def submit_some(start: int) -> None:
             """Submit a few blocks, and the next ones in another callback of the event loop."""
-            if known.awaited is not awaited:  # another turn has ended meanwhile
+            if conversation.awaited is not awaited:  # another turn has ended meanwhile
                 return
             for block in lacking[start : start + _IN_ONE_STEP]:
                 texts = chunks_of(block.text)
-                keys = before.get(block.label) or self._keys(texts, known.tenant)
+                keys = before.get(block.label) or self._keys(texts, conversation.tenant)
                 awaited[block.label] = keys
                 self._embedding.submit(zip(keys, texts, strict=True))
             if start + _IN_ONE_STEP < len(lacking):

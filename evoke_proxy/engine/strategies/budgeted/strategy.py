@@ -267,7 +267,7 @@ class BudgetedStrategy(CacheStrategy):
         if turn.budget is not None and accounting.n_resident_peak > turn.budget:
             metrics.breaches.inc()
         conversation.n_resident = accounting.n_resident
-        metrics.decoded_again.inc(max(0, conversation.session.redecoded))
+        metrics.redecoded.inc(max(0, conversation.session.redecoded))
         metrics.evicted.inc(len(accounting.auto_evicted))
         metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
 
