@@ -146,7 +146,7 @@ class SessionPersistence:
         request comes between two calls, EvokeErrors for what llama-server does."""
         if self._vault is None:
             return
-        edges = (known.head, known.settled, known.n_users)
+        edges = (known.head, known.last_user_end, known.n_users)
         session = known.session.state(view)
         home, orders = self._upstream.url, known.orders
         seated = SessionRecord(session, known.hint, edges, view.id, view.epoch, home, orders)
