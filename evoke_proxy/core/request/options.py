@@ -155,7 +155,7 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
     if value is None:
         return ()
     if not bench:
-        raise RequestError("evoke_oracle needs policy.bench_fields", "evoke_oracle_invalid")
+        raise RequestError("evoke_oracle is for benches only (python -m bench.proxy)", "evoke_oracle_invalid")
     if isinstance(value, list) and all(
         isinstance(x, str) or integer_or_none(x) is not None for x in value
     ):
