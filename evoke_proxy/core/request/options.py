@@ -155,7 +155,8 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
     if value is None:
         return ()
     if not bench:
-        raise RequestError("evoke_oracle is for benches only (python -m bench.proxy)", "evoke_oracle_invalid")
+        message = "evoke_oracle is for benches only (python -m bench.proxy)"
+        raise RequestError(message, "evoke_oracle_invalid")
     if isinstance(value, list) and all(
         isinstance(x, str) or integer_or_none(x) is not None for x in value
     ):
