@@ -46,7 +46,7 @@ def test_an_invalid_key_identifies_nobody(guess: str) -> None:
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_line(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"line \d|is not 1 to 64"):
+    with pytest.raises(ConfigError, match=r"line \d|must be 1 to 64"):
         Keys.parse(text)
 
 

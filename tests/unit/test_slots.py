@@ -224,8 +224,8 @@ def test_a_tenant_has_a_queue_of_its_own_where_one_is_set() -> None:
 
 def test_a_guest_may_have_several_slots() -> None:
     pool = SlotPool(2, 4)
-    assert pool.request("guest", "", 0, guest=True, slot=0) == Grant(0)
-    assert pool.request("guest", "", 0, guest=True, slot=1) == Grant(1)
+    assert pool.request("guest", "", 0, ephemeral=True, slot=0) == Grant(0)
+    assert pool.request("guest", "", 0, ephemeral=True, slot=1) == Grant(1)
 
 
 def test_a_session_that_waits_for_itself_keeps_nobody_from_an_idle_slot() -> None:
@@ -269,10 +269,10 @@ def test_a_guest_takes_the_spare_slot_and_leaves_no_trace() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.release(0, 1)
-    assert pool.request("title", "", 5, guest=True) == Grant(1)
+    assert pool.request("title", "", 5, ephemeral=True) == Grant(1)
     assert pool.release(1, 6) == []
     assert pool.slot_of("title") is None and pool.holder(1) is None
-    assert pool.request("tags", "", 7, guest=True) == Grant(1)
+    assert pool.request("tags", "", 7, ephemeral=True) == Grant(1)
 
 
 def test_a_guest_without_a_spare_slot_names_whose_it_is_and_hands_it_back() -> None:
@@ -281,7 +281,7 @@ def test_a_guest_without_a_spare_slot_names_whose_it_is_and_hands_it_back() -> N
         pool.request(name, "", now)
     for now, slot in enumerate((0, 1), 2):
         pool.release(slot, now)
-    assert pool.request("title", "", 9, guest=True) == Grant(0, victim="a")
+    assert pool.request("title", "", 9, ephemeral=True) == Grant(0, victim="a")
     pool.release(0, 10)
     assert (pool.holder(0), pool.holder(1)) == ("a", "b")
     # "a" is still the one idle for longest.
@@ -293,7 +293,7 @@ def test_a_session_waits_for_a_guest_in_its_slot_only_when_every_slot_is_busy() 
     for now, name in enumerate("ab"):
         pool.request(name, "", now)
     pool.release(0, 2)
-    assert pool.request("title", "", 3, guest=True) == Grant(0, victim="a")
+    assert pool.request("title", "", 3, ephemeral=True) == Grant(0, victim="a")
     assert pool.vacated(0, 3) == []  # what "a" had there is saved
     assert pool.request("a", "", 4) == Wait(1)
     assert pool.release(1, 5) == [(1, Grant(1, victim="b"))]
@@ -304,7 +304,7 @@ def test_a_session_waits_for_a_guest_in_its_slot_only_when_every_slot_is_busy() 
 def test_a_guest_waits_its_turn() -> None:
     pool = SlotPool(1, 4)
     pool.request("a", "", 0)
-    assert pool.request("title", "", 1, guest=True) == Wait(1)
+    assert pool.request("title", "", 1, ephemeral=True) == Wait(1)
     assert pool.request("b", "", 2) == Wait(2)
     assert pool.release(0, 3) == [(1, Grant(0, victim="a"))]
     assert pool.release(0, 4) == [(2, Grant(0, victim="a"))]

@@ -1,4 +1,4 @@
-"""What a policy decided: actions on one slot, run by llama-server in one call, all or nothing."""
+"""Plans: actions on one slot that llama-server runs in one call, all or nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 from evoke_proxy.core.model.blocks import Block, Span
 
-# Ranges and blocks that llama-server takes in one `stream` op (patches/API.md, "How much one call
-# may have"). What is beyond them is evicted by its age.
+# Most ranges and blocks that llama-server accepts in one `stream` op (patches/API.md, "How much one
+# call may have"). Blocks beyond the limit are evicted by age.
 MOST_PROTECTED = 4096
 MOST_ORDERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy resident rows to the host pool under a label; the rows stay."""
+    """Copy resident rows to the host pool under a label; the rows stay resident."""
 
     label: str
     span: Span
@@ -24,7 +24,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Free the cells of a range; its positions stay. `label` is None for rows of no block."""
+    """Free the cells of a range; positions stay unchanged.
+
+    `label` is that of the block, or None for rows that belong to no block.
+    """
 
     span: Span
     label: str | None = None
@@ -32,7 +35,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Write a saved block's rows back to their positions; the copy stays."""
+    """Write a saved block's rows back to their positions; the copy stays in the pool."""
 
     label: str
     span: Span
@@ -40,17 +43,22 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget a saved copy; unknown labels are no error."""
+    """Delete a saved copy; an unknown label is no error."""
 
     label: str
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBudget:
-    """How llama-server itself holds the slot's budget: counts are tokens, budget 0 is off.
+    """The budget that llama-server enforces in the slot while it decodes. Counts are tokens.
 
-    The blocks of `order` are saved under their labels and evicted, first to last, then the oldest
-    rows go; `protect`, the first `sink` and the last `recent` positions never do.
+    Attributes:
+        budget: most resident rows; 0 turns the budget off.
+        sink: leading positions that are never evicted.
+        recent: trailing positions that are never evicted.
+        block: rows evicted at a time once `order` is used up, oldest first.
+        protect: ranges that are never evicted.
+        order: blocks that are saved under their labels and evicted, first to last.
     """
 
     budget: int
@@ -62,16 +70,21 @@ class DecodeBudget:
 
     @property
     def min_budget(self) -> int:
-        """Tokens that cannot be evicted plus one block; llama-server wants this <= budget."""
+        """Smallest budget that llama-server accepts: what is never evicted, plus one block."""
         return self.sink + self.recent + sum(len(span) for span in self.protect) + self.block
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Give an idle slot the prompt's first `n_tokens` and the rows of these saved blocks.
+    """Replace an idle slot's content by the prompt's first `n_tokens` and saved blocks.
 
-    The last label ends at `n_tokens`. It empties the slot, changes its epoch and turns its stream
-    off, so it goes before everything else and the stream after it.
+    This empties the slot, changes its epoch and turns its decode budget off, so it is the first
+    action of a plan.
+
+    Attributes:
+        n_tokens: tokens of the prompt that the slot gets; the last block ends there.
+        labels: labels of the saved blocks.
+        spans: ranges of their rows.
     """
 
     n_tokens: int
@@ -81,13 +94,18 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do before a request is decoded.
+    """Actions before a request is decoded.
 
-    `infeasible` means that tail and reserve do not fit beside what must stay: the plan frees what
-    it can and the stream holds the budget. `crowded` means that they do not fit beside the earlier
-    blocks the plan keeps: the stream protects these and evicts the tail's own text. With `reuse`
-    the slot's next request goes on from so many of its tokens at most. `reason` says why a plan is
-    what it is, for logs.
+    Attributes:
+        saves, evicts, loads, drops: actions on blocks.
+        stream: decode budget to set; None leaves it unchanged.
+        adopt: replacement of the slot's content; None keeps it.
+        reuse: most tokens of the slot that the next request may continue from; None: no limit.
+        infeasible: tail and reserve do not fit beside what must stay; the plan frees what it can
+            and the decode budget does the rest.
+        crowded: tail and reserve do not fit beside the blocks that the plan keeps; the decode
+            budget protects these and evicts tokens of the tail.
+        reason: explanation for logs.
     """
 
     EMPTY: ClassVar[Plan]
@@ -105,14 +123,13 @@ class Plan:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether no row is copied or freed; a stream may still be set."""
+        """Whether no row is copied or freed; a decode budget may still be set."""
         return not (self.saves or self.evicts or self.loads or self.adopt)
 
     def ops(self) -> list[dict[str, Any]]:
         """The `ops` of one block-plan call, without the adopt.
 
-        Saves, evicts, loads, drops; the stream goes before the loads, because loads are checked
-        against the budget it sets.
+        The decode budget comes before the loads, which are checked against it.
         """
         stream = [_stream_op(self.stream)] if self.stream is not None else []
         reuse = [{"op": "reuse", "n_tokens": self.reuse}] if self.reuse is not None else []

@@ -164,7 +164,7 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
     _refuse("evoke_oracle", "a list of names of blocks and indexes of messages", value)
 
 
-def marked_messages(
+def messages_with_marks(
     body: Mapping[str, Any], unmarked: Mapping[str, int]
 ) -> list[Mapping[str, Any]]:
     """The messages of a body that have a field of the proxy.

@@ -1,13 +1,13 @@
-"""Which session holds which slot of llama-server, and which requests wait for one.
+"""Assigns slots of llama-server to sessions, and queues the requests that wait for one.
 
-Pure bookkeeping: every call returns what to do. A slot is *held* by the session that finds its rows
-there the next time, and *busy* while a request or background work has it. A *guest* runs in a slot
-without holding it: what is recorded of the slot stays as it was.
+Pure bookkeeping: every call returns what to do. The *holder* of a slot is the session whose rows
+are in it. A slot is *busy* while a request or background work uses it. An *ephemeral* request runs
+in a slot without becoming its holder.
 
-A session is *locked* while anything changes its state: its own request, the saving of its rows by
-the request that takes its slot, background work, an operation. At most one request of a session
-runs at a time; a guest, which may take several slots, locks none. The lock and the slot are granted
-together, so no request waits for one of them while it has the other.
+A session is *locked* while anything changes its state: its own request, a request that saves its
+rows before it takes its slot, background work, an operation. At most one request of a session runs
+at a time. An ephemeral request may use several slots and locks no session. Lock and slot are
+granted together, so no request waits for one while it has the other.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from dataclasses import dataclass, field, replace
 class Grant:
     """A slot for one request of a session, until it is released.
 
-    `victim` is the session whose rows are in the slot. It stays locked until `vacated`. `left` is
-    the slot that the session has moved from. It is reserved until `vacated`. `changed_at` is when
-    the latest request or decoding in the slot ended.
+    Attributes:
+        slot: number of the slot.
+        victim: session whose rows are in the slot; locked until `vacated`.
+        left: slot that the session has moved from; reserved until `vacated`.
+        changed_at: when the latest request or decoding in the slot ended.
     """
 
     slot: int
@@ -34,9 +36,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No slot now: `release` or `cancel` of this ticket comes later.
+    """The request waits: a later call returns the grant of this ticket.
 
-    The waiter with the ticket `displaced`, if any, has lost its place to this one.
+    `displaced` is the ticket of the waiter that this one removed from a full queue, if any.
     """
 
     ticket: int
@@ -45,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The queue is full; `queued` requests wait already."""
+    """The queue is full; `queued` requests are waiting."""
 
     queued: int
 
@@ -54,20 +56,30 @@ class Refuse:
 class _Waiter:
     ticket: int
     session: str
-    guest: bool
+    ephemeral: bool
     slot: int | None
 
 
 @dataclass(slots=True)
 class _Slot:
-    """`session` is that of the request that has it, None for a guest and for background work.
+    """State of one slot.
 
-    `victim` is the session that this request keeps locked, `left` the slot that it keeps reserved.
+    Attributes:
+        holder: session whose rows are in the slot.
+        busy: whether a request or background work uses it.
+        ephemeral: whether the request that uses it is ephemeral.
+        background: whether background work uses it.
+        reserved: whether it is kept for the session that moved away, until its rows are saved.
+        session: session of the running request; None for ephemeral requests and background work.
+        victim: session that the running request keeps locked.
+        left: slot that the running request keeps reserved.
+        used: when the holder last used it.
+        changed_at: when the latest request or decoding ended.
     """
 
     holder: str | None = None
     busy: bool = False
-    guest: bool = False
+    ephemeral: bool = False
     background: bool = False
     reserved: bool = False
     session: str | None = None
@@ -80,9 +92,11 @@ class _Slot:
 class SlotPool:
     """The slots of one server and the queue for them, fair between tenants. Times are seconds.
 
-    `max_queue` requests may wait, `tenant_queue` of one tenant (0: all of them). Both can change at
-    any time. When the queue is full, the newest waiter of the tenant that has most of it gives its
-    place to one of a tenant that has less.
+    Attributes:
+        max_queue: most requests that may wait; may change at any time. When the queue is full, the
+            newest waiter of the tenant that has most is removed for a tenant that has fewer.
+        tenant_queue: most waiting requests of one tenant; 0 for no limit.
+        changed_at: when the latest request or decoding in any slot ended.
     """
 
     def __init__(self, n_slots: int, max_queue: int, tenant_queue: int = 0) -> None:
@@ -92,7 +106,7 @@ class SlotPool:
         self._queues: dict[str, deque[_Waiter]] = {}
         self._next_ticket = 0
         self._locks: Counter[str] = Counter()
-        self._short_locks = 0  # of them those that no request has for as long as it runs
+        self._short_locks = 0  # those of them that do not last as long as a request
         self._removed: dict[int, _Slot] = {}
         self.changed_at = 0.0  # when the latest request or decoding in any slot ended
 
@@ -105,36 +119,41 @@ class SlotPool:
 
     @property
     def queued(self) -> int:
-        """How many requests wait."""
+        """Number of waiting requests."""
         return sum(len(queue) for queue in self._queues.values())
 
     def queued_of(self, tenant: str) -> int:
-        """How many requests of a tenant wait."""
+        """Number of waiting requests of a tenant."""
         return len(self._queues.get(tenant, ()))
 
     def holder(self, slot: int) -> str | None:
-        """The session that finds its rows in this slot."""
+        """The session whose rows are in this slot."""
         return self._slots[slot].holder
 
     def slot_of(self, session: str) -> int | None:
-        """The slot a session holds, busy or not."""
+        """The slot that has a session's rows, busy or not."""
         return next((i for i, s in enumerate(self._slots) if s.holder == session), None)
 
     def is_locked(self, session: str) -> bool:
-        """Whether anything may be changing the state of a session now."""
+        """Whether anything may be changing a session's state."""
         return self._locks[session] > 0
 
     def request(
-        self, session: str, tenant: str, now: float, guest: bool = False, slot: int | None = None
+        self,
+        session: str,
+        tenant: str,
+        now: float,
+        ephemeral: bool = False,
+        slot: int | None = None,
     ) -> Grant | Wait | Refuse:
-        """A slot for one request of a session, or a place in the queue, or neither.
+        """Request a slot for a session: granted, queued or refused.
 
-        Nobody overtakes a waiter of the same tenant, but for one that waits for `slot` and no
-        other, or for its own session. IndexError when there is no such slot.
+        A request does not overtake waiters of the same tenant, except those that wait for a
+        certain slot or for their own session. IndexError when `slot` does not exist.
         """
         if slot is not None and not 0 <= slot < len(self._slots):
             raise IndexError(f"there is no slot {slot}")
-        waiter = _Waiter(self._next_ticket + 1, session, guest, slot)
+        waiter = _Waiter(self._next_ticket + 1, session, ephemeral, slot)
         queue = self._queues.get(tenant, ())
         if not any(self._is_behind(waiter, other) for other in queue):
             grant = self._grant(waiter, now)
@@ -152,56 +171,55 @@ class SlotPool:
         return Wait(waiter.ticket, displaced)
 
     def vacated(self, slot: int, now: float) -> list[tuple[int, Grant]]:
-        """The request in this slot has saved what others left: their session, their slot are free.
-
-        Returns the tickets that get a slot because of it.
+        """The request in this slot has saved the rows of others: unlock the victim, free the slot
+        left. Returns the tickets that this grants a slot.
         """
         self._vacate(self._at(slot), now)
         return list(self._serve(now))
 
     def release(self, slot: int, now: float) -> list[tuple[int, Grant]]:
-        """The request on this slot is over; the tickets that get a slot because of it."""
-        given_back = self._at(slot)
-        self._vacate(given_back, now)
-        given_back.used = given_back.used if given_back.guest else now
-        given_back.changed_at = self.changed_at = now
-        if given_back.session is not None:
-            self._unlock(given_back.session)
-        given_back.busy = given_back.guest = False
-        given_back.session = None
+        """End the request in this slot. Returns the tickets that this grants a slot."""
+        released = self._at(slot)
+        self._vacate(released, now)
+        released.used = released.used if released.ephemeral else now
+        released.changed_at = self.changed_at = now
+        if released.session is not None:
+            self._unlock(released.session)
+        released.busy = released.ephemeral = False
+        released.session = None
         self._removed.pop(slot, None)
         return list(self._serve(now))
 
     def exchange(self, slot: int, other: int, now: float) -> list[tuple[int, Grant]] | None:
-        """Give the request in a slot an idle one instead; at no moment it has neither.
+        """Move the request in a slot to another, idle slot in one step.
 
-        None, and nothing changes, when the other one is not idle. Nothing is saved of what others
-        left there. Returns the tickets that get a slot because of it.
+        Rows of other sessions there are not saved. Returns the tickets that this grants a slot, or
+        None, with nothing changed, when the other slot is busy.
         """
         source, target = self._at(slot), self._slots[other]
         if target.busy:
             return None
-        target.busy, target.guest, target.session = True, source.guest, source.session
+        target.busy, target.ephemeral, target.session = True, source.ephemeral, source.session
         if source.session is not None:
             self.forget(source.session)
             target.holder, target.used = source.session, now
         self._vacate(source, now)
-        source.busy = source.guest = False
+        source.busy = source.ephemeral = False
         source.session, source.changed_at = None, now
         self._removed.pop(slot, None)
         return list(self._serve(now))
 
     def cancel(self, ticket: int, now: float) -> list[tuple[int, Grant]]:
-        """A waiter has left; the tickets that may go because it no longer stands in front."""
+        """Remove a waiter. Returns the tickets that this grants a slot."""
         self._remove(ticket)
         return list(self._serve(now))
 
     def begin_background(
         self, slots: Sequence[int], session: str | None = None, alone: bool = True
     ) -> bool:
-        """Take idle slots for work of our own, and lock the session that it is of.
+        """Take idle slots for background work, and lock the session that it concerns.
 
-        False, and nothing is taken, when one of them is not idle, or the session is locked; with
+        Returns False, with nothing taken, when a slot is busy or the session is locked; with
         `alone` also while any request runs or waits.
         """
         chosen = [self._slots[slot] for slot in slots]
@@ -216,9 +234,9 @@ class SlotPool:
     def end_background(
         self, slots: Sequence[int], session: str | None, now: float, changed: bool = True
     ) -> list[tuple[int, Grant]]:
-        """Give back what `begin_background` took; the tickets that get a slot because of it.
+        """Return the slots of `begin_background`. Returns the tickets that this grants a slot.
 
-        Not `changed`: the slots hold what they held.
+        `changed` says whether the content of the slots may have changed.
         """
         for slot in slots:
             taken = self._at(slot)
@@ -229,7 +247,7 @@ class SlotPool:
         return self.let_go(session, now) if session is not None else list(self._serve(now))
 
     def hold(self, session: str) -> bool:
-        """Lock a session without a slot; False when it is locked already."""
+        """Lock a session without a slot; returns False when it is locked."""
         if self._locks[session]:
             return False
         self._locks[session] += 1
@@ -237,36 +255,36 @@ class SlotPool:
         return True
 
     def let_go(self, session: str, now: float) -> list[tuple[int, Grant]]:
-        """End what `hold` began; the tickets that get a slot because of it."""
+        """Undo `hold`. Returns the tickets that this grants a slot."""
         self._short_locks -= 1
         self._unlock(session)
         return list(self._serve(now))
 
     def moved(self, session: str, slot: int) -> None:
-        """llama-server has put the session into another slot than it was granted."""
+        """Record that llama-server put the session into another slot than it was granted."""
         self.forget(session)
         self._slots[slot].holder = session
 
     def alone(self) -> bool:
-        """Whether at most one request runs, and none waits."""
+        """Whether at most one slot is busy, and no request waits."""
         return sum(slot.busy for slot in self._slots) <= 1 and not self.queued
 
     def idle(self) -> bool:
-        """Whether no request runs or waits. Background work does not count."""
+        """Whether no request runs or waits, apart from background work."""
         running = any(slot.busy and not slot.background for slot in self._slots)
         return not running and not self.queued
 
     def forget(self, session: str) -> None:
-        """The session is gone: a slot it holds is nobody's."""
+        """Forget a session: its slot has no holder any more."""
         for slot in self._slots:
             if slot.holder == session:
                 slot.holder = None
 
     def restart(self, n_slots: int, now: float) -> list[tuple[int, Grant]]:
-        """llama-server has restarted with so many slots: no idle one holds anything.
+        """Record that llama-server restarted with `n_slots` slots: idle slots have no holder.
 
-        Requests that run keep their slot and their session's lock until they are released, also in
-        slots that do not exist any more. Returns the tickets that get a slot because of it.
+        Running requests keep slot and lock until they are released, even when the slot no longer
+        exists. Returns the tickets that this grants a slot.
         """
         for slot in self._slots:
             slot.holder = slot.session
@@ -288,13 +306,13 @@ class SlotPool:
         return self._slots[slot] if slot < len(self._slots) else self._removed[slot]
 
     def _allowance(self) -> int:
-        """How many more may wait: those whom only short work of ours keeps waiting."""
+        """Extra waiters beyond the limits: those that wait only for short work of our own."""
         return self._short_locks + sum(slot.background for slot in self._slots)
 
     def _displace_for(self, tenant: str) -> int | None:
-        """Take the newest waiter of the tenant that has most out of the queue; its ticket.
+        """Remove the newest waiter of the tenant that has most; returns its ticket.
 
-        None when `tenant` itself would have most with one more.
+        None when `tenant` would have most with one more waiter.
         """
         most = max(self._queues, key=lambda name: len(self._queues[name]), default=tenant)
         if len(self._queues.get(most, ())) <= len(self._queues.get(tenant, ())) + 1:
@@ -309,9 +327,9 @@ class SlotPool:
                 queue.remove(waiter)
 
     def _is_behind(self, waiter: _Waiter, other: _Waiter) -> bool:
-        """Whether one must not be served before another of its tenant that came first.
+        """Whether a waiter must not be served before an earlier one of its tenant.
 
-        A waiter whose session is locked stands in nobody's way: no slot would do for it now.
+        An earlier waiter whose session is locked blocks no other: no slot would serve it now.
         """
         if self._locks[other.session]:
             return False
@@ -339,7 +357,7 @@ class SlotPool:
         self._queues = {tenant: queue for tenant, queue in self._queues.items() if queue}
 
     def _serve_one(self, now: float) -> tuple[int, Grant] | None:
-        """Round robin: a tenant that was served goes to the end of the line."""
+        """Serve one waiter, in round robin over tenants."""
         for tenant, queue in list(self._queues.items()):
             for at, waiter in enumerate(queue):
                 if any(self._is_behind(waiter, queue[i]) for i in range(at)):
@@ -352,11 +370,11 @@ class SlotPool:
         return None
 
     def _grant(self, waiter: _Waiter, now: float) -> Grant | None:
-        """The slot it names. Else its own, else an empty one, else the one idle for longest. None
-        if it must wait.
+        """Grant the requested slot, else the session's own, an empty one, or the longest idle one.
 
-        A session that is locked waits. It does not wait for a guest in its slot while another slot
-        is idle. A slot whose holder is locked is nobody's: its rows could not be saved now.
+        None when the request must wait: its session is locked, or no slot is available. A slot
+        whose holder is locked is not available, because its rows could not be saved now. A session
+        does not wait for an ephemeral request in its own slot while another slot is idle.
         """
         if self._locks[waiter.session]:
             return None
@@ -373,17 +391,17 @@ class SlotPool:
         if not idle:
             return None
         best = min(idle, key=lambda i: (self._slots[i].holder is not None, self._slots[i].used, i))
-        return self._take(best, waiter.session, waiter.guest, now)
+        return self._take(best, waiter.session, waiter.ephemeral, now)
 
-    def _take(self, index: int, session: str, guest: bool, now: float) -> Grant:
+    def _take(self, index: int, session: str, ephemeral: bool, now: float) -> Grant:
         slot, own = self._slots[index], self.slot_of(session)
         victim = slot.holder if slot.holder != session else None
-        slot.busy, slot.guest = True, guest
+        slot.busy, slot.ephemeral = True, ephemeral
         if victim is not None:
             slot.victim = victim
             self._locks[victim] += 1
             self._short_locks += 1
-        if not guest:
+        if not ephemeral:
             slot.session = session
             self._locks[session] += 1
             if own is not None and own != index and not self._slots[own].busy:
@@ -395,9 +413,9 @@ class SlotPool:
 
 
 def taken_by(n_answers: int, n_slots: int, first: int) -> tuple[int, ...]:
-    """The slots of a request for several answers when all are idle; empty when it has too many.
+    """The slots that a request for several answers uses; empty when there are too few.
 
-    llama-server's rule: `first` decodes the prompt, the first of the others get copies of it.
+    llama-server decodes the prompt in `first` and copies it to the lowest other slots.
     """
     others = [slot for slot in range(n_slots) if slot != first]
     if n_answers > n_slots:

@@ -1,1 +1,1 @@
-"""Tenants: their API keys and their fair share of what they use together."""
+"""Tenants: API keys, and fair shares of common resources."""

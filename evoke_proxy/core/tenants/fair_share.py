@@ -1,4 +1,4 @@
-"""Which entry of a store that tenants share goes first when it is full."""
+"""Fair use of stores and queues that tenants share."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ T = TypeVar("T")
 
 
 def first_of_largest(entries: Iterable[T], tenant_of: Callable[[T], str]) -> T | None:
-    """The first entry, in the order given, of the tenant that has most; None when there is none.
+    """The first entry of the tenant that has most entries; None when there are no entries.
 
-    A store that forgets by this rule forgets nothing of a tenant that has no more than an equal
-    share, whatever the others put in.
+    A store that evicts by this rule never evicts an entry of a tenant with at most an equal share.
     """
-    kept = list(entries)
-    counts = Counter(map(tenant_of, kept))
+    all_entries = list(entries)
+    counts = Counter(map(tenant_of, all_entries))
     most = max(counts.values(), default=0)
-    return next((entry for entry in kept if counts[tenant_of(entry)] == most), None)
+    return next((entry for entry in all_entries if counts[tenant_of(entry)] == most), None)
 
 
 class FairQueue:
-    """Texts that wait under a key, of several tenants.
+    """A queue of texts with unique keys, fair between tenants.
 
-    They are taken in turns between tenants, the latest of each first. When there are too many, the
-    oldest of the tenant that has most is dropped.
+    Tenants take turns; within a tenant the latest text comes first.
     """
 
     def __init__(self) -> None:
@@ -36,28 +34,31 @@ class FairQueue:
         return self._length
 
     def put(self, tenant: str, key: bytes, text: str) -> None:
-        """Put one in as the latest of its tenant; a key that waits already is moved there."""
-        theirs = self._waiting.setdefault(tenant, OrderedDict())
-        self._length += key not in theirs
-        theirs[key] = text
-        theirs.move_to_end(key)
+        """Add a text as the tenant's latest; a queued key becomes the latest."""
+        texts = self._waiting.setdefault(tenant, OrderedDict())
+        self._length += key not in texts
+        texts[key] = text
+        texts.move_to_end(key)
 
     def take(self) -> tuple[bytes, str]:
-        """The next one; its tenant goes to the end of the line. KeyError when there is none."""
+        """Remove and return the next key and text; KeyError when the queue is empty."""
         if not self._waiting:
-            raise KeyError("nothing waits")
+            raise KeyError("the queue is empty")
         tenant = next(iter(self._waiting))
-        theirs = self._waiting.pop(tenant)
-        taken = theirs.popitem()
+        texts = self._waiting.pop(tenant)
+        taken = texts.popitem()
         self._length -= 1
-        if theirs:
-            self._waiting[tenant] = theirs
+        if texts:
+            self._waiting[tenant] = texts
         return taken
 
     def drop(self) -> bytes:
-        """Drop the oldest of the tenant that has most; its key. KeyError when there is none."""
+        """Remove the oldest text of the tenant that has most; returns its key.
+
+        KeyError when the queue is empty.
+        """
         if not self._waiting:
-            raise KeyError("nothing waits")
+            raise KeyError("the queue is empty")
         tenant = max(self._waiting, key=lambda name: len(self._waiting[name]))
         key, _ = self._waiting[tenant].popitem(last=False)
         self._length -= 1
@@ -66,6 +67,6 @@ class FairQueue:
         return key
 
     def clear(self) -> None:
-        """Drop all."""
+        """Remove all texts."""
         self._waiting.clear()
         self._length = 0
