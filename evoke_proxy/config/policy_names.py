@@ -1,9 +1,8 @@
 """The names of the policies that a configuration or a request may choose.
 
-Policies register themselves where they are defined, see `evoke_proxy.core.policy.registry`. The
-built-in ones are imported when the names are first needed. Other modules that define policies,
-such as `bench.policies`, are named in the environment variable EVOKE_POLICY_MODULES, separated by
-commas.
+`evoke_proxy.core.policy.registry` adds the name of each policy that registers itself. Modules with
+further policies, such as `bench.policies`, are named in the environment variable
+EVOKE_POLICY_MODULES, separated by commas, and imported when the names are first needed.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import os
 from evoke_proxy.errors import ConfigError
 
 MODULES_VARIABLE = "EVOKE_POLICY_MODULES"
-_BUILT_IN = "evoke_proxy.core.policy"
+# The policies of evoke_proxy.core.policy, which this package does not import.
+BUILT_IN = ("evoke", "discard", "truncate", "no_eviction")
 
-# Of each registered policy whether it needs `policy.bench_fields`.
-_NAMES: dict[str, bool] = {}
+# Whether each policy needs `policy.bench_fields`, by name.
+_NAMES: dict[str, bool] = dict.fromkeys(BUILT_IN, False)
 
 
 def add_policy_name(name: str, needs_bench_fields: bool) -> None:
@@ -27,7 +27,7 @@ def add_policy_name(name: str, needs_bench_fields: bool) -> None:
 
 def policy_names(bench_fields: bool = True) -> tuple[str, ...]:
     """Return the names of all policies; without `bench_fields` only those that do not need them."""
-    _load_policies()
+    _load_policy_modules()
     return tuple(name for name, needs in _NAMES.items() if bench_fields or not needs)
 
 
@@ -41,12 +41,11 @@ def check_policy_name(name: str, bench_fields: bool = True) -> None:
             " (bench.policies, from a checkout of the sources)"
         )
     if _NAMES[name] and not bench_fields:
-        raise ConfigError(f"policy.name: {name!r} needs policy.bench_fields")
+        raise ConfigError(f"policy.name: {name!r} is for benches only (python -m bench.proxy)")
 
 
-def _load_policies() -> None:
-    """Import the built-in policies and the modules that the environment names."""
-    importlib.import_module(_BUILT_IN)
+def _load_policy_modules() -> None:
+    """Import the modules that the environment names; ConfigError when one cannot be imported."""
     for module in os.environ.get(MODULES_VARIABLE, "").split(","):
         if not module.strip():
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
 from evoke_proxy.config.example import example
+from evoke_proxy.config.policy_names import BUILT_IN
 from evoke_proxy.config.schema import REMOVED, all_fields, settings
 from evoke_proxy.errors import ConfigError
 
@@ -58,6 +61,16 @@ def test_only_a_program_sets_tuning_values(key: str, tmp_path: Path) -> None:
     section, name = key.split(".")
     with pytest.raises(ConfigError, match=key):
         load(_file(tmp_path, f"{section}: {{{name}: 1}}\n"))
+
+
+def test_the_built_in_policies_are_those_that_the_package_registers() -> None:
+    code = (
+        "import evoke_proxy.core.policy\n"
+        "from evoke_proxy.core.policy.registry import _POLICIES\n"
+        "print(*_POLICIES)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert tuple(done.stdout.split()) == BUILT_IN
 
 
 def test_an_unknown_override_is_refused() -> None:

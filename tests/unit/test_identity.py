@@ -23,7 +23,7 @@ class Session:
     tenant: str = ""
     hint: Hint | None = None
     head: int = 0
-    settled: int = 0
+    last_user_end: int = 0
     n_users: int = 0
 
     @property
@@ -79,14 +79,16 @@ def test_a_hint_lets_short_prompts_match() -> None:
 
 def test_work_that_is_shown_without_its_thinking_goes_on() -> None:
     # Asked once, many tools used since: 150 of 450 tokens are not rendered anew.
-    worked = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, settled=100, n_users=1)
+    worked = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, last_user_end=100, n_users=1)
     stripped = prompt(SYSTEM, ONE, *[MORE] * 6)
     assert find([worked], None, "", stripped, 2) == "a"
     # Nobody has said anything new: that is somebody else with the same first question.
     assert find([worked], None, "", stripped, 1) is None
     assert find([worked], named("other"), "", stripped, 1) is None
-    # What was settled then is not all there.
-    asked_twice = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, settled=150, n_users=2)
+    # Not all text up to the last user message is there.
+    asked_twice = Session(
+        "a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, last_user_end=150, n_users=2
+    )
     assert find([asked_twice], None, "", stripped, 3) is None
 
 

@@ -91,7 +91,7 @@ def test_nothing_is_hidden_in_the_middle_of_huge_arguments(hidden: str) -> None:
 
 
 def test_a_mark_that_a_client_has_written_is_text() -> None:
-    mark = large_json._MARK + "00000000"
+    mark = large_json._MARKER + "00000000"
     body = orjson.dumps({"a": "x" * (2 * MIB), "b": mark, mark: 1})
     assert parse_object(body) == orjson.loads(body)
     escaped = body.replace(mark.encode(), f"\\u0065{mark[1:]}".encode())

@@ -15,7 +15,7 @@ from evoke_proxy.config.schema import NormaliseConfig
 from evoke_proxy.core.request.normalise import (
     EDGE_CHARS,
     EDGE_LINES,
-    Clock,
+    DateFreezer,
     edges,
     is_dated,
     system_texts,
@@ -60,7 +60,7 @@ def test_lines_that_tell_a_date_or_a_time(line: str, dated: bool) -> None:
 
 
 def test_a_clock_is_stopped_for_some_hours_for_everyone_with_that_system_prompt() -> None:
-    clock = Clock()
+    clock = DateFreezer()
     at = "You help with 3 tools.\nToday is {}.".format
     first = at("Monday, 2026-11-23, 12:34")
     assert clock.stopped(first, "t", 0.0, 2.0) == first
@@ -133,7 +133,7 @@ def test_what_is_no_list_of_tools_is_left() -> None:
 
 
 def test_a_flood_of_one_tenant_leaves_the_dates_of_another() -> None:
-    clock, dated = Clock(), "You are {name}.\nToday is {date}."
+    clock, dated = DateFreezer(), "You are {name}.\nToday is {date}."
     first = dated.format(name="a helper", date="2026-01-02")
     assert clock.stopped(first, "quiet", 0.0, 24.0) == first
     for number in range(600):
@@ -154,7 +154,7 @@ def test_a_text_is_divided_into_its_first_lines_its_last_and_the_rest(break_ever
 
 
 def test_dates_at_both_ends_of_a_long_system_prompt_are_stopped_and_no_others() -> None:
-    clock = Clock()
+    clock = DateFreezer()
     filler = "You help with 3 tools.\n" * 2000
 
     def prompt(begins: str, middle: str, ends: str) -> str:

@@ -1,6 +1,6 @@
-"""The truncate policy: make a conversation fit by leaving its oldest messages out of the request.
+"""The truncate policy: removes the oldest messages from the request until it fits the budget.
 
-This changes what is asked, unlike every other policy: the text is not in the prompt any more.
+Unlike every other policy this changes what is asked: the text is not in the prompt any more.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import cut_long_strings
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
 
-# Of each dialect the list that holds a conversation, and who reads it.
+# Of each dialect the list that contains the conversation, and the function that reads it.
 _LISTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Sequence[Message]]]] = {
     "chat": ("messages", from_chat),
     "responses": ("input", from_responses),
     "messages": ("messages", from_anthropic),
 }
-# More of the budget than this share is not kept free for an answer: a client that asks for as much
-# as there can be would be left without any history. The stream holds the rest.
-_MAX_RESERVE_SHARE = 4
+# At most the budget divided by this is kept free for an answer: a client that asks for the longest
+# possible answer would be left without any history. The stream holds the budget for the rest.
+_MAX_RESERVE_DIVISOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One element of that list: `messages` are the indexes of what llama-server makes of it,
-    `calls` the tool calls it asks for, `results` those whose results it brings."""
+    """One element of that list.
+
+    Attributes:
+        role: Its role.
+        messages: Indexes of the messages that llama-server makes of it.
+        calls: Ids of the tool calls that it contains.
+        results: Ids of the tool calls whose results it contains.
+    """
 
     role: Role
     messages: range
@@ -39,20 +45,21 @@ class _Item:
 
 
 def prompt_limit(budget: int, reserve: int) -> int:
-    """How many tokens a prompt may have when `reserve` are wanted for the answer."""
-    return budget - min(reserve, budget // _MAX_RESERVE_SHARE)
+    """Return how many tokens a prompt may have when `reserve` are kept for the answer."""
+    return budget - min(reserve, budget // _MAX_RESERVE_DIVISOR)
 
 
 def truncate_messages(
     body: bytes, dialect: str, messages: Sequence[Message], rendered: Rendered, limit: int
 ) -> tuple[bytes, tuple[Message, ...]]:
-    """`body` without what makes its prompt longer than `limit` tokens, and the messages left.
+    """Return a body whose prompt has at most `limit` tokens, and its messages.
 
-    `messages` and `rendered` are those of `body`; it is returned itself when it fits. Oldest first,
-    whole exchanges go (a question with its answers, so that templates which insist on turns stay
-    content), then, of the last exchange, whole steps (tool calls with their results). What the
-    client pinned, system messages, the last user message and the last step after it always stay,
-    fitting or not. RequestError when the body is no JSON object, KeyError on another dialect.
+    `messages` and `rendered` are those of `body`, which is returned itself when it fits. The oldest
+    exchanges are removed first: a question with all its answers, because some templates require
+    alternating roles. Then steps of the last exchange are removed: tool calls with their results.
+    Pinned messages, system messages, the last user message and the last step after it always stay,
+    whether they fit or not. RequestError when the body is not a JSON object, KeyError for another
+    dialect.
     """
     excess = len(rendered.tokens) - limit
     if excess <= 0:
@@ -60,16 +67,16 @@ def truncate_messages(
     items = _items(body, dialect)
     costs = {item.index: len(item.span) for item in rendered.spans}
     dropped: set[int] = set()
-    gone: set[int] = set()
+    removed: set[int] = set()
     for unit in _units(items):
         of_unit = {index for i in unit for index in items[i].messages}
         if excess <= 0:
             break
         if not _pinned(messages, of_unit):
             dropped |= set(unit)
-            gone |= of_unit
+            removed |= of_unit
             excess -= sum(costs.get(index, 0) for index in of_unit)
-    left = tuple(message for index, message in enumerate(messages) if index not in gone)
+    left = tuple(message for index, message in enumerate(messages) if index not in removed)
     return remove_elements(body, _LISTS[dialect][0], dropped), left
 
 
@@ -100,7 +107,7 @@ def _items(body: bytes, dialect: str) -> list[_Item]:
 
 
 def _role(element: object, found: Sequence[Message]) -> Role:
-    """An element with a tool result in it answers a call, whatever else it says."""
+    """Return the role of an element; one with a tool result answers a call."""
     roles = [message.role for message in found]
     if Role.TOOL in roles:
         return Role.TOOL
@@ -109,7 +116,7 @@ def _role(element: object, found: Sequence[Message]) -> Role:
 
 
 def _units(items: Sequence[_Item]) -> list[list[int]]:
-    """Item indexes that go together, in the order they go."""
+    """Return groups of item indexes that are removed together, in the order of removal."""
     indexes = [index for index, item in enumerate(items) if item.role is not Role.SYSTEM]
     questions = [index for index in indexes if items[index].role is Role.USER]
     if not questions:
@@ -119,19 +126,19 @@ def _units(items: Sequence[_Item]) -> list[list[int]]:
     last = next(unit for unit in exchanges if questions[-1] in unit)
     answers = [index for index in last if index > questions[-1]]
     steps = _groups(answers, _begin(items, answers, Role.ASSISTANT) - within)
-    whole = [unit for unit in steps[:-1] if unit[0] not in within]
-    return [*(unit for unit in exchanges if unit[-1] < last[0]), *whole]
+    removable = [unit for unit in steps[:-1] if unit[0] not in within]
+    return [*(unit for unit in exchanges if unit[-1] < last[0]), *removable]
 
 
 def _begin(items: Sequence[_Item], indexes: Sequence[int], role: Role) -> set[int]:
-    """Where a run of this role begins."""
+    """Return the indexes where a run of this role begins."""
     roles = [items[index].role for index in indexes]
     starts = (i for i, is_role in enumerate(roles) if is_role is role)
     return {indexes[i] for i in starts if i == 0 or roles[i - 1] is not role}
 
 
 def _within_calls(items: Sequence[_Item]) -> set[int]:
-    """Items that stand behind a tool call and not behind its result: no cut is before them."""
+    """Return the items after a tool call and up to its result, before which nothing is cut."""
     asked: dict[str, int] = {}
     starts: list[int] = []  # of each item, from where on it allows no cut up to itself
     for index, item in enumerate(items):

@@ -23,7 +23,7 @@ from evoke_proxy.core.request.options import (
     RequestOptions,
     check_marks,
     integer_or_none,
-    marked_messages,
+    messages_with_marks,
     parse_options,
     strip_own_fields,
 )
@@ -141,7 +141,7 @@ def parse_chat(
     are known to be plain. Raises RequestError when one of the proxy's own fields is wrong.
     """
     read_messages = _READERS[dialect](body)
-    with_marks = marked_messages(body, n_plain)
+    with_marks = messages_with_marks(body, n_plain)
     check_marks(with_marks)
     has_media = messages.has_media(body, n_plain)
     return ChatRequest(

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _BILLING = "x-anthropic-billing-header:"
-_STAMP = 5  # characters behind cch= that change with every request
+_STAMP = 5  # characters after cch= that change with every request
 _PASSED = ("temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
 
 
 def anthropic_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat request; of a body that llama-server refuses it may be anything."""
+    """Convert to a chat body; the result is arbitrary for a body that llama-server refuses."""
     chat: dict[str, Any] = {"messages": list(_anthropic_messages(body))}
     tools = body.get("tools")
     if isinstance(tools, list):
@@ -35,8 +35,8 @@ def _anthropic_messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     system = body.get("system")
     if system is not None:
         yield {"role": "system", "content": _anthropic_system(system)}
-    given = body.get("messages")
-    for item in given if isinstance(given, list) else ():
+    items = body.get("messages")
+    for item in items if isinstance(items, list) else ():
         if not isinstance(item, dict):
             continue
         content = item.get("content")
@@ -54,23 +54,23 @@ def _anthropic_system(system: Any) -> str:
 
 
 def _unstamped(text: str) -> str:
-    """Without the mark of Claude Code's billing line that changes with every request."""
+    """Mask the part of Claude Code's billing line that changes with every request."""
     at = text.find("cch=", len(_BILLING)) + len("cch=")
-    known = text.startswith(_BILLING) and at >= len("cch=")
-    if not known or text[at + _STAMP : at + _STAMP + 1] != ";":
+    stamped = text.startswith(_BILLING) and at >= len("cch=")
+    if not stamped or text[at + _STAMP : at + _STAMP + 1] != ";":
         return text
     return text[:at] + "f" * _STAMP + text[at + _STAMP :]
 
 
 def _anthropic_blocks(role: Any, blocks: list[Any]) -> Iterator[Mapping[str, Any]]:
-    """A message of blocks: what is said and called, then a message for each result."""
+    """Convert a message of blocks: text and tool calls, then one message for each result."""
     texts = [block for block in blocks if _is(block, "text")]
-    thought = "".join(str(b.get("thinking", "")) for b in blocks if _is(b, "thinking"))
+    reasoning = "".join(str(b.get("thinking", "")) for b in blocks if _is(b, "thinking"))
     calls = [_anthropic_call(block) for block in blocks if _is(block, "tool_use")]
-    if texts or calls or thought:
+    if texts or calls or reasoning:
         message: dict[str, Any] = {"role": role, "content": texts or ""}
         message |= {"tool_calls": calls} if calls else {}
-        yield message | ({"reasoning_content": thought} if thought else {})
+        yield message | ({"reasoning_content": reasoning} if reasoning else {})
     for block in blocks:
         if _is(block, "tool_result"):
             result = {"role": "tool", "tool_call_id": block.get("tool_use_id", "")}
@@ -85,8 +85,7 @@ def _anthropic_result(content: Any) -> str:
 
 
 def _anthropic_call(block: Mapping[str, Any]) -> dict[str, Any]:
-    given = block.get("input", {})
-    arguments = json.dumps(given, separators=(",", ":"), ensure_ascii=False)
+    arguments = json.dumps(block.get("input", {}), separators=(",", ":"), ensure_ascii=False)
     function = {"name": block.get("name", ""), "arguments": arguments}
     return {"id": block.get("id", ""), "type": "function", "function": function}
 
@@ -104,23 +103,23 @@ def _is(block: Any, kind: str) -> bool:
     return isinstance(block, dict) and block.get("type") == kind
 
 
-# What the converter takes out, or puts elsewhere.
-_GONE = ("input", "instructions", "tools", "max_output_tokens", "reasoning")
-_SAID = ("input_text", "output_text")
+# Members that the converter removes or moves.
+_CONVERTED = ("input", "instructions", "tools", "max_output_tokens", "reasoning")
+_TEXT_PARTS = ("input_text", "output_text")
 
 
 def responses_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat request; of a body that llama-server refuses it may be anything."""
+    """Convert to a chat body; the result is arbitrary for a body that llama-server refuses."""
     messages: list[dict[str, Any]] = []
     if "instructions" in body:
         messages.append({"role": "system", "content": body["instructions"] or ""})
-    given = body.get("input")
-    if isinstance(given, str):
-        messages.append({"role": "user", "content": given})
-    for item in given if isinstance(given, list) else ():
+    items = body.get("input")
+    if isinstance(items, str):
+        messages.append({"role": "user", "content": items})
+    for item in items if isinstance(items, list) else ():
         if isinstance(item, dict):
             _add_item(messages, item)
-    chat = {key: value for key, value in body.items() if key not in _GONE}
+    chat = {key: value for key, value in body.items() if key not in _CONVERTED}
     chat["messages"] = messages
     listed = body.get("tools")
     tools = [_responses_tool(item) for item in _list(listed) if _is_function(item)]
@@ -131,7 +130,7 @@ def responses_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
-    """One more item: a message of its own, or more of the assistant's last one."""
+    """Add an item as a new message, or to the last message of the assistant."""
     kind, content = item.get("type"), item.get("content")
     if item.get("role") in ("user", "system", "developer"):
         rest = {key: item[key] for key in item if key not in ("type", "status")}
@@ -145,8 +144,8 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         _last_assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
-        said = output if isinstance(output, str) else _chat_parts(output)
-        result = {"content": said, "role": "tool", "tool_call_id": item.get("call_id", "")}
+        content = output if isinstance(output, str) else _chat_parts(output)
+        result = {"content": content, "role": "tool", "tool_call_id": item.get("call_id", "")}
         messages.append(result)
     elif kind == "reasoning" and isinstance(content, list) and content:
         message = _last_assistant(messages)
@@ -156,7 +155,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _last_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last message if it is the assistant's, else a new one of its."""
+    """The last message if it is the assistant's, else a new one."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant"})
     return messages[-1]
@@ -167,7 +166,7 @@ def _chat_parts(content: Any) -> list[dict[str, Any]]:
         return [{"text": content, "type": "text"}]
     parts = [part for part in _list(content) if isinstance(part, dict)]
     return [
-        {"text": part.get("text", ""), "type": "text"} if part.get("type") in _SAID else part
+        {"text": part.get("text", ""), "type": "text"} if part.get("type") in _TEXT_PARTS else part
         for part in parts
     ]
 

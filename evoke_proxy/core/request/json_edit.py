@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from evoke_proxy.core.request.json_parsing import json_text, refuse_body, reject_constant
@@ -25,8 +26,14 @@ _DECODED_CHARS = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class JsonSpan:
-    """Where a member of an object, or an element of a list, is in the text: [start, end), its value
-    from `value` on; an element has no key."""
+    """Position of an object's member or a list's element in the text.
+
+    Attributes:
+        key: key of the member; empty for an element.
+        start: first character, that of the key for a member.
+        value: first character of the value.
+        end: character after the value.
+    """
 
     key: str
     start: int
@@ -35,9 +42,9 @@ class JsonSpan:
 
 
 class JsonScanner:
-    """Finds where members and elements are. Values are decoded only to learn where they end.
+    """Finds the positions of members and elements; decodes values only to find their end.
 
-    `on_message` is shown the members of each object in the lists `messages` and `input`.
+    `on_message` is called with the members of each object in the lists `messages` and `input`.
     """
 
     def __init__(
@@ -45,12 +52,12 @@ class JsonScanner:
     ) -> None:
         self._text = text
         self._on_message = on_message
-        # float for whole numbers too: int() refuses long ones
+        # int() refuses long integers, so they are decoded as floats
         decoder = json.JSONDecoder(parse_int=float, parse_constant=reject_constant)
         self._decode: Callable[[str, int], tuple[Any, int]] = decoder.raw_decode
 
     def document(self) -> list[JsonSpan]:
-        """The top-level members. RequestError when the text is no JSON object."""
+        """The top-level members; RequestError when the text is not a JSON object."""
         start = 1 if self._text.startswith("\ufeff") else 0
         at = self._space(start)
         if self._at(at) != "{":
@@ -61,50 +68,50 @@ class JsonScanner:
         return members
 
     def elements(self, at: int) -> list[JsonSpan]:
-        """The elements of the list that begins at `at`, as members without a key."""
+        """The elements of the list that begins at `at`."""
         return self._elements(at, self._value)[0]
 
     def end(self, at: int) -> int:
-        """Where the value that begins at `at` ends."""
+        """The end of the value that begins at `at`."""
         return self._value(at)[1]
 
     def find(self, path: Sequence[str | int]) -> int | None:
-        """Where the value at a path of keys and indexes begins; None when nothing is there."""
-        found, at = self.document(), 0
+        """The start of the value at a path of keys and indexes; None when there is none."""
+        spans, at = self.document(), 0
         for depth, step in enumerate(path):
             if depth:
-                found = self._inside(at)
+                spans = self._inside(at)
             if isinstance(step, str):
-                found = [place for place in found if place.key == step][-1:]
+                spans = [span for span in spans if span.key == step][-1:]
             else:
-                found = found[step : step + 1]
-            if not found:
+                spans = spans[step : step + 1]
+            if not spans:
                 return None
-            at = found[0].value
+            at = spans[0].value
         return at
 
     def find_all(self, paths: Iterable[Path]) -> dict[Path, JsonSpan]:
-        """Where the values at these paths are, as `find` would say; each part is read once."""
-        found: dict[Path, JsonSpan] = {}
-        waiting = [(list(paths), 0, self.document())]
-        while waiting:
-            given, depth, places = waiting.pop()
-            below: dict[str | int, list[Path]] = {}
-            for path in given:
-                below.setdefault(path[depth], []).append(path)
-            named = {place.key: place for place in places}  # of two with a name the last counts
-            for step, those in below.items():
+        """The positions of the values at these paths; each part of the text is read once."""
+        result: dict[Path, JsonSpan] = {}
+        todo = [(list(paths), 0, self.document())]
+        while todo:
+            group, depth, spans = todo.pop()
+            by_step: dict[str | int, list[Path]] = {}
+            for path in group:
+                by_step.setdefault(path[depth], []).append(path)
+            by_key = {span.key: span for span in spans}  # the last member of a key counts
+            for step, matching in by_step.items():
                 if isinstance(step, str):
-                    place = named.get(step)
+                    span = by_key.get(step)
                 else:
-                    place = places[step] if step < len(places) else None
-                if place is None:
+                    span = spans[step] if step < len(spans) else None
+                if span is None:
                     continue
-                found |= {path: place for path in those if len(path) == depth + 1}
-                deeper = [path for path in those if len(path) > depth + 1]
+                result |= {path: span for path in matching if len(path) == depth + 1}
+                deeper = [path for path in matching if len(path) > depth + 1]
                 if deeper:
-                    waiting.append((deeper, depth + 1, self._inside(place.value)))
-        return found
+                    todo.append((deeper, depth + 1, self._inside(span.value)))
+        return result
 
     def _inside(self, at: int) -> list[JsonSpan]:
         if self._at(at) == "{":
@@ -129,7 +136,8 @@ class JsonScanner:
         key, at = self._value(start)
         at = self._space(self._expect(self._space(at), ":"))
         if top and self._on_message and key in MESSAGE_LISTS and self._at(at) == "[":
-            return JsonSpan(key, start, at, self._elements(at, self._message)[1])
+            read = partial(self._message, self._on_message)
+            return JsonSpan(key, start, at, self._elements(at, read)[1])
         return JsonSpan(key, start, at, self._value(at)[1])
 
     def _elements(
@@ -146,12 +154,11 @@ class JsonScanner:
                 return elements, at + 1
             at = self._space(self._expect(at, ","))
 
-    def _message(self, at: int) -> tuple[Any, int]:
+    def _message(self, on_message: Callable[[list[JsonSpan]], None], at: int) -> tuple[Any, int]:
         if self._at(at) != "{":
             return self._value(at)
         members, end = self._members(at, top=False)
-        assert self._on_message is not None
-        self._on_message(members)
+        on_message(members)
         return None, end
 
     def _value(self, at: int) -> tuple[Any, int]:
@@ -201,19 +208,19 @@ def edit_top_level(
     message_remove: Collection[str] = (),
     keys: Collection[str] | None = None,
 ) -> bytes:
-    """`body`, a JSON object, with members set and removed, all other bytes as they were.
+    """Set and remove members of a JSON object; all other bytes stay unchanged.
 
-    `set` maps keys to JSON texts: a key that is there gets its value replaced in place (later
-    duplicates go), a new one is put right after the first brace. `message_remove` names members to
-    remove from each object in the lists `messages` and `input`. RequestError when `body` is no
-    JSON object. `keys` are all of its top level, for a caller who has parsed it: what only adds
-    members then need not read a long body.
+    `set` maps keys to JSON texts. The value of an existing key is replaced in place, and later
+    duplicates are removed; a new member is inserted after the first brace. `message_remove` names
+    members to remove from each object in the lists `messages` and `input`. `keys` are all top-level
+    keys, if known: an edit that only adds members then need not read the body. Raises RequestError
+    when `body` is not a JSON object.
     """
     if keys is not None and not message_remove and {*set, *remove}.isdisjoint(keys):
         return b"".join(inserted(body, set)) if set else body
     if len(body) > LARGE_BYTES:
         cut = cut_long_strings(body)
-        if cut.places:
+        if cut.strings:
             return cut.restore(_edited(cut.rest, set, remove, message_remove))
     return _edited(body, set, remove, message_remove)
 
@@ -221,7 +228,7 @@ def edit_top_level(
 def _edited(
     body: bytes, set: Mapping[str, bytes], remove: Collection[str], message_remove: Collection[str]
 ) -> bytes:
-    """As `edit_top_level`, by reading all of the body."""
+    """Edit as `edit_top_level`, reading all of the body."""
     text = json_text(body)
     edits: list[_Edit] = []
 
@@ -237,41 +244,42 @@ def _edited(
 
 
 def remove_elements(body: bytes, key: str, indexes: Collection[int]) -> bytes:
-    """`body` without these elements of its top-level list `key`; unchanged without such a list.
+    """Remove elements of the top-level list `key`; unchanged when there is no such list.
 
-    RequestError when `body` is no JSON object.
+    Raises RequestError when `body` is not a JSON object.
     """
     text = json_text(body)
     members = JsonScanner(text).document()
-    found = [member for member in members if member.key == key and text[member.value] == "["]
-    if not found or not indexes:
+    lists = [member for member in members if member.key == key and text[member.value] == "["]
+    if not lists or not indexes:
         return body
-    elements = JsonScanner(text).elements(found[-1].value)
+    elements = JsonScanner(text).elements(lists[-1].value)
     return _applied(text, _member_edits(elements, indexes)).encode()
 
 
 def edit_nested(body: bytes, path: Sequence[str], set: Mapping[str, bytes]) -> bytes:
-    """`body`, a JSON object, with members set in the object at `path` inside it.
+    """Set members of the object at `path` inside a JSON object.
 
-    Unchanged where `path` leads to no object. RequestError when `body` is no JSON object.
+    Unchanged when there is no object at `path`. Raises RequestError when `body` is not a JSON
+    object.
     """
     if not path:
         return edit_top_level(body, set, ())
     text = json_text(body)
     members = JsonScanner(text).document()
-    found = [member for member in members if member.key == path[0] and text[member.value] == "{"]
-    if not found:
+    matching = [item for item in members if item.key == path[0] and text[item.value] == "{"]
+    if not matching:
         return body
-    start, end = found[-1].value, found[-1].end
+    start, end = matching[-1].value, matching[-1].end
     inner = edit_nested(text[start:end].encode(), path[1:], set)
     return text[:start].encode() + inner + text[end:].encode()
 
 
 def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str, str]) -> bytes:
-    """`body` with a text at the beginning of the value at `path`, keys and indexes from the top.
+    """Insert a text at the beginning of the value at a path of keys and indexes.
 
-    Inside the quotes of a string, or of a list as its first element, `part`. Unchanged where there
-    is neither. RequestError when `body` is no JSON object.
+    In a string the text is inserted, in a list the first element `part`; another value stays
+    unchanged. Raises RequestError when `body` is not a JSON object.
     """
     decoded = json_text(body)
     at = JsonScanner(decoded).find(path)
@@ -287,39 +295,43 @@ def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str
 
 
 def replaced(body: bytes, values: Mapping[tuple[str | int, ...], str]) -> bytes:
-    """`body` with these JSON texts instead of the values at their paths, keys and indexes from the
-    top; nothing for a path that leads nowhere. RequestError when `body` is no JSON object."""
+    """Replace the values at paths of keys and indexes by JSON texts.
+
+    A path without a value is ignored. Raises RequestError when `body` is not a JSON object.
+    """
     cut = cut_long_strings(body)
     text = json_text(cut.rest)
-    places = JsonScanner(text).find_all(values)
-    edits = [_Edit(place.value, place.end, values[path]) for path, place in places.items()]
+    spans = JsonScanner(text).find_all(values)
+    edits = [_Edit(span.value, span.end, values[path]) for path, span in spans.items()]
     return cut.restore(_applied(text, edits).encode())
 
 
-def reordered(body: bytes, key: str, order: Sequence[int]) -> bytes:
-    """`body` with the elements of its top-level list `key` in this order of their indexes, each as
-    it is spelled. RequestError when `body` is no JSON object."""
+def reorder_elements(body: bytes, key: str, order: Sequence[int]) -> bytes:
+    """Put the elements of the top-level list `key` in this order of their indexes.
+
+    Unchanged unless the list has as many elements as `order`. Raises RequestError when `body` is
+    not a JSON object.
+    """
     cut = cut_long_strings(body)
     text = json_text(cut.rest)
     at = JsonScanner(text).find((key,))
-    places = JsonScanner(text).elements(at) if at is not None and text[at] == "[" else []
-    if len(places) != len(order):
+    spans = JsonScanner(text).elements(at) if at is not None and text[at] == "[" else []
+    if len(spans) != len(order):
         return body
-    spelled = [text[place.start : place.end] for place in places]
+    texts = [text[span.start : span.end] for span in spans]
     moved = [
-        _Edit(place.start, place.end, spelled[index])
-        for place, index in zip(places, order, strict=True)
+        _Edit(span.start, span.end, texts[index]) for span, index in zip(spans, order, strict=True)
     ]
     return cut.restore(_applied(text, moved).encode())
 
 
 def _may_hold(text: str, keys: Collection[str]) -> bool:
-    """Whether one of these ASCII keys may be a key somewhere, spelled out or with escapes."""
+    """Whether the text may contain one of these ASCII keys, plain or with escapes."""
     return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None
 
 
 def inserted(body: bytes, set: Mapping[str, bytes]) -> tuple[bytes | memoryview, ...]:
-    """A JSON object that has none of these members, with them, in parts without a copy of it."""
+    """Insert members that a JSON object lacks; returns parts that do not copy the body."""
     if not set:
         return (body,)
     at = body.index(b"{") + 1
@@ -382,7 +394,7 @@ def _applied(text: str, edits: list[_Edit]) -> str:
     parts: list[str] = []
     at = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
-        if edit.start >= at:  # else it lies inside a member that goes as a whole
+        if edit.start >= at:  # else it is inside a member that is removed
             parts += [text[at : edit.start], edit.text]
             at = edit.end
     parts.append(text[at:])

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from evoke_proxy.errors import RequestError
 
-# Numbers of more characters are read as floats: the interpreter refuses long whole ones.
-_WHOLE_CHARS = 20
-# A text of more bytes is divided; about so long are the pieces.
+# Longer numbers are read as floats, because the interpreter refuses long integers.
+_MAX_INTEGER_CHARS = 20
+# Texts of more bytes are divided into pieces of about this length.
 PIECE_BYTES = 64 * 1024
 # Deeper texts are refused, as they are by orjson.
 _DEPTH = 1024
@@ -29,13 +29,13 @@ _OPENING, _OBJECT = b"[{", b"{"[0]
 _CLOSER = {b"["[0]: b"]"[0], b"{"[0]: b"}"[0]}
 _STRUCTURAL = np.zeros(256, np.bool_)
 _STRUCTURAL[list(b'"[]{},')] = True
-# The key of the member that a piece continues: another in every process, so no client knows it.
+# Key of the member that a piece continues; random per process, so that no client can use it.
 _OPEN = f"evoke-open-{hash('evoke-open') & (2**64 - 1):016x}"
 _BOM = b"\xef\xbb\xbf"
 
 
 def json_text(body: bytes) -> str:
-    """The text of a body; RequestError when it is not UTF-8."""
+    """Decode a body; RequestError when it is not UTF-8."""
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError:
@@ -43,20 +43,20 @@ def json_text(body: bytes) -> str:
 
 
 def parsed_json(body: bytes | str) -> Any:
-    """What a JSON text says; RequestError when it is none that the interpreter can read.
+    """Parse JSON text; RequestError when it is invalid or nested too deep.
 
-    Whole numbers beyond 64 bits become floats, as they do in orjson.
+    Integers beyond 64 bits become floats, as in orjson.
     """
     try:
-        return json.loads(body, parse_int=_whole, parse_constant=reject_constant)
+        return json.loads(body, parse_int=_integer_or_float, parse_constant=reject_constant)
     except RecursionError:
         refuse_body("it is nested too deep")
     except ValueError as error:
         refuse_body(str(error))
 
 
-def _whole(text: str) -> int | float:
-    return int(text) if len(text) <= _WHOLE_CHARS else float(text)
+def _integer_or_float(text: str) -> int | float:
+    return int(text) if len(text) <= _MAX_INTEGER_CHARS else float(text)
 
 
 def refuse_body(why: str) -> NoReturn:
@@ -69,17 +69,17 @@ def reject_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A comma that divides the text, and where the objects and lists around it begin."""
+    """A comma that divides the text, and the starts of the objects and lists around it."""
 
     at: int
     openers: tuple[int, ...]
 
 
 def parse_in_pieces(text: bytes, parse: Callable[[bytes], Any]) -> Any:
-    """What a JSON text says; RequestError when it is none.
+    """Parse JSON text in pieces; RequestError when it is invalid.
 
-    The same as `parse`, which is orjson.loads or alike and raises ValueError; but a byte order mark
-    and half surrogate pairs are read, too.
+    `parse`, such as orjson.loads, parses a piece and raises ValueError. Unlike `parse` alone, this
+    accepts a byte order mark and unpaired surrogates.
     """
     text = _without_blank_pieces(text.removeprefix(_BOM))
     if len(text) <= PIECE_BYTES:
@@ -99,7 +99,7 @@ def parse_in_pieces(text: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def write_in_pieces(value: Any, write: Callable[[Any], bytes]) -> bytes:
-    """The JSON text of a value, as `write`, which is orjson.dumps or alike, writes it."""
+    """Encode a value in small steps with `write`, such as orjson.dumps."""
     return b"".join(_written(value, write))
 
 
@@ -130,7 +130,7 @@ def _parse(text: bytes, parse: Callable[[bytes], Any]) -> Any:
 
 
 def _without_blank_pieces(text: bytes) -> bytes:
-    """The text with one space in the place of each piece of only white space between values."""
+    """Replace each piece that is only white space between values by one space."""
     pieces = [text[at : at + PIECE_BYTES] for at in range(0, len(text), PIECE_BYTES)]
     if all(piece[:1] not in _BLANKS or piece.strip(_BLANKS) for piece in pieces):
         return text
@@ -166,8 +166,10 @@ def _cuts(text: bytes) -> Iterator[_Cut]:
 def _outside(
     piece: npt.NDArray[np.uint8], inside: bool, escaped: bool
 ) -> tuple[npt.NDArray[Any], bool, bool]:
-    """Where brackets and commas outside strings are; whether the byte behind the piece is inside a
-    string, and whether it is escaped."""
+    """Positions of brackets and commas outside strings.
+
+    Also returns whether the byte after the piece is inside a string, and whether it is escaped.
+    """
     structural = _STRUCTURAL[piece]
     slashes = np.flatnonzero(piece == _BACKSLASH)
     if escaped:
@@ -175,9 +177,9 @@ def _outside(
         slashes = slashes[slashes != 0]
     escaped = False
     if len(slashes):
-        apart = np.diff(slashes) != 1
-        starts = slashes[np.concatenate(([True], apart))]
-        ends = slashes[np.concatenate((apart, [True]))]
+        separate = np.diff(slashes) != 1
+        starts = slashes[np.concatenate(([True], separate))]
+        ends = slashes[np.concatenate((separate, [True]))]
         unpaired = ends[(ends - starts) % 2 == 0] + 1
         if len(unpaired) and int(unpaired[-1]) == len(piece):
             escaped, unpaired = True, unpaired[:-1]
@@ -190,7 +192,7 @@ def _outside(
 
 
 def _follow(text: bytes, openers: list[int], brackets: list[int]) -> None:
-    """Keep `openers` the list of what is open, over the next brackets."""
+    """Update `openers`, the starts of open objects and lists, with the next brackets."""
     for at in brackets:
         if text[at] in _OPENING:
             openers.append(at)
@@ -201,7 +203,7 @@ def _follow(text: bytes, openers: list[int], brackets: list[int]) -> None:
 
 
 def _check(text: bytes, cut: _Cut) -> None:
-    """Refuse a comma that divides nothing: the pieces beside it would not show that."""
+    """Refuse a comma without a value on both sides; the pieces would not reveal it."""
     end = _visible_end(text, cut.at)
     before = text[end - 1 : end]
     after = text[cut.at + 1 : cut.at + 1 + 2 * PIECE_BYTES].lstrip(_BLANKS)[:1]
@@ -210,13 +212,13 @@ def _check(text: bytes, cut: _Cut) -> None:
 
 
 def _visible_end(text: bytes, at: int) -> int:
-    """Where the last byte before `at` that is not white space ends."""
+    """End of the last byte before `at` that is not white space."""
     start = max(0, at - 2 * PIECE_BYTES)
     return start + len(text[start:at].rstrip(_BLANKS))
 
 
 def _completed(text: bytes, before: _Cut, cut: _Cut) -> bytes:
-    """The text between two cuts, with what opens it before and closes it behind."""
+    """Complete the text between two cuts to valid JSON with brackets around it."""
     opening = []
     for depth, at in enumerate(before.openers):
         opening.append(text[at : at + 1])
@@ -227,7 +229,7 @@ def _completed(text: bytes, before: _Cut, cut: _Cut) -> bytes:
 
 
 def _extend(spine: list[Any], parsed: Any) -> None:
-    """Add what a piece says to the objects and lists that were open where it begins."""
+    """Add the content of a piece to the objects and lists that are open where it begins."""
     for depth, container in enumerate(spine):
         child = None
         if isinstance(container, list):
@@ -263,7 +265,7 @@ def _open_containers(
 
 
 def _key_before(text: bytes, at: int) -> str:
-    """The key of the member whose value begins there."""
+    """The key of the member whose value begins at a position."""
     colon = _visible_end(text, at) - 1
     end = _visible_end(text, colon)
     start = end - 1

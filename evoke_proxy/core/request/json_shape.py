@@ -69,7 +69,7 @@ class Scan:
         self._depth = 0
         self._in_string = False
         self._escaped = False  # whether the next byte follows an unpaired backslash
-        self._number_chars = 0  # of a number that the piece before has begun
+        self._number_chars = 0  # of a number that the piece before has n_chars
         # Members so far of the object that is open at each depth.
         self._keys = np.zeros(limits.json_depth + 1, np.int64)
 
@@ -115,9 +115,9 @@ class Scan:
             classes[0] = 0
         if not len(slashes):
             return
-        apart = np.diff(slashes) != 1
-        starts = slashes[np.concatenate(([True], apart))]
-        ends = slashes[np.concatenate((apart, [True]))]
+        separate = np.diff(slashes) != 1
+        starts = slashes[np.concatenate(([True], separate))]
+        ends = slashes[np.concatenate((separate, [True]))]
         escaped = ends[(ends - starts) % 2 == 0] + 1
         if len(escaped) and escaped[-1] == len(piece):
             self._escaped = True
@@ -129,8 +129,8 @@ class Scan:
         most = self._limits.json_number_chars
         first = int(at[0]) if len(at) else len(piece)
         if not self._in_string:
-            begun = _unblanked(piece[:first])
-            if self._number_chars + begun > most:
+            n_chars = _unblanked(piece[:first])
+            if self._number_chars + n_chars > most:
                 self._refuse_number()
         gaps = np.diff(at, append=len(piece)) > most
         for index in np.flatnonzero(gaps & ~inside).tolist():

@@ -1,7 +1,7 @@
-"""Parses large JSON texts in small steps, between which other threads can run.
+"""Cuts long strings out of large JSON texts, so that parsing takes small steps.
 
-A parser holds the interpreter's lock until it has read all of its text. Here the content of long
-strings is cut out first: the rest is small, and each long string is read piece by piece.
+A parser holds the interpreter's lock until it has read all of its text. Without its long strings a
+text is small; each long string is then read piece by piece.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ import numpy.typing as npt
 
 from evoke_proxy.core.request.json_parsing import json_text, refuse_body
 
-# A text of more bytes takes a parser milliseconds.
+# Parsing a text of more bytes takes milliseconds.
 LARGE_BYTES = 1024 * 1024
 # Strings of more bytes are cut out.
 _LONG_BYTES = 1024
-# Of a string of more bytes only the two ends, of half as much each, are given: making one string of
-# it takes too long in one step, and no model has a context of that length.
+# A string of more bytes is truncated to its two ends, of half as much each: building it takes too
+# long in one step, and no model has a context of that length.
 HUGE_BYTES = 8 * 1024 * 1024
-# What is searched, and what of a string is read, in one step.
+# Bytes that are searched or decoded in one step.
 _PIECE_BYTES = 256 * 1024
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
-# Bytes of an escape like \u0041, and of one like \n.
+# Bytes of an escape such as \u0041, and of one such as \n.
 _ESCAPE_BYTES, _SHORT_ESCAPE_BYTES = 6, 2
 _LOOK_BACK = 64
-# Stands for a string that was cut out. The number differs in every process; a text that has such a
-# mark of its own all the same is read whole.
-_MARK = f"evoke-cut-{hash('evoke-cut') & (2**64 - 1):016x}-"
+# Replaces a string that was cut out. The number differs in every process; a text that contains such
+# a marker of its own is parsed uncut.
+_MARKER = f"evoke-cut-{hash('evoke-cut') & (2**64 - 1):016x}-"
 _NUMBER = re.compile("[0-9a-f]{8}")
-_MARKS = re.compile(_MARK.encode() + rb"([0-9a-f]{8})")
+_MARKERS = re.compile(_MARKER.encode() + rb"([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True)
 class CutText:
     """A JSON text whose long strings are cut out.
 
-    `rest` is the text with a mark in the place of each of them, `places` is where their contents
-    are in `text`.
+    Attributes:
+        text: the complete text.
+        rest: the text with a marker instead of each long string.
+        strings: ranges of the strings' contents in `text`.
     """
 
     text: bytes
     rest: bytes
-    places: Sequence[tuple[int, int]] = ()
+    strings: Sequence[tuple[int, int]] = ()
 
     def fill(self, parsed: Any) -> Any:
-        """What the whole text says, given what `rest` says; `parsed` is changed.
+        """Put the long strings into the value that was parsed from `rest`, and return it.
 
-        A string of more than HUGE_BYTES is TruncatedString to its two ends.
-
-        RequestError when what was cut out is no content of a string, MarkFound when `rest` cannot
-        tell where that belongs.
+        A string of more than HUGE_BYTES becomes a TruncatedString. Raises RequestError when a
+        string has invalid content, MarkerInText when the markers are ambiguous.
         """
-        return _filled(parsed, self.text, self.places) if self.places else parsed
+        return _filled(parsed, self.text, self.strings) if self.strings else parsed
 
     def restore(self, edited: bytes) -> bytes:
         """An edited `rest` with the spelling of the strings that were cut out of it."""
         parts: list[bytes] = []
         at = 0
-        for found in _MARKS.finditer(edited):
-            start, end = self.places[int(found[1], 16)]
+        for found in _MARKERS.finditer(edited):
+            start, end = self.strings[int(found[1], 16)]
             parts.append(edited[at : found.start()])
             for piece in range(start, end, _PIECE_BYTES):
                 parts.append(self.text[piece : min(end, piece + _PIECE_BYTES)])
@@ -76,33 +76,33 @@ class CutText:
 
 
 def cut_long_strings(text: bytes) -> CutText:
-    """A text without its long strings; one that is not large is left whole."""
+    """Cut the long strings out of a text; a text that is not large is not cut."""
     if len(text) <= LARGE_BYTES:
         return CutText(text, text)
-    places = _long_strings(text)
-    if not places:
+    strings = _long_strings(text)
+    if not strings:
         return CutText(text, text)
     parts: list[bytes] = []
     at = 0
-    for number, (start, end) in enumerate(places):
-        parts += [text[at:start], f"{_MARK}{number:08x}".encode()]
+    for number, (start, end) in enumerate(strings):
+        parts += [text[at:start], f"{_MARKER}{number:08x}".encode()]
         at = end
     rest = b"".join([*parts, text[at:]])
-    if rest.count(_MARK.encode()) != len(places):
+    if rest.count(_MARKER.encode()) != len(strings):
         return CutText(text, text)
-    return CutText(text, rest, places)
+    return CutText(text, rest, strings)
 
 
-class MarkFound(Exception):
-    """The text itself has a mark that stands for cut strings, so it must be read whole."""
+class MarkerInText(Exception):
+    """The text contains a marker of its own, so it must be parsed uncut."""
 
 
 class TruncatedString(str):
-    """A string of which only the two ends were read; checks must not take it for all of it."""
+    """The two ends of a huge string; checks must not take them for the complete string."""
 
 
 def _long_strings(text: bytes) -> list[tuple[int, int]]:
-    """Where the content of each long string begins and ends."""
+    """Start and end of the content of each long string."""
     found: list[tuple[int, int]] = []
     last, inside, escaped = -1, False, False
     data = np.frombuffer(text, np.uint8)
@@ -121,7 +121,7 @@ def _long_strings(text: bytes) -> list[tuple[int, int]]:
 
 
 def _quotes(piece: npt.NDArray[np.uint8], escaped: bool) -> tuple[npt.NDArray[Any], bool]:
-    """Where quotes are that no backslash escapes; whether the byte behind the piece is escaped.
+    """Positions of unescaped quotes, and whether the byte after the piece is escaped.
 
     `escaped`: the first byte follows an unpaired backslash.
     """
@@ -131,42 +131,42 @@ def _quotes(piece: npt.NDArray[np.uint8], escaped: bool) -> tuple[npt.NDArray[An
         quotes, slashes = quotes[quotes != 0], slashes[slashes != 0]
     if not len(slashes):
         return quotes, False
-    apart = np.diff(slashes) != 1
-    starts = slashes[np.concatenate(([True], apart))]
-    ends = slashes[np.concatenate((apart, [True]))]
+    separate = np.diff(slashes) != 1
+    starts = slashes[np.concatenate(([True], separate))]
+    ends = slashes[np.concatenate((separate, [True]))]
     unpaired = ends[(ends - starts) % 2 == 0] + 1
-    behind = bool(len(unpaired)) and int(unpaired[-1]) == len(piece)
-    return np.setdiff1d(quotes, unpaired, assume_unique=True), behind
+    escapes_next = bool(len(unpaired)) and int(unpaired[-1]) == len(piece)
+    return np.setdiff1d(quotes, unpaired, assume_unique=True), escapes_next
 
 
-def _filled(found: Any, text: bytes, places: Sequence[tuple[int, int]]) -> Any:
-    """A parsed text with its long strings where their marks are."""
-    left = set(range(len(places)))
+def _filled(found: Any, text: bytes, strings: Sequence[tuple[int, int]]) -> Any:
+    """Replace the markers in a parsed text by their strings."""
+    left = set(range(len(strings)))
 
     def value(mark: str) -> str:
-        number = mark[len(_MARK) :]
+        number = mark[len(_MARKER) :]
         index = int(number, 16) if _NUMBER.fullmatch(number) else -1
         if index not in left:
-            raise MarkFound
+            raise MarkerInText
         left.remove(index)
-        return _string(text, *places[index])
+        return _string(text, *strings[index])
 
     top = [found]
     waiting: list[Any] = [top]
     while waiting:
         holder = waiting.pop()
         if isinstance(holder, dict):
-            if any(key.startswith(_MARK) for key in holder):
+            if any(key.startswith(_MARKER) for key in holder):
                 items = list(holder.items())
                 holder.clear()
                 for key, item in items:
-                    holder[value(key) if key.startswith(_MARK) else key] = item
+                    holder[value(key) if key.startswith(_MARKER) else key] = item
             pairs: Iterator[tuple[Any, Any]] = iter(holder.items())
         else:
             pairs = iter(enumerate(holder))
         for key, item in pairs:
             if isinstance(item, str):
-                if item.startswith(_MARK):
+                if item.startswith(_MARKER):
                     holder[key] = value(item)
             elif isinstance(item, dict | list):
                 waiting.append(item)
@@ -174,7 +174,7 @@ def _filled(found: Any, text: bytes, places: Sequence[tuple[int, int]]) -> Any:
 
 
 def _string(text: bytes, start: int, end: int) -> str:
-    """The string with this content, read in pieces; of a huge one its two ends."""
+    """Decode a string in pieces; a huge one is truncated to its two ends."""
     huge = end - start > HUGE_BYTES
     pieces: list[str] = []
     at = start
@@ -196,7 +196,7 @@ def _piece(content: bytes) -> str:
 
 
 def _boundary(text: bytes, start: int, at: int) -> int:
-    """The last place up to `at` where no character of a string's content is divided."""
+    """The last position up to `at` that divides no character or escape of a string's content."""
     begin = max(start, at - _LOOK_BACK)
     before = text[start:begin]
     # An odd number of backslashes escapes the byte behind them.
@@ -216,7 +216,7 @@ def _boundary(text: bytes, start: int, at: int) -> int:
 
 
 def _escape_bytes(text: bytes, at: int) -> int:
-    """How long the escape sequence is that begins there; a surrogate pair is one."""
+    """Length of the escape sequence at a position; a surrogate pair counts as one."""
     if text[at + 1 : at + 2] != b"u":
         return _SHORT_ESCAPE_BYTES
     high = text[at + 2 : at + 4].lower() in (b"d8", b"d9", b"da", b"db")

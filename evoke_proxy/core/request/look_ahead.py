@@ -1,6 +1,6 @@
-"""Chat bodies as they may be asked next: the answer in them, and a message that nobody wrote yet.
+"""Makes bodies of possible next requests, to decode their common prefix ahead of time.
 
-Bytes are edited, not serialised again: the template must see the client's own spelling.
+Bytes are edited rather than serialised again, because the template must see the client's spelling.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.json_edit import JsonScanner, edit_top_level
 from evoke_proxy.core.request.json_parsing import json_text
 
-# Whatever a user will write begins unlike one of these two: a letter, and the white space that
-# joins with the line break before it.
+# Two dissimilar user messages: the prefix that their renderings share is safe to decode ahead. One
+# begins with a letter, the other with white space that merges with the line break before it.
 PLACEHOLDERS = ("Go on.", "\n\n 7")
 # Where in a conversation a snapshot is taken. The history up to a message of the user stays a
 # prefix of the next request; one inside a tool loop, or after an answer, may still be rewritten.
@@ -26,14 +26,14 @@ _NO_GENERATION = {"add_generation_prompt": b"false"}
 
 
 def boundary(body: bytes) -> bytes:
-    """The request as mere history: nothing of the answer is begun."""
+    """The request without a generation prompt: history only."""
     return edit_top_level(body, _NO_GENERATION, ())
 
 
 def continued(body: bytes, messages: Sequence[Mapping[str, Any]]) -> bytes:
-    """The history with these messages behind it; unchanged without a list of messages."""
+    """The history followed by these messages; unchanged without a list of messages."""
     text = json_text(boundary(body))
-    members = [place for place in JsonScanner(text).document() if place.key == "messages"]
+    members = [member for member in JsonScanner(text).document() if member.key == "messages"]
     if not members or text[members[-1].value] != "[":
         return text.encode()
     at = members[-1].end - 1
@@ -43,9 +43,9 @@ def continued(body: bytes, messages: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def next_turns(body: bytes, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """Two histories that go on from an answer with different words of the user.
+    """Two histories that continue an answer with different user messages.
 
-    What their renderings share is what the next turn begins with, whatever it says.
+    The next turn begins with the common prefix of their renderings, whatever the user writes.
     """
     first, second = (
         continued(body, [answer, {"role": "user", "content": text}]) for text in PLACEHOLDERS
@@ -54,33 +54,34 @@ def next_turns(body: bytes, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
 
 
 def snapshot_obstacle(request: ChatRequest) -> str:
-    """Why the slot of a chat request is not kept; empty when it is.
+    """Why no snapshot is made of a chat request; empty when one can be made.
 
-    One that wants its last message continued, or says itself how its prompt ends, has no boundary;
-    adapters of its own make its state nobody else's.
+    A request that continues its last message, or sets the end of its prompt, has no boundary. State
+    made with a request's own adapters is of no use to other requests.
     """
-    begun = bool(request.messages) and request.messages[-1].role is Role.ASSISTANT
-    own = {"add_generation_prompt", "continue_final_message", "prefill_assistant"}
+    prefilled = bool(request.messages) and request.messages[-1].role is Role.ASSISTANT
+    continuation_keys = {"add_generation_prompt", "continue_final_message", "prefill_assistant"}
     reasons = (
         ("dialect", request.dialect not in ("chat", "messages", "responses")),
-        ("continues", begun or not own.isdisjoint(request.keys)),
+        ("continues", prefilled or not continuation_keys.isdisjoint(request.keys)),
         ("lora", "lora" in request.keys),
     )
     return next((reason for reason, holds in reasons if holds), request.bypass)
 
 
 def kind_of(request: ChatRequest) -> str:
-    """Which boundary a request ends at."""
-    said = bool(request.messages) and request.messages[-1].role is Role.USER
-    return USER if said else STEP
+    """The kind of boundary at which a request ends: USER or STEP."""
+    from_user = bool(request.messages) and request.messages[-1].role is Role.USER
+    return USER if from_user else STEP
 
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """What of a template's rendering stays a prefix of the next turn's.
+    """Which renderings of a template stay prefixes of the next turn's rendering.
 
-    `boundary`: a history that ends with the user's message; `ahead`: one up to where the next
-    message of the user begins. With tools some templates do otherwise.
+    Attributes:
+        boundary: a history that ends with the user's message.
+        ahead: a history up to the start of the user's next message.
     """
 
     boundary: bool
@@ -107,7 +108,7 @@ _TOOL = {
 
 
 def probes(tools: bool) -> list[bytes]:
-    """Bodies whose renderings, in this order, `stability` wants."""
+    """Bodies whose renderings `stability` compares, in its order."""
     body: dict[str, Any] = {"messages": []} | ({"tools": [_TOOL]} if tools else {})
     empty = json.dumps(body).encode()
     first, second = ({"role": "user", "content": text} for text in PLACEHOLDERS)
@@ -122,7 +123,7 @@ def probes(tools: bool) -> list[bytes]:
 
 
 def stability(texts: Sequence[str]) -> Stability:
-    """What the renderings of `probes` say about a template."""
+    """The stability of a template, from its renderings of `probes`."""
     history, later, first, second, latest = texts
     shared = len(commonprefix([first, second]))
     ahead = latest.startswith(first[:shared]) and shared > len(history)

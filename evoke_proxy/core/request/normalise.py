@@ -1,19 +1,19 @@
-"""What changes at the front of a prompt from request to request without meaning anything, made the
-same: opt-in, because what the model is told is then not what the client sent.
+"""Normalises the start of prompts, so that meaningless changes do not invalidate the KV cache.
 
-Three transformations, of the bytes of a chat request; whatever they do not name stays as it was.
+This is opt-in, because the model then reads something else than the client sent. There are three
+transformations of the bytes of a chat request; all other bytes stay unchanged.
 
-* `billing`: in the system prompt, each `x-anthropic-billing-header:` at the beginning of a line,
-  the `name=value;` pairs behind it, and a line break that ends them, are taken out.
-* `dates`: lines of the system prompt that tell a date or a time (`is_dated`) keep the digits and
-  the names of days and months that they had when the same system prompt was first seen (`Clock`).
-* `tools`: the elements of the list `tools` are put in the order of their names, each as spelled.
+* `billing`: removes from the system prompt each `x-anthropic-billing-header:` at the start of a
+  line, with its `name=value;` pairs and the line break after them.
+* `dates`: in lines of the system prompt with a date or time (`is_dated`), keeps digits and names of
+  days and months as they were when the same system prompt was first seen (`DateFreezer`).
+* `tools`: sorts the list `tools` by name.
 
-The system prompt is: of a chat, its first messages of the role system or developer; of responses,
-`instructions` and such first items of `input`; of messages, `system`.
+The system prompt is, in a chat, the leading messages of the role system or developer; in responses,
+`instructions` and such leading items of `input`; in messages, `system`.
 
-`billing` and `dates` apply to the first MOST_TEXTS texts of a system prompt, and of each to the
-first and the last EDGE_LINES lines, as far as they are in the first and last EDGE_CHARS characters.
+`billing` and `dates` apply to the first MOST_TEXTS texts of a system prompt, and there to the first
+and last EDGE_LINES lines within the first and last EDGE_CHARS characters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from evoke_proxy.core.request.json_edit import reordered, replaced
+from evoke_proxy.core.request.json_edit import reorder_elements, replaced
 from evoke_proxy.core.tenants.fair_share import first_of_largest
 
 BILLING, DATES, TOOLS = WHAT = ("billing", "dates", "tools")
@@ -40,42 +40,44 @@ _WORD_OF_TIME = re.compile(r"\b(?:date|time|today|now)\b", re.IGNORECASE)
 _DIGIT = re.compile(r"\d")
 _SYSTEM = ("system", "developer")
 _KEPT = 256
-# Bounds of what is made the same: searching it takes the event loop a few milliseconds at most.
+# Limits of what is searched, so that it blocks the event loop for a few milliseconds at most.
 MOST_TEXTS, EDGE_CHARS, EDGE_LINES = 4, 8192, 200
-# Long texts are written in pieces of so many characters.
+# Characters of a piece when a long text is encoded.
 _PIECE_CHARS = 64 * 1024
 Path = tuple[str | int, ...]
 
 
 def is_dated(line: str) -> bool:
-    """Whether a line tells a date or a time: a number behind one of the words date, time, today and
-    now, or anything like 2026-11-21 or 9:30."""
+    """Whether a line has a date or a time.
+
+    That is a number after one of the words date, time, today and now, or 2026-11-21, or 9:30.
+    """
     if _DATED.search(line):
         return True
-    # Two searches: one pattern for both would try every such word with the rest of the line.
-    said = _WORD_OF_TIME.search(line)
-    return said is not None and _DIGIT.search(line, said.end()) is not None
+    # Two searches stay linear: one pattern would try every such word with the rest of the line.
+    word = _WORD_OF_TIME.search(line)
+    return word is not None and _DIGIT.search(line, word.end()) is not None
 
 
 def without_billing(text: str) -> str:
-    """A system prompt without its billing header."""
+    """Remove the billing header from a system prompt."""
     head, middle, tail = edges(text)
     return _BILLING.sub("", head) + middle + _BILLING.sub("", tail)
 
 
 def edges(text: str) -> tuple[str, str, str]:
-    """A text in three: the lines at its beginning, those between, and the lines at its end."""
+    """Split a text into its first lines, the lines between, and its last lines."""
     if len(text) <= EDGE_CHARS and text.count("\n") <= EDGE_LINES:
         return text, "", ""
     head = text[:EDGE_CHARS]
-    if len(text) > EDGE_CHARS:  # it ends within a line
+    if len(text) > EDGE_CHARS:  # ends within a line
         head = head[: head.rfind("\n") + 1] or head
     lines = head.split("\n", EDGE_LINES)
     if len(lines) > EDGE_LINES:
         head = head[: len(head) - len(lines[-1])]
-    behind = len(text) - len(head)
-    tail = text[-min(EDGE_CHARS, behind) :] if behind else ""
-    if len(tail) < behind:  # it begins within a line
+    n_rest = len(text) - len(head)
+    tail = text[-min(EDGE_CHARS, n_rest) :] if n_rest else ""
+    if len(tail) < n_rest:  # begins within a line
         tail = tail[tail.find("\n") + 1 :]
     last = tail.rsplit("\n", EDGE_LINES)
     if len(last) > EDGE_LINES:
@@ -83,18 +85,21 @@ def edges(text: str) -> tuple[str, str, str]:
     return head, text[len(head) : len(text) - len(tail)], tail
 
 
-class Clock:
-    """System prompts as they were first seen, by tenant; so many that the latest used are known.
+class DateFreezer:
+    """Keeps the dates in system prompts as they were first seen.
 
-    Of the tenant that has most the longest unused is forgotten first.
+    It remembers a limited number of prompts; the least recently used one of the tenant that has
+    most is forgotten first.
     """
 
     def __init__(self) -> None:
         self._first: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
 
     def stopped(self, text: str, tenant: str, now: float, hours: float) -> str:
-        """A system prompt with the dates and times that it had when it was first seen, but for
-        those in lines that are not `is_dated`; as it is when that is so many hours ago."""
+        """The system prompt with its dated lines as first seen.
+
+        After `hours` the current dates are taken over.
+        """
         head, middle, tail = edges(text)
         same = _undated(head) + middle + _undated(tail)
         if same == text:
@@ -112,28 +117,28 @@ class Clock:
 
 
 def _undated(text: str) -> str:
-    """A text without what dates and times consist of, in lines that are dated."""
+    """Remove digits and names of days and months from the dated lines of a text."""
     lines = text.split("\n")
     return "\n".join(_NAMED.sub("\0", line) if is_dated(line) else line for line in lines)
 
 
 def system_texts(body: Mapping[str, Any], dialect: str) -> Iterator[tuple[Path, str]]:
-    """Every text of a request's system prompt, with the path to it."""
+    """The texts of a request's system prompt, with their paths."""
     if dialect == "messages":
         yield from _texts(body.get("system"), ("system",))
         return
     if dialect == "responses":
         yield from _texts(body.get("instructions"), ("instructions",))
     key = "input" if dialect == "responses" else "messages"
-    given = body.get(key)
-    for at, item in enumerate(given if isinstance(given, list) else ()):
+    items = body.get(key)
+    for at, item in enumerate(items if isinstance(items, list) else ()):
         if not isinstance(item, Mapping) or item.get("role") not in _SYSTEM:
             return
         yield from _texts(item.get("content"), (key, at, "content"))
 
 
 def with_texts(body: bytes, texts: Mapping[Path, str]) -> bytes:
-    """A body with other texts at these paths."""
+    """Replace the texts at these paths of a body."""
     return replaced(body, {path: _spelled(text) for path, text in texts.items()})
 
 
@@ -143,11 +148,11 @@ def _spelled(text: str) -> str:
 
 
 def with_sorted_tools(body: bytes, tools: object) -> bytes:
-    """A body whose `tools`, which it is known to have, are in the order of their names."""
+    """Sort the list `tools` of a body by name; `tools` is the parsed list."""
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         return body
     order = sorted(range(len(tools)), key=lambda at: (_tool_name(tools[at]), at))
-    return body if order == list(range(len(tools))) else reordered(body, "tools", order)
+    return body if order == list(range(len(tools))) else reorder_elements(body, "tools", order)
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:

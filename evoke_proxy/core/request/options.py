@@ -155,7 +155,8 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
     if value is None:
         return ()
     if not bench:
-        raise RequestError("evoke_oracle needs policy.bench_fields", "evoke_oracle_invalid")
+        message = "evoke_oracle is for benches only (python -m bench.proxy)"
+        raise RequestError(message, "evoke_oracle_invalid")
     if isinstance(value, list) and all(
         isinstance(x, str) or integer_or_none(x) is not None for x in value
     ):
@@ -163,7 +164,7 @@ def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
     _refuse("evoke_oracle", "a list of names of blocks and indexes of messages", value)
 
 
-def marked_messages(
+def messages_with_marks(
     body: Mapping[str, Any], unmarked: Mapping[str, int]
 ) -> list[Mapping[str, Any]]:
     """The messages of a body that have a field of the proxy.

@@ -1,4 +1,4 @@
-"""Checks request heads against what the HTTP parser of llama-server accepts.
+"""Checks request heads against the rules of llama-server's HTTP parser.
 
 llama-server uses cpp-httplib. Up to version 0.58 that library answers 400 to a head it cannot parse
 and then parses the bytes that follow on the same connection as a new request. A client could hide a
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from evoke_proxy.config import MAX_HEADERS, MAX_LINE_BYTES
 from evoke_proxy.errors import MethodRefused, RequestError
 
-# The methods for which llama-server has handlers. cpp-httplib cannot parse methods it does not
-# know, and routes CONNECT, TRACE and PRI nowhere.
+# Methods that llama-server has handlers for. cpp-httplib cannot parse other methods, and has no
+# routes for CONNECT, TRACE and PRI.
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-_KNOWN_ELSEWHERE = frozenset(("CONNECT", "TRACE"))
+_STANDARD_UNSUPPORTED = frozenset(("CONNECT", "TRACE"))
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# Control characters, and bytes that are not UTF-8: aiohttp would drop those without a word.
+# Control characters, and bytes that are not UTF-8, which aiohttp would drop silently.
 _FORBIDDEN = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 _FORBIDDEN_IN_TARGET = re.compile("[\x00-\x20\x7f\ud800-\udfff]")
@@ -27,7 +27,7 @@ _FORBIDDEN_IN_TARGET = re.compile("[\x00-\x20\x7f\ud800-\udfff]")
 def check_method(method: str) -> None:
     """Raise MethodRefused (405 or 501) for a method that llama-server has no handler for."""
     if method not in METHODS:
-        raise MethodRefused(method, METHODS, is_standard=method in _KNOWN_ELSEWHERE)
+        raise MethodRefused(method, METHODS, is_standard=method in _STANDARD_UNSUPPORTED)
 
 
 def check_target(target: str, limit: int = MAX_LINE_BYTES) -> None:
@@ -56,7 +56,7 @@ def check_headers(
 
 
 def check_head(method: str, target: str, headers: Mapping[str, str], chunked: bool) -> None:
-    """Check a whole head as it is sent to llama-server, with the headers that aiohttp adds."""
+    """Check a complete head as it is sent to llama-server, with the headers that aiohttp adds."""
     check_method(method)
     check_target(target)
     added = 1 + (1 if chunked else 0)  # Host, Transfer-Encoding
@@ -87,7 +87,7 @@ def too_many_headers(most: int) -> RequestError:
 
 
 def _all_plain(headers: Mapping[str, str], limit: int) -> bool:
-    """Whether headers are short, ASCII and well formed: so are nearly all, and this is fast."""
+    """Whether headers are short, ASCII and well formed: a fast check that most headers pass."""
     names, values = list(headers.keys()), list(headers.values())
     text = "".join(values)
     return (

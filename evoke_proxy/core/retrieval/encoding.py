@@ -1,6 +1,6 @@
-"""How an encoder of texts is to be run, and what its rows become: vectors of unit length.
+"""How to run a text encoder, and how its output becomes vectors of unit length.
 
-A directory may hold the files that sentence-transformers writes; the configuration overrides them.
+A directory may contain the files of sentence-transformers; the configuration overrides them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Vectors = npt.NDArray[np.float32]
 POOLING_FILE = "1_Pooling/config.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 MODULES_FILE = "modules.json"
-# Each with the key that bounds the length of a text in it.
+# Files with the key in each that limits the length of a text.
 LENGTHS = {
     "sentence_bert_config.json": "max_seq_length",
     "tokenizer_config.json": "model_max_length",
@@ -28,8 +28,8 @@ LENGTHS = {
 }
 FILES = (POOLING_FILE, PROMPTS_FILE, MODULES_FILE, *LENGTHS)
 
-# What the model card of bge-small-en-v1.5 says; no file of its directory does. Most encoders that
-# pool the first token and name no prompts are of this family.
+# From the model card of bge-small-en-v1.5; no file of its directory contains it. Most encoders that
+# pool the first token and name no prompts belong to this family.
 BGE_QUERY = "Represent this sentence for searching relevant passages: "
 _MAX_TOKENS = 512
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
@@ -37,7 +37,14 @@ _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """From a text to a vector: what goes before it, where it is cut, what becomes of its rows."""
+    """How a text becomes a vector.
+
+    Attributes:
+        pooling: `cls` or `mean`.
+        max_tokens: Longer texts are cut.
+        query_instruction: Text before a query.
+        document_instruction: Text before a document.
+    """
 
     pooling: str
     max_tokens: int
@@ -46,26 +53,27 @@ class Recipe:
 
 
 def recipe(files: Mapping[str, Any], config: EmbedderConfig) -> Recipe:
-    """What the parsed JSON `files` of a directory say, by path, and the configuration overrides.
+    """Return the recipe that the parsed JSON `files` of a directory, by path, and `config` give.
 
-    ConfigError when the directory wants what we do not do: its vectors would be wrong, silently.
+    ConfigError when the directory needs a step that the proxy does not run: the vectors would be
+    wrong without any sign of it.
     """
     _check_modules(files.get(MODULES_FILE))
     pooling = config.pooling or _pooling(_mapping(files, POOLING_FILE))
     prompts = _prompts(_mapping(files, PROMPTS_FILE).get("prompts"))
-    ask, tell = config.query_instruction, config.document_instruction
-    if ask is None:
-        ask = prompts.get("query") or (BGE_QUERY if pooling == "cls" and not prompts else "")
-    if tell is None:
-        tell = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
-    return Recipe(pooling, config.max_tokens or _max_tokens(files), ask, tell)
+    query, document = config.query_instruction, config.document_instruction
+    if query is None:
+        query = prompts.get("query") or (BGE_QUERY if pooling == "cls" and not prompts else "")
+    if document is None:
+        document = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
+    return Recipe(pooling, config.max_tokens or _max_tokens(files), query, document)
 
 
 def pooled(rows: npt.NDArray[Any], mask: npt.NDArray[Any], pooling: str) -> Vectors:
-    """One unit vector [n, d] a text from the rows [n, t, d] of its tokens, padded on the right.
+    """Return the unit vectors [n, d] of n texts from the rows [n, t, d] of their tokens.
 
-    `mask` [n, t] is 1 for a token, 0 for padding. cls takes the first token's row, mean the mean
-    over tokens. Rows [n, d] were pooled in the graph already and are only scaled.
+    `mask` [n, t] is 1 for a token, 0 for padding on the right. `cls` takes the row of the first
+    token, `mean` the mean over tokens. Rows [n, d] are pooled already and only scaled.
     """
     rows = rows.astype(np.float32, copy=False)
     if rows.ndim == 3 and pooling == "cls":
@@ -94,7 +102,7 @@ def _check_modules(modules: object) -> None:
 
 
 def _pooling(file: Mapping[str, Any]) -> str:
-    """The pooling of the file, in its old spelling (a flag each) or its new one (a name)."""
+    """Return the pooling of a file in its old form (a flag each) or its new one (a name)."""
     flags = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
     named = file.get("pooling_mode")
     wanted = {str(name) for name in (named if isinstance(named, list) else [named]) if name}
@@ -112,12 +120,12 @@ def _pooling(file: Mapping[str, Any]) -> str:
 
 
 def _prompts(found: object) -> dict[str, str]:
-    """Prompts by name; empty ones are written for every model, and say nothing."""
+    """Return prompts by name, without empty ones, which are written for every model."""
     pairs = found.items() if isinstance(found, dict) else ()
     return {str(name): text for name, text in pairs if isinstance(text, str) and text}
 
 
 def _max_tokens(files: Mapping[str, Any]) -> int:
     found = [_mapping(files, name).get(key) for name, key in LENGTHS.items()]
-    # Some say 1e30 where they mean "not known".
+    # Some files have 1e30 for "unknown".
     return min((n for n in found if isinstance(n, int) and 0 < n < 1 << 20), default=_MAX_TOKENS)

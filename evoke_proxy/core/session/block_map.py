@@ -1,8 +1,8 @@
-"""Where every block of a conversation is: what an operator is shown of it, and no more.
+"""The map of a conversation's blocks that operators see: where each block is, without its text.
 
-The only place that decides what the page, the admin API and the events say of a conversation: who
-a range of tokens is from, where it is, what it is worth. Never what it says; what it is called
-only where the configuration wants that.
+Only this module decides what the page, the admin API and the events contain of a conversation: the
+role of a range of tokens, where it is and its score. Names of blocks are included only where
+`page.names` is set.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ STATES = (RESIDENT, SAVED_RAM, SAVED_DISK, OMITTED)
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Rows of a session in its slot, and its copies by where they are; all ascending, disjoint.
+    """Where the rows of a session are; spans are ascending and disjoint.
 
-    `n_tokens` is how long the slot's text is, 0 when the session is in no slot.
+    Attributes:
+        resident: Rows in its slot.
+        ram: Copies in host memory.
+        disk: Copies on disk.
+        n_tokens: Length of the slot's text; 0 when the session is in no slot.
     """
 
     resident: tuple[Span, ...] = ()
@@ -39,7 +43,7 @@ class Whereabouts:
         resident: Sequence[Span],
         n_tokens: int,
     ) -> Whereabouts:
-        """From `GET /slots/{id}/blocks`: of the copies there only those of these labels count."""
+        """Read an answer of `GET /slots/{id}/blocks`; only copies with these labels count."""
         found: dict[str, list[Span]] = {"ram": [], "disk": []}
         for copy in answer.get("blocks", ()):
             if copy.get("name") in labels and not copy.get("stale"):
@@ -48,7 +52,7 @@ class Whereabouts:
         return cls(tuple(resident), merged(found["ram"]), merged(found["disk"]), n_tokens)
 
     def state(self, span: Span) -> str:
-        """Where all of a range is: the furthest away of what any part of it needs."""
+        """Return the state of a range: that of its least available part."""
         missing = without([span], clipped(self.resident, span))
         if not missing:
             return RESIDENT
@@ -61,12 +65,14 @@ class Whereabouts:
 def block_map(
     layout: Layout, where: Whereabouts, scores: FloatArray | None, pins: Sequence[Span], names: bool
 ) -> list[dict[str, Any]]:
-    """Every block in its order; `score` is null when nobody knows it. The answer, which is cut into
-    blocks when the next prompt has it, comes last as one."""
+    """Return every block as a JSON object, in prompt order; `score` is null when it is unknown.
+
+    The answer comes last as one object: it is cut into blocks when the next prompt contains it.
+    """
     pinned = layout.blocks.pinned | layout.blocks.within(pins)
     worth = scores if scores is not None and len(scores) == len(layout.blocks) else None
     found = [
-        _shown(block, where, names)
+        _block_value(block, where, names)
         | {"pinned": bool(pinned[i]), "score": None if worth is None else round(float(worth[i]), 4)}
         for i, block in enumerate(layout.blocks)
     ]
@@ -76,22 +82,22 @@ def block_map(
     return found
 
 
-def totals(shown: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many tokens are in each state."""
+def totals(blocks: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return how many tokens are in each state."""
     found = dict.fromkeys(STATES, 0)
-    for item in shown:
+    for item in blocks:
         found[item["state"]] += item["p1"] - item["p0"]
     return found
 
 
 def spans(found: Iterable[Span]) -> list[list[int]]:
-    """Ranges as they are shown."""
+    """Return spans as JSON lists, merged."""
     return [[span.start, span.end] for span in merged(found)]
 
 
-def _shown(block: Block, where: Whereabouts, names: bool) -> dict[str, Any]:
-    said = _range(block.span, where) | {"role": block.role.value, "turn": block.turn}
-    return said | {"message": block.message} | ({"name": block.display_name} if names else {})
+def _block_value(block: Block, where: Whereabouts, names: bool) -> dict[str, Any]:
+    value = _range(block.span, where) | {"role": block.role.value, "turn": block.turn}
+    return value | {"message": block.message} | ({"name": block.display_name} if names else {})
 
 
 def _range(span: Span, where: Whereabouts) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Where a request departs from the one before it, and the likely cause: what the cache lost it for.
+"""Finds where a request differs from the previous one, and the likely cause of the cache miss.
 
-Compares what the client sent, message by message; never holds or returns any text of it.
+Compares what the client sent, message by message; never stores or returns any of its text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CAUSES = (
     *("thinking_dropped", "edited_history", "branched", "compacted", "template"),
 )
 _BILLING = re.compile(r"billing-header:|\bcch=")
-# Digits in a line that names a day, a time, or the state of a working tree.
+# A line that contains a day, a time, or the state of a working tree.
 _DATED = re.compile(
     r"\b(?:date|time|today|now|cwd|working directory|git status|branch)\b"
     r"|\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b"
@@ -29,8 +29,14 @@ _THOUGHT = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The first message that is another than before, None where only the template can have done it;
-    from which character to which of its new text; and why, one of CAUSES."""
+    """How a request differs from the previous one.
+
+    Attributes:
+        cause: The likely cause, one of CAUSES.
+        message: Index of the first message that differs; None where only the template can differ.
+        start: First character of its new text that differs.
+        end: End of the characters that differ.
+    """
 
     cause: str
     message: int | None = None
@@ -38,7 +44,7 @@ class Drift:
     end: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """For the log and the admin API."""
+        """Return the drift as a JSON object, for the log and the admin API."""
         return {
             "cause": self.cause,
             "message": self.message,
@@ -47,10 +53,10 @@ class Drift:
 
 
 def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
-    """Why a chat body does not go on from an earlier one of its conversation; None when it does.
+    """Return why a chat body does not continue an earlier one of its conversation; None if it does.
 
-    What the rendering does is not known here: a body that goes on and still diverged in tokens was
-    rewritten by the template.
+    Only the body is compared: one that continues and still diverges in tokens was rewritten by the
+    template.
     """
     tools = _tools_changed(before.get("tools"), now.get("tools"))
     if tools:
@@ -64,7 +70,7 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
 
 
 def opening(body: Mapping[str, Any]) -> bytes:
-    """What the user said first; empty while a conversation is so young that it could be any."""
+    """Return the first user message; empty while there is only one, as in any conversation."""
     messages = _messages(body)
     said = (item for item in messages if _role(item) == "user")
     first = next(said, None)
@@ -117,7 +123,7 @@ def _thoughtless(message: Any) -> dict[str, Any]:
 
 
 def _text(message: Any) -> str:
-    """Everything of a message as one text, its content first."""
+    """Return a message as one text, its content first."""
     if not isinstance(message, Mapping):
         return _json_text(message)
     content = message.get("content")
@@ -127,7 +133,7 @@ def _text(message: Any) -> str:
 
 
 def _differing(old: str, new: str) -> tuple[int, int]:
-    """From where to where a text is another than before."""
+    """Return the start and the end of the characters that differ in the new text."""
     start = len(commonprefix([old, new]))
     most = min(len(old), len(new)) - start
     same_end = len(commonprefix([old[::-1][:most], new[::-1][:most]]))
@@ -135,13 +141,13 @@ def _differing(old: str, new: str) -> tuple[int, int]:
 
 
 def _line(text: str, start: int, end: int) -> str:
-    """The lines that a place is in."""
+    """Return the lines that contain a range of characters."""
     first = text.rfind("\n", 0, start) + 1
     last = text.find("\n", max(end, start))
     return text[first : last if last >= 0 else len(text)]
 
 
 def _json_text(value: Any, sort_keys: bool = False, ensure_ascii: bool = True) -> str:
-    """What json.dumps writes, value by value: other threads run between two of them."""
+    """Return what json.dumps writes, encoded value by value so that other threads can run."""
     encoder = json.JSONEncoder(sort_keys=sort_keys, ensure_ascii=ensure_ascii)
     return "".join(encoder.iterencode(value))

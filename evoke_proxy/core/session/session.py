@@ -38,7 +38,7 @@ _NO_MARK: _Mark = (False, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _BegunTurn:
+class _TurnInputs:
     """What `begin` computes a turn from.
 
     Attributes:
@@ -155,7 +155,7 @@ class Session:
         begins the same turn. Raises BudgetTooSmall or PinBudgetExceeded, and then changes nothing.
         """
         number = self.turns + 1
-        begun = _BegunTurn(
+        inputs = _TurnInputs(
             number=number,
             request=request,
             rendered=rendered,
@@ -163,26 +163,26 @@ class Session:
             config=effective_config(self.config, request),
             marks=self._marks_with(number, request),
         )
-        layout, adopt_to = self._reconcile(begun)
+        layout, adopt_to = self._reconcile(inputs)
         pins_before = self.pins
         pins = valid_pins(pins_before, layout)
-        pinned_layout = with_pins(layout, pins, begun.config)
+        pinned_layout = with_pins(layout, pins, inputs.config)
         query = query_of(request)
         query = query.embedded([(vectors or {}).get(clause) for clause in query.clauses])
-        task = self._task.after(query.topic, _task_boundary(layout, begun))
-        policy_view = self._policy_view(begun, pinned_layout, adopt_to, task)
+        task = self._task.after(query.topic, _task_boundary(layout, inputs))
+        policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
         turn = Turn(
             number=number,
             request=request,
             rendered=rendered,
             slot=view,
             view=self.attention.annotated(policy_view),
-            config=begun.config,
+            config=inputs.config,
             divergence=layout.divergence,
             query=query,
             task=task,
         )
-        self._turn_marks = dict(begun.marks)
+        self._turn_marks = dict(inputs.marks)
         self.layout = layout
         if self.pins is pins_before:  # an operator may have changed them meanwhile
             self.pins = pins
@@ -313,20 +313,20 @@ class Session:
         mark = (request.tags.pinned, request.tags.priority)
         return marks if mark == _NO_MARK else {**marks, number: mark}
 
-    def _reconcile(self, begun: _BegunTurn) -> tuple[Layout, int]:
+    def _reconcile(self, inputs: _TurnInputs) -> tuple[Layout, int]:
         """Return the layout of the turn's prompt, and up to where the slot adopts saved blocks."""
 
         def layout_on(slot: SlotView) -> Layout:
             layout = self.layout.reconcile(
-                begun.rendered, slot, begun.request.messages, begun.number, begun.config
+                inputs.rendered, slot, inputs.request.messages, inputs.number, inputs.config
             )
-            return layout.with_marks(begun.request.keeps, begun.marks)
+            return layout.with_marks(inputs.request.keeps, inputs.marks)
 
-        view, n_tokens = begun.slot, len(begun.rendered.tokens)
-        n_past, block_tokens = view.n_past(n_tokens), begun.config.block_tokens
+        view, n_tokens = inputs.slot, len(inputs.rendered.tokens)
+        n_past, block_tokens = view.n_past(n_tokens), inputs.config.block_tokens
         # Adopting pays only when the copies reach at least one block further than the slot does.
         reaches_further = self.layout.copies_end >= n_past + block_tokens
-        if self._adopts and reaches_further and saves_evicted(begun.config):
+        if self._adopts and reaches_further and saves_evicted(inputs.config):
             # On a slot of another session a few tokens may agree by chance: blocks are not split
             # there when their copies are to be adopted.
             adopting = layout_on(replace(view, n_common=0, resident=()))
@@ -344,9 +344,9 @@ class Session:
         return layout.with_saved(pair for pair in pairs if pair in self._unconfirmed.items())
 
     def _policy_view(
-        self, begun: _BegunTurn, layout: Layout, adopt_to: int, task: Task
+        self, inputs: _TurnInputs, layout: Layout, adopt_to: int, task: Task
     ) -> PolicyView:
-        oldest = begun.number - _RESIDENCY_TURNS
+        oldest = inputs.number - _RESIDENCY_TURNS
         recovered = frozenset(k for k, number in self._recovered.items() if number >= oldest)
         is_outdated = layout.in_cache & layout.blocks.labelled(self._outdated)
         return PolicyView(
@@ -355,10 +355,10 @@ class Session:
             in_pool=layout.in_pool & ~is_outdated,
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
-            resident=begun.slot.resident,
-            non_evictable=begun.slot.non_evictable,
-            n_free=begun.slot.n_free,
-            max_tokens=begun.request.max_tokens,
+            resident=inputs.slot.resident,
+            non_evictable=inputs.slot.non_evictable,
+            n_free=inputs.slot.n_free,
+            max_tokens=inputs.request.max_tokens,
             adopt_to=adopt_to,
             pre_restart_resident=self._pre_restart_resident if adopt_to else (),
             stale=tuple(sorted(layout.stale)),
@@ -379,10 +379,10 @@ class Session:
         return [span for span in spans if span not in saved]
 
 
-def _task_boundary(layout: Layout, begun: _BegunTurn) -> int | None:
+def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:
     """Return where a new task begins: with the first user message of its request; None: nowhere."""
-    if not begun.request.tags.task_boundary:
+    if not inputs.request.tags.task_boundary:
         return None
     blocks = layout.blocks
-    is_first = (blocks.turns == begun.number) & (blocks.roles == ROLES.index(Role.USER))
+    is_first = (blocks.turns == inputs.number) & (blocks.roles == ROLES.index(Role.USER))
     return int(blocks.starts[is_first][0]) if is_first.any() else layout.generation

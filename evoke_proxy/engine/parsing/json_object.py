@@ -8,7 +8,7 @@ import orjson
 
 from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
-from evoke_proxy.core.request.large_json import CutText, MarkFound, cut_long_strings
+from evoke_proxy.core.request.large_json import CutText, MarkerInText, cut_long_strings
 from evoke_proxy.errors import RequestError
 
 # A text of more bytes is parsed in pieces: a parser holds the interpreter's lock until its end.
@@ -23,7 +23,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
     try:
         return _parse(cut_long_strings(body))
-    except MarkFound:
+    except MarkerInText:
         return _parse(CutText(body, body))
 
 

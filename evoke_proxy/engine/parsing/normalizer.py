@@ -15,7 +15,7 @@ from evoke_proxy.core.request.normalise import (
     DATES,
     MOST_TEXTS,
     TOOLS,
-    Clock,
+    DateFreezer,
     Path,
     system_texts,
     with_sorted_tools,
@@ -32,7 +32,7 @@ class Normalizer:
     def __init__(self, config: NormaliseConfig, metrics: Metrics) -> None:
         self.config = config
         self._metrics = metrics
-        self._clock = Clock()
+        self._clock = DateFreezer()
 
     def apply(self, body: bytes, dialect: str, tenant: str) -> bytes:
         """The normalized body; the same object when nothing changes."""

@@ -44,12 +44,12 @@ class Spoken:
 class PromptIdentity:
     """What the next request is compared with: a prompt as the client sent it, untruncated.
 
-    See `identity.Known` for the fields.
+    See `identity.SessionPrompt` for the fields.
     """
 
     tokens: Tokens
     head: int = 0
-    settled: int = 0
+    last_user_end: int = 0
     n_users: int = 0
     generation: int = 0
 
@@ -57,8 +57,8 @@ class PromptIdentity:
     def of(cls, rendered: Rendered) -> PromptIdentity:
         """That of a rendered prompt."""
         users = rendered.user_ends
-        head, settled = (int(users[0]), int(users[-1])) if len(users) else (0, 0)
-        return cls(rendered.tokens, head, settled, len(users), rendered.generation)
+        head, last_user_end = (int(users[0]), int(users[-1])) if len(users) else (0, 0)
+        return cls(rendered.tokens, head, last_user_end, len(users), rendered.generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,27 +135,27 @@ class Conversation:
 
     @property
     def tokens(self) -> Tokens:
-        """See `identity.Known`."""
+        """See `identity.SessionPrompt`."""
         return self.prompt.tokens
 
     @property
     def head(self) -> int:
-        """See `identity.Known`."""
+        """See `identity.SessionPrompt`."""
         return self.prompt.head
 
     @property
-    def settled(self) -> int:
-        """See `identity.Known`."""
-        return self.prompt.settled
+    def last_user_end(self) -> int:
+        """See `identity.SessionPrompt`."""
+        return self.prompt.last_user_end
 
     @property
     def n_users(self) -> int:
-        """See `identity.Known`."""
+        """See `identity.SessionPrompt`."""
         return self.prompt.n_users
 
     @property
     def generation(self) -> int:
-        """See `identity.Known`."""
+        """See `identity.SessionPrompt`."""
         return self.prompt.generation
 
     @contextmanager
