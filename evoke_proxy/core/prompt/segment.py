@@ -18,7 +18,7 @@ _TEXT_OVERLAP = 40
 _MAX_NAME = 100
 # More maps than this are merged into one.
 _MAX_MAPS = 64
-# The gap between two sentences or lines; server_blocks_text::stops in patches/ has the same rule.
+# The gap between two sentences or lines; patches/src/server-blocks-render.cpp has the same rule.
 _GAP = re.compile(
     r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
     r"|(?<![ \t\r\n])[ \t\r]*\n[ \t\r\n]*)(?=[^ \t\r\n])"
