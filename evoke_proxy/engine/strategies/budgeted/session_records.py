@@ -1,10 +1,9 @@
-"""Budgeted sessions that go on after a restart, of llama-server, of the proxy, or of both.
+"""Keeps budgeted sessions across restarts of llama-server and of the proxy.
 
-While nobody needs the server, the copies of a session's rows are written to its disk tier, and what
-they are copies of into the index of snapshots. A session that was interrupted asks llama-server
-which copies it still has; the next turn brings its working set back by adopting them. Where copies
-alone do not, because recurrent states and windows are in none, the slot is saved whole, with its
-holes, and restored.
+While no request needs the server, a session is written down in three parts: its copies go to the
+server's disk tier (`CopySpill`), its slot to a snapshot where copies are not all of it
+(`SlotSnapshots`), and its state to the index (`SessionRecords`). After a restart llama-server says
+which copies it still has, and the next turn adopts them or restores the slot.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ import asyncio
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from evoke_proxy.adapters.llama.block_api import (
     LATEST,
@@ -30,222 +31,382 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.vectors import decode_vectors, encode_vectors
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation, Conversations, Spoken
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
-from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
-from evoke_proxy.engine.strategies.budgeted.vector_records import VectorRecords
 from evoke_proxy.engine.strategies.next_turn import beginning
+from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
+# Blocks of one session whose vectors are written down; with 384 numbers and four sentences each
+# that is 12 MiB. When there are more, only the latest are written again.
+_MAX_VECTOR_BLOCKS = 2048
 
 
-class SessionPersistence:
-    """Does nothing without a directory for snapshots: there is no `whole` then."""
+class CopySpill:
+    """Has llama-server write the copies of sessions to its disk tier."""
 
-    def __init__(
-        self,
-        upstream: LlamaClient,
-        whole: SlotSnapshots | None,
-        conversations: Conversations,
-        common: Shared,
-    ) -> None:
-        self._upstream = upstream
-        self._blocks = BlockApi(upstream)
-        self._vectors = VectorRecords(common.embedding)
-        self._homes = common.homes
-        self._conversations = conversations
-        self._vault = whole.repository if whole is not None else None
-        self._whole = whole
-        self._server = UNKNOWN_SERVER
+    def __init__(self, blocks: BlockApi) -> None:
+        self._blocks = blocks
+        # By session: the version of the copy list that was read, and the names on disk.
         self._on_disk: dict[str, tuple[int, set[str]]] = {}
 
-    def started(self, server: ServerInfo) -> None:
-        """A server has appeared."""
-        self._server = server
+    def clear(self) -> None:
+        """Forget all sessions: another server has started."""
         self._on_disk.clear()
 
-    @property
-    def on(self) -> bool:
-        """Whether sessions are written down."""
-        return self._vault is not None
+    def forget(self, session: str) -> None:
+        """Forget one session."""
+        self._on_disk.pop(session, None)
 
-    async def recall(self) -> None:
-        """Every session that was written down is known again, as far as there is room for them,
-        where there are several llama-servers at the one that it was at."""
-        records = await self._vault.read_records() if self._vault is not None else ()
+    def version(self, session: str) -> str:
+        """Return the version of a session's copy list that was read; "" before the first."""
+        return str(self._on_disk[session][0]) if session in self._on_disk else ""
+
+    def note_copied(self, session: str, names: Iterable[str]) -> None:
+        """Note that copies were made now; llama-server does not state that older ones are gone."""
+        _, on_disk = self._on_disk.get(session, (0, set[str]()))
+        on_disk.difference_update(names)
+
+    async def write(
+        self,
+        conversation: Conversation,
+        answer: Mapping[str, Any],
+        headers: Mapping[str, str],
+        lease: BackgroundLease,
+    ) -> None:
+        """Write the copies that are not on disk; raises Preempted between two calls.
+
+        `answer` has the changes of the copy list since `version`.
+        """
+        layout = conversation.session.layout
+        copies = layout.saved.union(item.label for item in layout.ranges)
+        names = sorted(copies - self._read(conversation, answer))
+        (slot,) = lease.slots
+        for batch in batches_of_names(names):
+            lease.check()
+            call = {"names": batch, "tenant": conversation.tenant}
+            await self._blocks.run(slot, "block-spill", call, headers)
+
+    def _read(self, conversation: Conversation, answer: Mapping[str, Any]) -> set[str]:
+        """The names of a session's copies that are on disk, as far as llama-server has stated."""
+        version = int(answer.get("version") or 0)
+        changed = copies_of(answer, conversation.id)
+        before, names = self._on_disk.get(conversation.id, (0, set[str]()))
+        if version < before:  # of another server
+            names = set()
+        on_disk = {name for name, copy in changed.items() if copy.get("on_disk")}
+        names = (names - changed.keys()) | on_disk
+        if version:
+            self._on_disk[conversation.id] = version, names
+        return names
+
+
+class VectorRecords:
+    """Writes the vectors of a session's blocks as parts of its record.
+
+    Each part has what was embedded since the one before, so that a turn writes little. They serve
+    the first question after a restart; without them the blocks are embedded again.
+    """
+
+    def __init__(self, embedding: EmbeddingService) -> None:
+        self._embedding = embedding
+        self._n_written: dict[str, int] = {}
+
+    def read(self, session: str, parts: Iterable[Record]) -> Mapping[str, Vectors]:
+        """Return the vectors in the parts of a session's record, by label."""
+        vectors: dict[str, Vectors] = {}
+        for part in parts:
+            try:
+                vectors |= decode_vectors(part.packed, self._embedding.mark)
+            except ValueError as error:
+                _log.warning("vectors of session %s are made anew: %s", session, error)
+        self._n_written[session] = len(vectors)
+        return vectors
+
+    async def write(self, conversation: Conversation, repository: SnapshotRepository) -> None:
+        """Write one more part, if there are new vectors."""
+        fresh, conversation.embedded = conversation.embedded, {}
+        new = [
+            (label, vectors) for label, keys in fresh.items() if len(vectors := self._vectors(keys))
+        ]
+        if not new:
+            return
+        session = conversation.id
+        n_written = self._n_written.get(session, 0)
+        if n_written + len(new) > _MAX_VECTOR_BLOCKS:
+            repository.remove_record(session)
+            n_written = 0
+        latest = new[-_MAX_VECTOR_BLOCKS:]
+        data = await asyncio.to_thread(encode_vectors, self._embedding.mark, latest)
+        now = repository.clock.now()
+        part = Record(f"{session}#{int(now * 1e9)}", conversation.tenant, now, data)
+        try:
+            await repository.write_record(part)
+        except SnapshotUnusable as error:
+            _log.warning("vectors of session %s are not written down: %s", session, error)
+            return
+        self._n_written[session] = n_written + len(new)
+
+    def forget(self, session: str) -> None:
+        """Note that the record of a session was deleted, and all its parts."""
+        self._n_written.pop(session, None)
+
+    def _vectors(self, keys: Sequence[bytes]) -> Vectors:
+        """The vectors of a block; none when the embedder has forgotten one of them."""
+        vectors = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
+        if len(vectors) != len(keys) or not vectors:
+            return np.zeros((0, 0), np.float32)
+        return np.stack(vectors)
+
+
+class SessionRecords:
+    """Writes the state of sessions to the index, and loads it."""
+
+    def __init__(
+        self, repository: SnapshotRepository, vectors: VectorRecords, conversations: Conversations
+    ) -> None:
+        self._repository = repository
+        self._vectors = vectors
+        self._conversations = conversations
+
+    async def load(self, home: str, homes: Sequence[str]) -> None:
+        """Register the recorded sessions that were at the server `home`, one of `homes`.
+
+        Sessions of servers that are not configured any more belong to the first one. Unreadable
+        records are deleted.
+        """
+        records = await self._repository.read_records()
         parts: defaultdict[str, list[Record]] = defaultdict(list)
         for record in records:
             if record.is_part:
                 parts[record.session].append(record)
         for record in reversed([record for record in records if not record.is_part]):
             try:
-                seated = await asyncio.to_thread(_unpacked, record.packed)
-                if self._is_mine(seated):
-                    known = self._conversations.recall(seated)
-                    known.remembered = self._vectors.read(known.id, parts[known.id])
+                recorded = await asyncio.to_thread(_decode, record.packed)
+                if _belongs_to(recorded.home, home, homes):
+                    conversation = self._conversations.recall(recorded)
+                    conversation.remembered = self._vectors.read(
+                        conversation.id, parts[conversation.id]
+                    )
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
 
-    def reordered(self, known: Conversation) -> None:
-        """An operator has ordered something else of a session: so says, soon, what was written of
-        it."""
-        if self._vault is None:
+    async def write(self, conversation: Conversation, recorded: SessionRecord) -> None:
+        """Write a session and its new vectors; not when it was forgotten meanwhile."""
+        await self._vectors.write(conversation, self._repository)
+        packed = await asyncio.to_thread(_encode, recorded)
+        if self._is_forgotten(conversation):
+            if not conversation.elsewhere:  # the server that it has moved to writes it
+                self.forget(conversation.id)
             return
-        orders = known.orders
+        now = self._repository.clock.now()
+        record = Record(conversation.id, conversation.tenant, now, packed)
+        await self._repository.write_record(record)
+        if self._is_forgotten(conversation) and not conversation.elsewhere:
+            self.forget(conversation.id)  # it was deleted while it was written
+        elif conversation.orders != recorded.overrides:
+            self.update_overrides(conversation)
+
+    def update_overrides(self, conversation: Conversation) -> None:
+        """Write soon what an operator has changed of a session."""
+        orders = conversation.orders
 
         def changed(record: Record) -> Record:
             try:
-                written_now = with_operator_overrides(zlib.decompress(record.packed), orders)
+                data = with_operator_overrides(zlib.decompress(record.packed), orders)
             except zlib.error as error:
                 raise ValueError(str(error)) from error
-            return replace(record, packed=zlib.compress(written_now, 1))
+            return replace(record, packed=zlib.compress(data, 1))
 
-        self._vault.change_record(known.id, changed)
+        self._repository.change_record(conversation.id, changed)
 
-    def spoken(self, dialect: str, body: bytes) -> Spoken | None:
-        """What is to be remembered of a request until its answer is there; None when nothing is."""
-        if self._vault is None or not self._server.whole or dialect not in ("chat", "messages"):
+    def forget(self, session: str) -> None:
+        """Delete the record of a session soon, and its vectors."""
+        self._vectors.forget(session)
+        self._repository.remove_record(session)
+
+    def _is_forgotten(self, conversation: Conversation) -> bool:
+        return self._conversations.get(conversation.id) is not conversation
+
+
+class SessionPersistence:
+    """Saves sessions, and brings back what they had; does nothing without `slot_snapshots`."""
+
+    def __init__(
+        self,
+        *,
+        client: LlamaClient,
+        slot_snapshots: SlotSnapshots | None,
+        conversations: Conversations,
+        embedding: EmbeddingService,
+        homes: Sequence[str],
+    ) -> None:
+        """`homes` are the URLs of all llama-servers, () when there is one."""
+        self._home = client.url
+        self._homes = homes
+        self._blocks = BlockApi(client)
+        self._conversations = conversations
+        self._slot_snapshots = slot_snapshots
+        self._spill = CopySpill(self._blocks)
+        self._records: SessionRecords | None = None
+        if slot_snapshots is not None:
+            vectors = VectorRecords(embedding)
+            self._records = SessionRecords(slot_snapshots.repository, vectors, conversations)
+        self._server = UNKNOWN_SERVER
+
+    def server_started(self, server: ServerInfo) -> None:
+        """Forget what the disk tier of the earlier server instance had."""
+        self._server = server
+        self._spill.clear()
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether sessions are written down."""
+        return self._records is not None
+
+    async def load(self) -> None:
+        """Register the sessions that were written down."""
+        if self._records is not None:
+            await self._records.load(self._home, self._homes)
+
+    def update_overrides(self, conversation: Conversation) -> None:
+        """Write soon what an operator has changed of a session."""
+        if self._records is not None:
+            self._records.update_overrides(conversation)
+
+    def forget(self, session: str) -> None:
+        """Delete what was written of a session: no request continues it."""
+        self._spill.forget(session)
+        if self._records is not None:
+            self._records.forget(session)
+
+    def request_to_remember(self, dialect: str, body: bytes) -> Spoken | None:
+        """Return what is remembered of a request until its answer is there; None when nothing is.
+
+        It is needed where whole slots are saved.
+        """
+        if self._records is None or not self._server.whole:
+            return None
+        if dialect not in ("chat", "messages"):
             return None
         return Spoken(dialect, body, AnswerReader())
 
-    async def ready(
-        self, known: Conversation, lease: BackgroundLease, client: Mapping[str, str]
+    async def decode_next_turn(
+        self, conversation: Conversation, lease: BackgroundLease, headers: Mapping[str, str]
     ) -> None:
-        """Before a slot is saved whole: decode what the next turn begins with, whatever it says.
+        """Decode what the next turn begins with, before a slot is saved whole.
 
-        A recurrent state cannot go back, so that one with the answer as it was generated is of no
-        use where that reads differently in the history. Raises EvokeErrors, Preempted among them.
+        A recurrent state cannot go back. A slot with the answer as it was generated is useless
+        where the history spells it differently. Raises Preempted and other EvokeErrors.
         """
-        spoken, known.spoken = known.spoken, None
-        if spoken is None or self._whole is None or known.epoch is None:
+        spoken, conversation.spoken = conversation.spoken, None
+        if spoken is None or self._slot_snapshots is None or conversation.epoch is None:
             return
 
         async def render(body: bytes) -> Tokens:
-            return (await self._blocks.render(RenderCall(spoken.dialect, body), client)).tokens
+            return (await self._blocks.render(RenderCall(spoken.dialect, body), headers)).tokens
 
         tokens = await beginning(spoken.body, spoken.answer, render)
-        if tokens is not None and len(tokens) > len(known.session.tokens):
-            await self._whole.decode_ahead(lease, known, tokens, client)
+        if tokens is not None and len(tokens) > len(conversation.session.tokens):
+            await self._slot_snapshots.decode_ahead(lease, conversation, tokens, headers)
 
-    async def keep(
+    def copies_since(self, conversation: Conversation) -> str:
+        """Return the version of the copy list that `save` needs the changes since."""
+        if self._records is None or not self._server.spills:
+            return LATEST
+        return self._spill.version(conversation.id)
+
+    def note_copied(self, conversation: Conversation, names: Iterable[str]) -> None:
+        """Note that copies of a session were made just now."""
+        self._spill.note_copied(conversation.id, names)
+
+    async def save(
         self,
-        known: Conversation,
+        conversation: Conversation,
         view: SlotView,
         answer: Mapping[str, Any],
-        client: Mapping[str, str],
+        headers: Mapping[str, str],
         lease: BackgroundLease,
     ) -> None:
-        """Write a session down, as `view` shows its slot; `answer` tells, `since` it was last asked
-        for, what copies llama-server had before the latest were made.
+        """Save a session whose slot is as in `view`; ends the lease before it writes own files.
 
-        The slot is given back before anything is written to our own files. Raises Preempted when a
-        request comes between two calls, EvokeErrors for what llama-server does."""
-        if self._vault is None:
+        `answer` has the changes of the copy list since `copies_since`, before the latest copies
+        were made. Raises Preempted between two calls, and other EvokeErrors.
+        """
+        if self._records is None:
             return
-        edges = (known.head, known.last_user_end, known.n_users)
-        session = known.session.state(view)
-        home, orders = self._upstream.url, known.orders
-        seated = SessionRecord(session, known.hint, edges, view.id, view.epoch, home, orders)
+        recorded = self._recorded(conversation, view)
         if self._server.spills:
-            layout = known.session.layout
-            copies = layout.saved.union(item.label for item in layout.ranges)
-            names = sorted(copies - self._noted(known, answer))
-            for batch in batches_of_names(names):
-                lease.check()
-                spill = {"names": batch, "tenant": known.tenant}
-                await self._blocks.run(view.id, "block-spill", spill, client)
-        if self._forgotten(known):  # what is deleted does not come back
-            return
-        if self._server.whole and self._whole is not None:
+            await self._spill.write(conversation, answer, headers, lease)
+        if self._conversations.get(conversation.id) is not conversation:
+            return  # it was deleted, and must not be written again
+        if self._server.whole and self._slot_snapshots is not None:
             lease.check()
-            await self._whole.save(view.id, known, client)
+            await self._slot_snapshots.save(view.id, conversation, headers)
         lease.end()
-        await self._vectors.write(known, self._vault)
-        packed = await asyncio.to_thread(_packed, seated)
-        if self._forgotten(known):
-            if not known.elsewhere:
-                self.forget(known.id)
-            return
-        await self._vault.write_record(
-            Record(known.id, known.tenant, self._vault.clock.now(), packed)
-        )
-        if self._forgotten(known) and not known.elsewhere:
-            self.forget(known.id)  # it was deleted while it was written
-        elif known.orders != orders:
-            self.reordered(known)
+        await self._records.write(conversation, recorded)
+        if self._conversations.get(conversation.id) is not conversation:
+            self._spill.forget(conversation.id)
 
-    def since(self, known: Conversation) -> str:
-        """What `keep` is to be told of a session's copies: the changes since this version."""
-        if self._vault is None or not self._server.spills:
-            return LATEST
-        return str(self._on_disk[known.id][0]) if known.id in self._on_disk else ""
+    def _recorded(self, conversation: Conversation, view: SlotView) -> SessionRecord:
+        """The state of a session, taken before anything is awaited."""
+        edges = (conversation.head, conversation.last_user_end, conversation.n_users)
+        session = conversation.session.state(view)
+        hint, orders = conversation.hint, conversation.orders
+        return SessionRecord(session, hint, edges, view.id, view.epoch, self._home, orders)
 
-    def copied(self, known: Conversation, labels: Iterable[str]) -> None:
-        """These copies were made just now: what was on disk by their names is not there any more,
-        which llama-server does not tell."""
-        _, names = self._on_disk.get(known.id, (0, set[str]()))
-        names.difference_update(labels)
-
-    def _noted(self, known: Conversation, answer: Mapping[str, Any]) -> set[str]:
-        """Which copies of a session are on disk, as far as that was ever told."""
-        version, own = int(answer.get("version") or 0), copies_of(answer, known.id)
-        before, names = self._on_disk.get(known.id, (0, set[str]()))
-        if version < before:  # of another server
-            names = set()
-        there = {name for name, copy in own.items() if copy.get("on_disk")}
-        names = (names - own.keys()) | there
-        if version:
-            self._on_disk[known.id] = version, names
-        return names
-
-    async def ground(self, known: Conversation, slot: int, client: Mapping[str, str]) -> None:
-        """After a restart: which copies of a session are still there. Raises UpstreamError."""
-        answer = await self._blocks.slot(slot, known.tenant, client)
+    async def reconcile_copies(
+        self, conversation: Conversation, slot: int, headers: Mapping[str, str]
+    ) -> None:
+        """Ask which copies of a session are left after a restart; raises UpstreamError."""
+        answer = await self._blocks.slot(slot, conversation.tenant, headers)
         copies = copies_in(answer).items()
-        known.session.confirm_copies({name: Span(copy["p0"], copy["p1"]) for name, copy in copies})
-        known.unsure = False
+        conversation.session.confirm_copies(
+            {name: Span(copy["p0"], copy["p1"]) for name, copy in copies}
+        )
+        conversation.unsure = False
 
-    async def restored(
-        self, known: Conversation, tokens: Tokens, view: SlotView, client: Mapping[str, str]
+    async def restore_slot(
+        self,
+        conversation: Conversation,
+        tokens: Tokens,
+        view: SlotView,
+        headers: Mapping[str, str],
     ) -> bool:
-        """Whether a slot has been filled with what a conversation had in its own, where copies do
-        not bring it back and a prompt of these tokens goes on from it. Raises UpstreamError."""
-        if self._whole is None or not self._server.whole:
+        """Fill a slot from a snapshot where copies do not bring it back; raises UpstreamError.
+
+        Returns False when no snapshot reaches further in a prompt of these tokens than the slot.
+        """
+        if self._slot_snapshots is None or not self._server.whole:
             return False
-        await self._whole.repository.refresh()
+        await self._slot_snapshots.repository.refresh()
         n_past = view.n_past(len(tokens))
-        match = await self._whole.restore(view.id, known, tokens, n_past, client)
+        match = await self._slot_snapshots.restore(view.id, conversation, tokens, n_past, headers)
         if match is None:
             return False
-        answer = await self._blocks.slot(view.id, known.tenant, client, LATEST)
-        self._whole.record_reuse(match, int(answer.get("n_tokens") or 0))
+        answer = await self._blocks.slot(view.id, conversation.tenant, headers, LATEST)
+        self._slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
         return True
 
-    def _is_mine(self, seated: SessionRecord) -> bool:
-        """Those of a server that is there no more are the first one's: it will say what it has."""
-        if not self._homes:
-            return True
-        home = seated.home if seated.home in self._homes else self._homes[0]
-        return home == self._upstream.url
 
-    def _forgotten(self, known: Conversation) -> bool:
-        return self._conversations.get(known.id) is not known
-
-    def forget(self, id: str) -> None:
-        """Nobody goes on from this session any more."""
-        self._vectors.forget(id)
-        self._on_disk.pop(id, None)
-        if self._vault is not None:
-            self._vault.remove_record(id)
+def _belongs_to(recorded: str, home: str, homes: Sequence[str]) -> bool:
+    """Whether a session that was at `recorded` is loaded by the server `home`."""
+    if not homes:
+        return True
+    return home == (recorded if recorded in homes else homes[0])
 
 
-def _unpacked(packed: bytes) -> SessionRecord:
+def _decode(packed: bytes) -> SessionRecord:
     return decode(zlib.decompress(packed))
 
 
-def _packed(seated: SessionRecord) -> bytes:
-    return zlib.compress(encode(seated), 1)
+def _encode(recorded: SessionRecord) -> bytes:
+    return zlib.compress(encode(recorded), 1)
