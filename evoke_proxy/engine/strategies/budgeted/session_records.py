@@ -32,7 +32,7 @@ from evoke_proxy.core.prompt.rendered import SlotView, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
-from evoke_proxy.engine.server.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
@@ -85,7 +85,7 @@ class SessionPersistence:
                 seated = await asyncio.to_thread(_unpacked, record.packed)
                 if self._is_mine(seated):
                     known = self._conversations.recall(seated)
-                    known.remembered = self._vectors.read(known.id, parts[known.id])
+                    known.budgeted.stored_vectors = self._vectors.read(known.id, parts[known.id])
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
@@ -106,11 +106,11 @@ class SessionPersistence:
 
         self._vault.change_record(known.id, changed)
 
-    def spoken(self, dialect: str, body: bytes) -> Spoken | None:
+    def spoken(self, dialect: str, body: bytes) -> SentTurn | None:
         """What is to be remembered of a request until its answer is there; None when nothing is."""
         if self._vault is None or not self._server.whole or dialect not in ("chat", "messages"):
             return None
-        return Spoken(dialect, body, AnswerReader())
+        return SentTurn(dialect, body, AnswerReader())
 
     async def ready(
         self, known: Conversation, lease: BackgroundLease, client: Mapping[str, str]
@@ -120,8 +120,8 @@ class SessionPersistence:
         A recurrent state cannot go back, so that one with the answer as it was generated is of no
         use where that reads differently in the history. Raises EvokeErrors, Preempted among them.
         """
-        spoken, known.spoken = known.spoken, None
-        if spoken is None or self._whole is None or known.epoch is None:
+        spoken, known.budgeted.sent = known.budgeted.sent, None
+        if spoken is None or self._whole is None or known.budgeted.epoch is None:
             return
 
         async def render(body: bytes) -> Tokens:
@@ -167,13 +167,13 @@ class SessionPersistence:
         await self._vectors.write(known, self._vault)
         packed = await asyncio.to_thread(_packed, seated)
         if self._forgotten(known):
-            if not known.elsewhere:
+            if not known.has_moved:
                 self.forget(known.id)
             return
         await self._vault.write_record(
             Record(known.id, known.tenant, self._vault.clock.now(), packed)
         )
-        if self._forgotten(known) and not known.elsewhere:
+        if self._forgotten(known) and not known.has_moved:
             self.forget(known.id)  # it was deleted while it was written
         elif known.orders != orders:
             self.reordered(known)
@@ -207,7 +207,7 @@ class SessionPersistence:
         answer = await self._blocks.slot(slot, known.tenant, client)
         copies = copies_in(answer).items()
         known.session.confirm_copies({name: Span(copy["p0"], copy["p1"]) for name, copy in copies})
-        known.unsure = False
+        known.budgeted.is_unconfirmed = False
 
     async def restored(
         self, known: Conversation, tokens: Tokens, view: SlotView, client: Mapping[str, str]

@@ -45,7 +45,7 @@ class VectorRecords:
 
     async def write(self, known: Conversation, vault: SnapshotRepository) -> None:
         """One more part, when there is anything new."""
-        fresh, known.embedded = known.embedded, {}
+        fresh, known.budgeted.embedded = known.budgeted.embedded, {}
         new = [(label, vectors) for label, keys in fresh.items() if len(vectors := self._of(keys))]
         if not new:
             return

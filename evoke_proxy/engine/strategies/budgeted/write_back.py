@@ -73,7 +73,7 @@ class WriteBack:
                 # Taken out first: a turn that ends meanwhile is put behind what waits.
                 known, client = self._waiting.pop(next(iter(self._waiting)))
                 slot, result = self._slots.pool.slot_of(known.id), "done"
-                if slot is not None and known.epoch is not None:
+                if slot is not None and known.budgeted.epoch is not None:
                     lease = self._lease(slot, known, client)
                     if lease is None:
                         self._waiting.setdefault(known.id, (known, client))
@@ -122,7 +122,7 @@ class WriteBack:
         since = self._records.since(known)
         answer = await self._blocks.slot(slot, known.tenant, client, since)
         view = SlotView.parse(answer)
-        if view.epoch != known.epoch or view.busy:
+        if view.epoch != known.budgeted.epoch or view.busy:
             return
         expect = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = known.session
