@@ -1,4 +1,4 @@
-"""What all engines of one proxy have in common: where they count, tell, embed and keep."""
+"""What all servers of one proxy share: metrics, events, embedder, snapshots, parser."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 
 class Shared:
-    """Use as an async context manager, around the engines.
+    """What all servers of a proxy share; an async context manager around them.
 
-    `homes` are the URLs of several llama-servers, in their order; `draining` says that the proxy
-    stops.
+    Attributes:
+        homes: URLs of the servers of a pool in their order; empty where there is only one server.
+        draining: whether the proxy is stopping.
     """
 
     def __init__(self, config: Config, homes: tuple[str, ...] = ()) -> None:
@@ -49,5 +50,5 @@ class Shared:
 
     def accepting(self) -> dict[str, Any]:
         """Whether the proxy takes requests, as a check of its readiness."""
-        said = "stopping: no new requests" if self.draining else "accepting requests"
-        return {"ok": not self.draining, "detail": said}
+        detail = "stopping: no new requests" if self.draining else "accepting requests"
+        return {"ok": not self.draining, "detail": detail}

@@ -73,12 +73,12 @@ def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: Wire) -> No
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
         with endless(running.port) as first:
             (known,) = running.engine.conversations
-            epoch, slot = known.epoch, running.engine.server.slots.pool.slot_of(known.id)
+            epoch, slot = known.budgeted.epoch, running.engine.server.slots.pool.slot_of(known.id)
             assert epoch is not None and slot is not None
             _break_one(running, line)
             # any request makes the engine ask what the server is
             Talk(running.port, "other").say("Hello.")
-            assert (known.epoch, running.engine.server.slots.pool.slot_of(known.id)) == (
+            assert (known.budgeted.epoch, running.engine.server.slots.pool.slot_of(known.id)) == (
                 epoch,
                 slot,
             )

@@ -206,12 +206,12 @@ def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) 
         talk.say(f"Hello. {FILLER}")
         running.settled()
         (known,) = running.engine.conversations
-        before, n_resident = known.prompt, known.n_resident
+        before, n_resident = known.prompt, known.budgeted.n_resident
         with endless(running.port, "other"):
             talk.messages.append({"role": "user", "content": f"Refused. {FILLER}"})
             assert talk.post().status == 503
             assert Talk(running.port, "new").post().status == 503
-            assert known.prompt is before and known.n_resident in (n_resident, 0)
+            assert known.prompt is before and known.budgeted.n_resident in (n_resident, 0)
         running.quiet()
         names = {known.name for known in running.engine.conversations}
         assert names == {"mine", "other"}, "what was refused is no conversation"

@@ -157,6 +157,10 @@ def posted(port: int, path: str, body: bytes | None = None) -> dict[str, Any]:
 def wait_for_vectors(ours: RunningProxy) -> None:
     """Until every block that is being embedded has its vectors."""
     ours.quiet()
-    awaited = [keys for known in ours.engine.conversations for keys in known.awaited.values()]
+    awaited = [
+        keys
+        for known in ours.engine.conversations
+        for keys in known.budgeted.pending_vectors.values()
+    ]
     vector = ours.engine.shared.embedding.vector
     until(lambda: all(vector(key) is not None for keys in awaited for key in keys))

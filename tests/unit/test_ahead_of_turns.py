@@ -43,7 +43,7 @@ def with_engine(
         engine = router.server
         engine.conversations.recall(seated())
         (known,) = engine.conversations
-        known.epoch = 5
+        known.budgeted.epoch = 5
         engine.slots.restart(2)
 
         async def prefill(*_: object) -> PrefillResult:
@@ -88,7 +88,9 @@ def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> 
             tasks.create_task(decode(engine, known, happened))
             await asyncio.sleep(0.01)
             with await engine.slots.acquire(known.id, "t", slot=0) as lease:
-                assert lease.waited and known.epoch is None, "its books are in before the turn"
+                assert lease.waited and known.budgeted.epoch is None, (
+                    "its books are in before the turn"
+                )
 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
@@ -103,7 +105,7 @@ def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) ->
             with await engine.slots.acquire(known.id, "t", slot=0) as lease:
                 assert lease.waited
                 happened.append("granted")
-        assert known.epoch == 5
+        assert known.budgeted.epoch == 5
 
     assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
 
@@ -116,7 +118,7 @@ def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) ->
             with await engine.slots.acquire("other", "t", slot=1) as lease:
                 assert not lease.waited
                 happened.append("granted")
-        assert known.epoch == 5
+        assert known.budgeted.epoch == 5
 
     assert with_engine(monkeypatch, use) == ["begun", "granted", "settling", "idle"]
 
@@ -158,7 +160,7 @@ def test_it_goes_on_in_steps_until_somebody_wants_the_server(
             if wanted:
                 with await engine.slots.acquire("other", "t", slot=0):
                     pass
-        assert known.epoch == 5
+        assert known.budgeted.epoch == 5
 
     steps = ["begun", "decoded"]
     assert with_engine(monkeypatch, use) == (steps if wanted else 3 * steps)

@@ -61,11 +61,11 @@ def test_one_that_is_cancelled_ends_before_its_conversation_is_free() -> None:
         for _ in range(3):  # a client that leaves, and a proxy that stops
             task.cancel()
             await asyncio.sleep(0)
-        assert known.computing.locked() and not task.done()
+        assert known.worker_lock.locked() and not task.done()
         leave.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert ended.is_set() and not known.computing.locked()
+        assert ended.is_set() and not known.worker_lock.locked()
 
     asyncio.run(run())
 

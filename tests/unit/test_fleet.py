@@ -108,7 +108,7 @@ def test_a_migrated_session_keeps_its_identity_and_loses_its_rows() -> None:
         source, target = gateway.servers[0], gateway.servers[1]
         source.conversations.recall(seated())
         (conversation,) = source.conversations
-        conversation.epoch, conversation.n_resident = 7, 100
+        conversation.budgeted.epoch, conversation.budgeted.n_resident = 7, 100
         conversation.in_use, conversation.pinned = 1, True
         is_moved = await migrate_conversation(conversation.id, source, target, False)
         assert not is_moved, "a request of it runs"
@@ -117,8 +117,8 @@ def test_a_migrated_session_keeps_its_identity_and_loses_its_rows() -> None:
         assert not list(source.conversations)
         (moved_copy,) = target.conversations
         assert (moved_copy.id, moved_copy.pinned) == (conversation.id, True)
-        assert (moved_copy.epoch, moved_copy.n_resident) == (None, 0)
-        assert moved_copy.unsure and not moved_copy.labels and conversation.labels
+        assert (moved_copy.budgeted.epoch, moved_copy.budgeted.n_resident) == (None, 0)
+        assert moved_copy.budgeted.is_unconfirmed and not moved_copy.labels and conversation.labels
         is_moved = await migrate_conversation(conversation.id, source, target, False)
         assert not is_moved, "it is not at the source any more"
 

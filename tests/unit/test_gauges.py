@@ -17,6 +17,6 @@ def test_gauges_sum_over_all_models() -> None:
         outer._models._servers[name] = inner
         inner.server.conversations.recall(seated())
         for known in inner.server.conversations:
-            known.n_resident = 10 * number
+            known.budgeted.n_resident = 10 * number
     for name, value in (("sessions", 2), ("resident_tokens", 30), ("queue_depth", 0)):
         assert outer.metrics.registry.get_sample_value(f"evoke_{name}") == value

@@ -40,7 +40,7 @@ def test_parts_are_added_until_there_are_too_many_and_begun_anew_then(
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
         known: Any = SimpleNamespace(id="s", tenant="t", embedded={it: (b"k",) for it in labels})
         asyncio.run(kept.write(known, disk))  # type: ignore[arg-type]
-        assert not known.embedded
+        assert not known.budgeted.embedded
         assert all(record.session == "s" and record.is_part for record in disk.records)
         there.append(sorted(VectorRecords(embedding).read("s", disk.records)))
     assert there == [["a", "b"], ["a", "b"], ["a", "b", "c"], ["d", "e"]]

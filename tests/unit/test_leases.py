@@ -120,7 +120,7 @@ def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any)
         ending.finish()
         await asyncio.sleep(1)
         assert _is_free(engine, known)
-        assert known.answered == 1, "the turn is recorded"
+        assert known.n_turns == 1, "the turn is recorded"
         value = engine.metrics.registry.get_sample_value
         assert value("evoke_upstream_errors_total", {"kind": "upstream_protocol"}) == 1
         assert value("evoke_degraded_total", {"stage": "report"}) is None
@@ -570,7 +570,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
         engine.conversations.recall(seated())
         (victim,) = engine.conversations
         (await engine.server.slots.acquire(victim.id, "")).release()
-        victim.epoch = 5
+        victim.budgeted.epoch = 5
         saving, saved = asyncio.Event(), asyncio.Event()
 
         async def run(*_: object) -> dict[str, Any]:
@@ -610,7 +610,7 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
     async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(seated())
         (known,) = engine.conversations
-        known.epoch = 5
+        known.budgeted.epoch = 5
         if has_slot:
             (await engine.server.slots.acquire(known.id, "")).release()
         dropping, dropped = asyncio.Event(), asyncio.Event()

@@ -18,7 +18,7 @@ LONG, SHORT = list(range(8)), list(range(6))
 def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     """How often a slot is saved of a session that is forgotten while its server is asked what it
     is, before that `begins` or not."""
-    known: Any = SimpleNamespace(tenant="t", id="b", elsewhere=elsewhere)
+    known: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
     known.session = SimpleNamespace(tokens=PROMPT)
     conversations, saved = {"b": known}, []
 

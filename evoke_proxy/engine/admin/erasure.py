@@ -131,7 +131,7 @@ class SessionEraser:
         context = self._context
         slot = context.slots.pool.slot_of(conversation.id)
         if context.monitor.server.patched:
-            return slot if conversation.epoch is not None else None
+            return slot if conversation.budgeted.epoch is not None else None
         contents, n_slots = conversation.snapshots.contents, len(context.slots.pool)
         # Where requests run one at a time, llama-server may have more slots than the pool.
         if contents is None or not 0 <= contents.slot < n_slots:
@@ -155,7 +155,7 @@ class SessionEraser:
             if context.monitor.server.patched:
                 answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
-                if view.epoch != conversation.epoch:
+                if view.epoch != conversation.budgeted.epoch:
                     return  # the rows are those of another session by now
             try:
                 await context.client.call("POST", f"/slots/{slot}?action=erase", {})

@@ -162,7 +162,7 @@ def register_gauges(proxy: ProxyGateway) -> None:
 
     def resident() -> int:
         conversations = [it for served in proxy.served_models for it in served.conversations]
-        return sum(it.n_resident for it in conversations)
+        return sum(it.budgeted.n_resident for it in conversations)
 
     metrics.queued.set_function(
         lambda: sum(served.slots.pool.queued for served in proxy.served_models)

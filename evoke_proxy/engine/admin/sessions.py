@@ -108,7 +108,7 @@ class SessionAdmin:
         The snapshots of live sessions are removed from `branches`.
         """
         for conversation in reversed(list(self.context.conversations)):
-            if not conversation.passing:
+            if not conversation.ephemeral:
                 yield self._row(conversation, branches)
 
     def has(self, id: str) -> bool:
@@ -208,7 +208,7 @@ class SessionAdmin:
             except PlanRefused as refused:
                 raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
             conversation.session.failed(labels)
-            conversation.n_resident -= count(rows)
+            conversation.budgeted.n_resident -= count(rows)
         self.context.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class SessionAdmin:
             )
             return self._last_seen.get(conversation.id, Whereabouts()), False
         is_admin_address = slot is not None and (
-            conversation.in_use or conversation.epoch == view.epoch
+            conversation.in_use or conversation.budgeted.epoch == view.epoch
         )
         rows, n_tokens = (view.resident, view.n_tokens) if is_admin_address else ((), 0)
         where = Whereabouts.parse(answer, conversation.labels, rows, n_tokens)
@@ -306,7 +306,7 @@ class SessionAdmin:
         slots, id = self.context.slots, conversation.id
         with conversation.using():
             slot = slots.pool.slot_of(id)
-            if slot is None or conversation.epoch is None:
+            if slot is None or conversation.budgeted.epoch is None:
                 async with slots.locked(id):
                     yield None
                 return
@@ -314,11 +314,11 @@ class SessionAdmin:
                 lease.vacated()
                 answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
                 view = SlotView.parse(answer)
-                yield view if view.epoch == conversation.epoch else None
+                yield view if view.epoch == conversation.budgeted.epoch else None
 
     def _find(self, id: str) -> tuple[Conversation | None, list[Snapshot]]:
         conversation = self.context.conversations.get(id)
-        if conversation is not None and conversation.passing:
+        if conversation is not None and conversation.ephemeral:
             conversation = None
         branch = _branch(conversation) if conversation is not None else id
         items = self.branches.get(branch, [])

@@ -69,28 +69,32 @@ class BlockVectors:
 
         `stacked` makes arrays of them; that may run in a thread.
         """
-        found: Arrived = list(conversation.remembered.items())
-        conversation.remembered = {}
-        for label, keys in conversation.awaited.items():
+        found: Arrived = list(conversation.budgeted.stored_vectors.items())
+        conversation.budgeted.stored_vectors = {}
+        for label, keys in conversation.budgeted.pending_vectors.items():
             made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
             if len(made) == len(keys) > 0:
                 found.append((label, made))
-                if len(conversation.embedded) < _AT_ONCE:  # they may never be written to disk
-                    conversation.embedded[label] = keys
+                if (
+                    len(conversation.budgeted.embedded) < _AT_ONCE
+                ):  # they may never be written to disk
+                    conversation.budgeted.embedded[label] = keys
         return found
 
     def submit(self, conversation: Conversation) -> None:
         """Embed the blocks of a session that have no vectors yet, the latest first."""
-        if not self._embedding.on or conversation.passing:
+        if not self._embedding.on or conversation.ephemeral:
             return
-        before, conversation.awaited = conversation.awaited, {}
-        awaited = conversation.awaited
+        before, conversation.budgeted.pending_vectors = conversation.budgeted.pending_vectors, {}
+        awaited = conversation.budgeted.pending_vectors
         # The latest submitted is embedded first, so the oldest are submitted first.
         lacking = conversation.session.index.without_vectors(_AT_ONCE)[::-1]
 
         def submit_some(start: int) -> None:
             """Submit a few blocks, and the next ones in another callback of the event loop."""
-            if conversation.awaited is not awaited:  # another turn has ended meanwhile
+            if (
+                conversation.budgeted.pending_vectors is not awaited
+            ):  # another turn has ended meanwhile
                 return
             for block in lacking[start : start + _IN_ONE_STEP]:
                 texts = chunks_of(block.text)

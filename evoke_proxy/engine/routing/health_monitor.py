@@ -214,7 +214,7 @@ class HealthMonitor:
             "slots": member.n_slots,
             "in_flight": member.in_flight,
             "queued": sum(server.slots.pool.queued for server in servers),
-            "sessions": sum(not c.passing for server in servers for c in server.conversations),
+            "sessions": sum(not c.ephemeral for server in servers for c in server.conversations),
             "fingerprint": self._fingerprints[at],
             "snapshots": router.server.strategy.description,
         }

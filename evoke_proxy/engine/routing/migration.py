@@ -30,7 +30,7 @@ async def migrate_conversation(
     """
     slots, conversations = source.server.slots, source.server.conversations
     conversation = conversations.get(id)
-    if conversation is None or conversation.passing or not await _becomes_idle(conversation):
+    if conversation is None or conversation.ephemeral or not await _becomes_idle(conversation):
         return False
     if source_answers:
         await _save_slots(source)
@@ -38,7 +38,7 @@ async def migrate_conversation(
         return False
     target.conversations.take_in(conversation)
     conversations.forget(conversation)
-    conversation.elsewhere = True
+    conversation.has_moved = True
     slots.pool.forget(id)
     if source_answers and source.info.patched and conversation.labels:
         await _drop_copies(source, conversation)

@@ -1,4 +1,4 @@
-"""The conversations the proxy knows, bounded in number and shared fairly between tenants."""
+"""The conversations at one llama-server, bounded in number and fairly between tenants."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from evoke_proxy.core.snapshots.conversation_state import SnapshotState
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 
-# Turns of a conversation that are remembered, in numbers.
-_HISTORY = 256
+# Records of turns that a conversation keeps.
+_MAX_RECORDS = 256
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
-    """A request to a patched server as it was sent, and the answer as it comes."""
+class SentTurn:
+    """The latest request to a patched server, and its answer."""
 
     dialect: str
+    # The body as it was sent.
     body: bytes
+    # Reads the answer while it is relayed.
     answer: AnswerReader
 
 
@@ -63,74 +65,88 @@ class PromptIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a request makes of its conversation's identity, once it is admitted.
-
-    `kept` is what the conversation keeps of the body, for the next one to be compared with.
-    """
+    """What a request makes of its conversation's identity, once it is committed."""
 
     rendered: Rendered
+    # What the client calls the conversation.
     hint: Hint | None = None
-    kept: CachedBody | None = None
+    # The body that the next request is compared with.
+    cached_body: CachedBody | None = None
+
+
+@dataclass(slots=True)
+class BudgetedState:
+    """What the budgeted strategy remembers of a conversation; no other strategy writes it."""
+
+    # Budget and policy of the latest turn.
+    budget: int | None = None
+    policy: str = ""
+    # The epoch of its slot after the latest plan; None when what is in the slot is unknown.
+    epoch: int | None = None
+    # Tokens that were resident after the latest turn.
+    n_resident: int = 0
+    # What llama-server captures of the attention in its slot.
+    capture: Capture | None = None
+    # The llama-server instance that could not capture attention in its slot.
+    capture_refused_by: str | None = None
+    # The latest turn, kept until its slot is saved whole.
+    sent: SentTurn | None = None
+    # Whether a restart may have cost it rows and copies.
+    is_unconfirmed: bool = False
+    # The slot it had when an earlier proxy wrote it down.
+    previous_slot: int | None = None
+    # The timings of its latest reply.
+    timings: Mapping[str, Any] | None = None
+    # Keys of the texts that are being embedded, by the label of their block.
+    pending_vectors: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    # Keys of the texts that were embedded since vectors were last written down, by label.
+    embedded: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    # Vectors that were read from disk and not taken into the session yet, by label.
+    stored_vectors: Mapping[str, Vectors] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A session and what outlives its turns.
+    """A conversation: its identity, and the state of the strategies that serve it.
 
-    `prompt` is the identity of the latest request that was admitted; it changes when a turn is
-    committed and at no other time. `is_committed` says that one was; a conversation without any is
-    forgotten with the request that began it. `hint` is what the client calls it;
-    `epoch` is that of its slot when its last request was marked, None when it was not. A
-    `passing` one is a side request: forgotten after its only turn, and nothing goes on from it.
-    `awaited` are by label the embedder's keys of the texts of blocks that are being embedded,
-    `embedded` of those that have been since any were written down, `remembered` the vectors that
-    were found written down.
-    `snapshots` is what the snapshot strategy remembers of it.
-    With an `own_budget` it keeps the budget that it has been given,
-    whatever the others get; a `pinned` one is never forgotten. `answered` counts its turns,
-    `history` has the latest of them. `unsure` says that a restart may have cost it rows and copies,
-    `was_in` is the slot it had when the proxy was another, `timings` are those of its latest reply.
-    `capture_refused` is the llama-server instance that could not capture attention in its slot.
-    One that is `elsewhere` goes on at another llama-server, and what was written of it is that's.
-    Whoever computes with its session, in a thread or not, has the lock `computing`.
+    The identity changes when a turn is committed, and at no other time.
     """
 
     session: Session
+    # The identity of the latest committed request.
     prompt: PromptIdentity
+    # Whether a request was committed; a conversation without one is forgotten with its request.
     is_committed: bool = False
+    # What the client calls it.
     hint: Hint | None = None
-    passing: bool = False
-    budget: int | None = None
-    policy: str = ""
-    epoch: int | None = None
-    n_resident: int = 0
-    capture: Capture | None = None
-    capture_refused: str | None = None
-    spoken: Spoken | None = None
-    unsure: bool = False
-    was_in: int | None = None
-    timings: Mapping[str, Any] | None = None
-    in_use: int = 0
-    awaited: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
-    embedded: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
-    remembered: Mapping[str, Vectors] = field(default_factory=dict)
+    # A side request: forgotten after its only turn, and continued by no other request.
+    ephemeral: bool = False
+    # An operator has set a budget for it, which replaces the configured one.
     own_budget: bool = False
-    snapshots: SnapshotState = field(default_factory=SnapshotState)
+    # It is never forgotten.
     pinned: bool = False
-    answered: int = 0
-    history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    kept: CachedBody | None = None
-    elsewhere: bool = False
-    computing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # Requests that use it now; it is not forgotten meanwhile.
+    in_use: int = 0
+    # How many turns were answered, and the records of the latest ones.
+    n_turns: int = 0
+    history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_MAX_RECORDS))
+    # The latest body, which the next request is compared with.
+    cached_body: CachedBody | None = None
+    # It continues at another llama-server, which owns what is written of it.
+    has_moved: bool = False
+    budgeted: BudgetedState = field(default_factory=BudgetedState)
+    snapshots: SnapshotState = field(default_factory=SnapshotState)
+    # Held while anything computes with its session, in a thread or not.
+    worker_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def id(self) -> str:
-        """Ours, made up, the same for its life."""
+        """A made-up id, the same for its life."""
         return self.session.id
 
     @property
     def tenant(self) -> str:
-        """Whose it is; nobody else's request goes on from it."""
+        """Whose it is; only requests of this tenant continue it."""
         return self.session.tenant
 
     @property
@@ -160,7 +176,7 @@ class Conversation:
 
     @contextmanager
     def using(self) -> Iterator[None]:
-        """A block in which it is in use: it is not forgotten."""
+        """A block in which the conversation is in use, so that it is not forgotten."""
         self.in_use += 1
         try:
             yield
@@ -169,144 +185,166 @@ class Conversation:
 
     @property
     def owner(self) -> dict[str, str]:
-        """The fields of a block call that say for whom copies are made and loaded."""
+        """The fields of a block call that name the owner of copies."""
         return {"tenant": self.tenant, "session": self.id}
 
     @property
     def name(self) -> str | None:
-        """What the client calls it, when that is a name for it and not for a person."""
+        """What the client calls it; None when that names a person rather than a conversation."""
         return self.hint.text if self.hint is not None and not self.hint.weak else None
 
     @property
     def labels(self) -> frozenset[str]:
-        """Every name under which llama-server may hold a copy for it."""
+        """The labels of all copies that llama-server may have of it."""
         layout = self.session.layout
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
 
     @property
     def orders(self) -> OperatorOverrides:
-        """What an operator has said of it."""
+        """What an operator has set for it."""
         session, own = self.session, self.own_budget
         return OperatorOverrides(
             self.pinned, own, session.config.budget if own else None, session.pins
         )
 
     async def computed(self, work: Callable[[], T], long: bool) -> T:
-        """What `work` computes with the session, in a thread when that takes long. It ends before
-        this does, even when the caller is cancelled."""
-        async with self.computing:
+        """The result of `work`, which uses the session; in a thread when it takes long.
+
+        The work has ended when this returns or raises, even when the caller is cancelled.
+        """
+        async with self.worker_lock:
             if not long:
                 return work()
-            return await _to_the_end(asyncio.get_running_loop().run_in_executor(None, work))
+            return await _until_done(asyncio.get_running_loop().run_in_executor(None, work))
 
     @property
     def body_bytes(self) -> int:
-        """What it remembers of requests, estimated."""
-        found = 0 if self.kept is None else self.kept.n_bytes
-        bodies = {id(one.body): len(one.body) for one in (self.snapshots.sent, self.spoken) if one}
-        if self.kept is not None:
-            bodies.pop(id(self.kept.body), None)
-        return found + sum(bodies.values())
+        """An estimate of the memory that cached bodies take, in bytes."""
+        cached, sent = self.cached_body, (self.snapshots.sent, self.budgeted.sent)
+        bodies = {id(one.body): len(one.body) for one in sent if one}
+        if cached is None:
+            return sum(bodies.values())
+        bodies.pop(id(cached.body), None)
+        return cached.n_bytes + sum(bodies.values())
 
     def drop_bodies(self) -> None:
-        """Remember nothing of requests: the next is read as a whole."""
-        self.kept = self.spoken = None
+        """Forget the cached bodies: the next request is read as a whole."""
+        self.cached_body = self.budgeted.sent = None
         self.snapshots = replace(self.snapshots, sent=None)
 
     def summary(self, pool: SlotPool) -> dict[str, Any]:
-        """What an operator is shown of it."""
+        """The row that operators see."""
         return {
             "id": self.id,
             "name": self.name,
             "slot": pool.slot_of(self.id),
-            "turns": self.answered,
+            "turns": self.n_turns,
             "tenant": self.tenant,
             "pinned": self.pinned,
             "busy": self.in_use > 0,
             "used": self.history[-1].at if self.history else None,
             "tokens": len(self.tokens),
-            "resident": self.n_resident,
+            "resident": self.budgeted.n_resident,
             "saved_blocks": self.session.layout.n_copies,
-            "budget": self.budget,
-            "policy": self.policy,
+            "budget": self.budgeted.budget,
+            "policy": self.budgeted.policy,
             "drift": self.snapshots.drift,
         }
 
 
 class Conversations:
-    """A bounded set of them; bounds hold for those no request is using."""
+    """A bounded set of conversations; the bound counts only those that no request uses."""
 
     def __init__(self, policy: PolicyConfig, limit: int, memory: BodyMemory | None = None) -> None:
         self._memory = memory or BodyMemory(LimitsConfig().remembered_bodies_mib)
-        self._memory.add(self._in_order)
+        self._memory.add(self._with_bodies)
         self._policy = policy
         self._limit = limit
         self._adopts = True
-        self._known: OrderedDict[str, Conversation] = OrderedDict()
+        # By id, the longest unused first.
+        self._by_id: OrderedDict[str, Conversation] = OrderedDict()
 
     def adjust(self, policy: PolicyConfig, limit: int) -> None:
-        """Another policy, for those there are from their next turn on; another bound."""
+        """Change the policy, from the next turn of each conversation on, and the bound."""
         self._policy, self._limit = policy, limit
-        for known in self._known.values():
-            budget = known.session.config.budget if known.own_budget else policy.budget
-            known.session.config = replace(policy, budget=budget)
+        for conversation in self._by_id.values():
+            config = conversation.session.config
+            budget = config.budget if conversation.own_budget else policy.budget
+            conversation.session.config = replace(policy, budget=budget)
 
     def __iter__(self) -> Iterator[Conversation]:
-        return iter(self._known.values())
+        return iter(self._by_id.values())
 
-    def _in_order(self) -> Iterable[Holder]:
-        """Those that remember a body, the longest unused first."""
-        return [k for k in self._known.values() if k.kept or k.snapshots.sent or k.spoken]
+    def _with_bodies(self) -> Iterable[Holder]:
+        """The conversations that cache a body, the longest unused first."""
+        return [
+            each
+            for each in self._by_id.values()
+            if each.cached_body or each.snapshots.sent or each.budgeted.sent
+        ]
 
     def drop_bodies(self) -> None:
-        """Keep within the memory for bodies, which is one for all engines of a proxy."""
+        """Keep within the memory for bodies, which all servers of a proxy share."""
         self._memory.shed()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_id)
 
     def get(self, id: str | None) -> Conversation | None:
         """The conversation of this id; None when it is forgotten or there is no id."""
-        return self._known.get(id) if id is not None else None
+        return self._by_id.get(id) if id is not None else None
 
-    def known(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
-        """The conversation this prompt goes on from; None when it is new. It stays as it is."""
-        lasting = [known for known in self._known.values() if not known.passing]
+    def find(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
+        """The conversation that a prompt continues, unchanged; None when it is a new one."""
+        lasting = [each for each in self._by_id.values() if not each.ephemeral]
         n_users = len(rendered.user_ends)
         return self.get(find(lasting, hint, tenant, rendered.tokens, n_users))
 
     def start(
-        self, rendered: Rendered, hint: Hint | None, tenant: str, passing: bool = False
+        self, rendered: Rendered, hint: Hint | None, tenant: str, ephemeral: bool = False
     ) -> Conversation:
-        """A new one; it cannot be found by a later request when it is only `passing`."""
+        """A new conversation; no later request finds an `ephemeral` one."""
         session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._adopts)
-        known = Conversation(session, PromptIdentity.of(rendered), hint=hint, passing=passing)
-        self._known[known.id] = known
-        return known
+        prompt = PromptIdentity.of(rendered)
+        conversation = Conversation(session, prompt, hint=hint, ephemeral=ephemeral)
+        self._by_id[conversation.id] = conversation
+        return conversation
 
     def recall(self, seated: SessionRecord) -> Conversation:
-        """One that was written down, the latest used now; nothing of it is certain."""
+        """The conversation of a record, as the latest used one; its copies are unconfirmed."""
         session = Session.from_state(seated.session, self._policy)
-        layout = session.layout
+        layout, orders = session.layout, seated.overrides
         prompt = PromptIdentity(layout.tokens, *seated.edges, layout.generation)
-        known = Conversation(session, prompt, is_committed=True, hint=seated.hint)
-        known.epoch, known.was_in, known.unsure = seated.epoch, seated.slot, True
-        known.pinned, known.own_budget = seated.overrides.pinned, seated.overrides.own_budget
-        session.pins = seated.overrides.pins
-        if known.own_budget:
-            session.config = replace(self._policy, budget=seated.overrides.budget)
-        self._known[known.id] = known
-        return known
+        conversation = Conversation(session, prompt, is_committed=True, hint=seated.hint)
+        conversation.budgeted = BudgetedState(
+            epoch=seated.epoch, previous_slot=seated.slot, is_unconfirmed=True
+        )
+        conversation.pinned, conversation.own_budget = orders.pinned, orders.own_budget
+        session.pins = orders.pins
+        if conversation.own_budget:
+            session.config = replace(self._policy, budget=orders.budget)
+        self._by_id[conversation.id] = conversation
+        return conversation
 
-    def take_in(self, known: Conversation) -> None:
-        """One that was at another llama-server, the latest used now: nothing of it is here, which
-        is told it as by a restart. The one that is given stays what it was."""
-        session = copy(known.session)
+    def take_in(self, conversation: Conversation) -> None:
+        """Continue a conversation of another llama-server, as the latest used one.
+
+        Nothing of it is at this server, as after a restart. The given object stays as it is.
+        """
+        session = copy(conversation.session)
         session.on_server_restart(self._adopts)
-        made = replace(known, session=session, unsure=True, in_use=0, n_resident=0)
-        made.epoch = made.was_in = made.capture = made.spoken = made.kept = None
-        made.snapshots = replace(made.snapshots, contents=None)
-        self._known[known.id] = made
+        moved = replace(conversation, session=session, in_use=0, cached_body=None)
+        moved.budgeted = replace(
+            conversation.budgeted,
+            epoch=None,
+            n_resident=0,
+            capture=None,
+            sent=None,
+            is_unconfirmed=True,
+            previous_slot=None,
+        )
+        moved.snapshots = replace(conversation.snapshots, contents=None)
+        self._by_id[conversation.id] = moved
 
     def of_request(
         self,
@@ -315,87 +353,94 @@ class Conversations:
         hint: Hint | None,
         tenant: str,
     ) -> Conversation:
-        """The one a request goes on from, else a new one, of which side requests leave no trace.
+        """The conversation that a request continues, else a new one.
 
-        What is recorded of it changes when the request is committed.
+        Its identity changes when the request is committed. The new one of a side request is
+        ephemeral.
         """
-        return self.known(rendered, hint, tenant) or self._new(request, rendered, hint, tenant)
+        found = self.find(rendered, hint, tenant)
+        return found or self._started(request, rendered, hint, tenant)
 
-    def commit(self, known: Conversation, arrival: Arrival) -> None:
-        """A request of a conversation is admitted and goes out: the next is compared with it."""
-        known.prompt, known.is_committed = PromptIdentity.of(arrival.rendered), True
+    def commit(self, conversation: Conversation, arrival: Arrival) -> None:
+        """Make a request that goes out the latest one of its conversation."""
+        conversation.prompt = PromptIdentity.of(arrival.rendered)
+        conversation.is_committed = True
         hint = arrival.hint
-        if hint is not None and not (hint.weak and known.name):
-            known.hint = hint
-        known.kept = arrival.kept
-        if known.kept is not None:
-            known.kept.rendered = arrival.rendered
-        if known.id in self._known:
-            self._known.move_to_end(known.id)
+        if hint is not None and not (hint.weak and conversation.name):
+            conversation.hint = hint
+        conversation.cached_body = arrival.cached_body
+        if arrival.cached_body is not None:
+            arrival.cached_body.rendered = arrival.rendered
+        if conversation.id in self._by_id:
+            self._by_id.move_to_end(conversation.id)
 
-    def _new(
+    def _started(
         self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str
     ) -> Conversation:
-        beside = self.beside(tenant)
-        family = hint is not None and not hint.weak and any(hint.text == k.name for k in beside)
-        ours = hint is not None and hint.ours
+        others = self.of_tenant(tenant)
+        named = hint is not None and not hint.weak and any(hint.text == k.name for k in others)
+        is_ours = hint is not None and hint.ours
         n_tokens = len(rendered.tokens)
-        passing = not ours and is_side_request(request, n_tokens, bool(beside), family)
-        return self.start(rendered, hint, tenant, passing)
+        ephemeral = not is_ours and is_side_request(request, n_tokens, bool(others), named)
+        return self.start(rendered, hint, tenant, ephemeral)
 
-    def beside(self, tenant: str) -> list[Conversation]:
-        """The conversations of a tenant that its side requests could disturb."""
-        return [k for k in self._known.values() if k.tenant == tenant and not k.passing]
+    def of_tenant(self, tenant: str) -> list[Conversation]:
+        """The lasting conversations of a tenant, which its side requests could disturb."""
+        every = self._by_id.values()
+        return [each for each in every if each.tenant == tenant and not each.ephemeral]
 
     def forget_surplus(self) -> Collection[Conversation]:
-        """Forget what has passed, and what is over the limit; these are to be dropped upstream.
+        """Forget ephemeral conversations and those over the limit; returns what was forgotten.
 
-        Over the limit, the longest unused one of the tenant that has most goes first: no tenant can
-        have another's forgotten that has no more than itself.
+        Over the limit, the longest unused conversation of the tenant that has most goes first: no
+        tenant can displace a conversation of one that has fewer.
         """
-        passing = [k for k in self._known.values() if k.passing]
-        surplus = [k for k in passing if not (k.in_use or k.pinned)]
-        for known in surplus:
-            del self._known[known.id]
-        if len(self._known) <= self._limit:  # the usual case: a single pass over all of them
+        ephemeral = [each for each in self._by_id.values() if each.ephemeral]
+        surplus = [each for each in ephemeral if not (each.in_use or each.pinned)]
+        for conversation in surplus:
+            del self._by_id[conversation.id]
+        if len(self._by_id) <= self._limit:  # the usual case: a single pass over all of them
             return surplus
-        idle = [k for k in self._known.values() if not (k.in_use or k.pinned)]
-        numbers = Counter(known.tenant for known in self._known.values())
-        loose: dict[str, deque[Conversation]] = {}
-        for known in idle:
-            if not known.passing:
-                loose.setdefault(known.tenant, deque()).append(known)
-        while loose and len(self._known) > self._limit:
+        counts = Counter(each.tenant for each in self._by_id.values())
+        idle: dict[str, deque[Conversation]] = {}
+        for each in self._by_id.values():
+            if not (each.in_use or each.pinned or each.ephemeral):
+                idle.setdefault(each.tenant, deque()).append(each)
+        while idle and len(self._by_id) > self._limit:
             # Of tenants that have as many, the one whose conversation is unused for longest.
-            most = max(loose, key=lambda tenant: numbers[tenant])
-            known = loose[most].popleft()
-            del self._known[known.id]
-            surplus.append(known)
-            numbers[most] -= 1
-            if not loose[most]:
-                del loose[most]
+            most = max(idle, key=lambda tenant: counts[tenant])
+            conversation = idle[most].popleft()
+            del self._by_id[conversation.id]
+            surplus.append(conversation)
+            counts[most] -= 1
+            if not idle[most]:
+                del idle[most]
         return surplus
 
-    def forget(self, known: Conversation) -> None:
-        """Forget one that nobody uses; nothing when it is forgotten already."""
-        self._known.pop(known.id, None)
+    def forget(self, conversation: Conversation) -> None:
+        """Forget a conversation that no request uses; does nothing when it is forgotten already."""
+        self._by_id.pop(conversation.id, None)
 
-    def lost(self, adopts: bool) -> dict[str, int]:
-        """llama-server restarted: nothing of any of them is there any more, but for copies on its
-        disk. What another proxy has left may still be where it was: the slots of these, by id.
+    def server_restarted(self, adopts: bool) -> dict[str, int]:
+        """Note that nothing is in a slot any more, and no copies are but those on disk.
 
-        `adopts` is what the one that is there now does, see ServerInfo.
+        What an earlier proxy has left may still be where it was: returns the slots of these
+        conversations, by id. `adopts` is that of the server that answers now, see ServerInfo.
         """
         self._adopts = adopts
-        left = {known.id: known.was_in for known in self if known.was_in is not None}
-        for known in self:
-            known.session.on_server_restart(adopts)
-            known.epoch = known.epoch if known.was_in is not None else None
-            known.n_resident, known.unsure, known.was_in = 0, True, None
-        return left
+        slots: dict[str, int] = {}
+        for conversation in self:
+            conversation.session.on_server_restart(adopts)
+            state = conversation.budgeted
+            if state.previous_slot is not None:
+                slots[conversation.id] = state.previous_slot
+            else:
+                state.epoch = None
+            state.n_resident, state.is_unconfirmed, state.previous_slot = 0, True, None
+        return slots
 
 
-async def _to_the_end(work: asyncio.Future[T]) -> T:
+async def _until_done(work: asyncio.Future[T]) -> T:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

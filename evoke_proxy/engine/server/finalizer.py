@@ -86,7 +86,7 @@ class TurnFinalizer:
             pool.forget(forgotten.id)
             for strategy in self._strategies.each():
                 strategy.forget(forgotten, turn.headers)
-            if not forgotten.passing:
+            if not forgotten.ephemeral:
                 self._server.feed.publish("forgotten", session=forgotten.id)
 
     def _count(self, turn: PreparedTurn, outcome: Outcome, record: TurnRecord | None) -> None:

@@ -159,7 +159,7 @@ class Server:
         """Another instance of llama-server answers: what was in the one before is gone."""
         n_slots = self.strategies.select(server).n_slots(server)
         self.slots.restart(n_slots)
-        for id, slot in self.conversations.lost(server.adopts).items():
+        for id, slot in self.conversations.server_restarted(server.adopts).items():
             if slot < len(self.slots.pool):
                 self.slots.pool.moved(id, slot)
         for strategy in self.strategies.each():

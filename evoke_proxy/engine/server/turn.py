@@ -57,7 +57,7 @@ class PreparedTurn:
     def remembered(self) -> Conversation | None:
         """The conversation, unless it is forgotten after this turn."""
         conversation = self.conversation
-        return None if conversation is None or conversation.passing else conversation
+        return None if conversation is None or conversation.ephemeral else conversation
 
     async def with_members(
         self, members: Mapping[str, bytes], keys: Collection[str], body: bytes | None = None

@@ -22,7 +22,7 @@ def publish_start(turn: PreparedTurn, feed: EventFeed) -> None:
         "turn",
         session=conversation.id,
         name=conversation.name,
-        turn=conversation.answered + 1,
+        turn=conversation.n_turns + 1,
         slot=turn.slots[0] if turn.slots else None,
         decision=turn.decision,
         evicted=spans(evicted),
@@ -35,8 +35,8 @@ def record_end(turn: PreparedTurn, outcome: Outcome, feed: EventFeed) -> TurnRec
     conversation = turn.remembered
     if conversation is None or outcome.first_byte_s is None:
         return None
-    conversation.answered += 1
-    record = _record(turn, outcome, conversation.answered)
+    conversation.n_turns += 1
+    record = _record(turn, outcome, conversation.n_turns)
     conversation.history.append(record)
     feed.publish("answer", session=conversation.id, name=conversation.name, **record.to_json())
     return record

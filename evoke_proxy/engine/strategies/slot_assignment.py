@@ -54,7 +54,7 @@ class SlotAssignment:
             scope.trace.stage = "seat"
             with lease.vacating():
                 victim = self._server.conversations.get(lease.victim)
-                if victim is not None and victim.epoch is not None:
+                if victim is not None and victim.budgeted.epoch is not None:
                     answer = await self._server.blocks.slot(
                         lease.slot, victim.tenant, request.headers, LATEST
                     )
@@ -93,9 +93,9 @@ class SlotAssignment:
         conversation runs meanwhile.
         """
         # Another epoch: another request used the slot since, and its rows are not the victim's.
-        if victim is None or victim.epoch != view.epoch:
+        if victim is None or victim.budgeted.epoch != view.epoch:
             return
-        victim.epoch, victim.n_resident = None, 0
+        victim.budgeted.epoch, victim.budgeted.n_resident = None, 0
         plan = victim.session.plan_save_all(view)
         try:
             await self._server.blocks.run_plan(PlanCall(plan, view, victim.owner), headers)

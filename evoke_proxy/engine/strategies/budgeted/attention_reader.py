@@ -31,14 +31,16 @@ class AttentionReader:
     def can_capture(self, conversation: Conversation) -> bool:
         """Whether the server captures attention, and has not refused to do so for this session."""
         server = self._monitor.server
-        return bool(server.capturable) and conversation.capture_refused != server.instance
+        return (
+            bool(server.capturable) and conversation.budgeted.capture_refused_by != server.instance
+        )
 
     def note_refusal(self, conversation: Conversation, refused: PlanRefused) -> bool:
         """Remember a refusal of the capture for as long as this server runs; False if the refusal
         has another cause, or is remembered already."""
         if refused.operation != CAPTURE or not self.can_capture(conversation):
             return False
-        conversation.capture_refused = self._monitor.server.instance
+        conversation.budgeted.capture_refused_by = self._monitor.server.instance
         return True
 
     def wanted(self, config: PolicyConfig, conversation: Conversation) -> Capture | None:
@@ -49,7 +51,7 @@ class AttentionReader:
         """What a plan has to say about it: that it begins, goes on, or ends."""
         wanted = self.wanted(config, conversation)
         if wanted is None:
-            return [NO_CAPTURE] if conversation.capture is not None else []
+            return [NO_CAPTURE] if conversation.budgeted.capture is not None else []
         possible = self._monitor.server.capturable
         return [wanted.op(captured_layers(possible, config.attention_layers))]
 
@@ -62,7 +64,11 @@ class AttentionReader:
         what llama-server does.
         """
         wanted = self.wanted(turn.config, conversation)
-        if wanted is None or wanted != conversation.capture or not turn.view.in_cache.any():
+        if (
+            wanted is None
+            or wanted != conversation.budgeted.capture
+            or not turn.view.in_cache.any()
+        ):
             return turn
         if not wanted.read:
             return turn

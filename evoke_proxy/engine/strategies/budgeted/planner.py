@@ -142,15 +142,15 @@ class Planner:
             slot=scope.turn.slots[0],
         )
         view = turn.view
-        if conversation.epoch != view.epoch:
+        if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
         config = effective_config(conversation.session.config, request.chat)
         stream = _unplanned(config)
         call = PlanCall(Plan(stream=stream), view, conversation.owner)
         epoch = await self._server.blocks.run_plan(call, request.headers)
         forwarded = await scope.turn.with_members(_marker(view.id, epoch), request.chat.keys)
-        conversation.epoch = epoch
-        conversation.budget, conversation.policy = config.budget, config.name
+        conversation.budgeted.epoch = epoch
+        conversation.budgeted.budget, conversation.budgeted.policy = config.budget, config.name
         return _budgeted(
             scope.turn,
             forwarded=forwarded,
@@ -166,7 +166,7 @@ class Planner:
         trace, conversation = scope.trace, turn.conversation
         trace.stage = "decide"
         view, session = turn.view, turn.conversation.session
-        if conversation.epoch != view.epoch:
+        if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
         begun, plan = await self._begin(turn, view)
         seen = await self._attention.read(begun, conversation, turn.headers)
@@ -186,7 +186,9 @@ class Planner:
         trace.stage = "splice"
         body = turn.body if recalled is None else recalled.body
         quoted = () if recalled is None else recalled.blocks
-        spoken = conversation.spoken = self._records.request_to_remember(turn.chat.dialect, body)
+        spoken = conversation.budgeted.sent = self._records.request_to_remember(
+            turn.chat.dialect, body
+        )
         members = _marker(view.id, epoch)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
         self._note(turn, (begun, plan), epoch, quoted)
@@ -270,9 +272,12 @@ class Planner:
     ) -> None:
         """Write a plan that has run into the conversation and the metrics."""
         (begun, plan), conversation, metrics = planned, turn.conversation, self._server.metrics
-        conversation.epoch = epoch
-        conversation.budget, conversation.policy = begun.config.budget, begun.config.name
-        conversation.capture = self._attention.wanted(begun.config, conversation)
+        conversation.budgeted.epoch = epoch
+        conversation.budgeted.budget, conversation.budgeted.policy = (
+            begun.config.budget,
+            begun.config.name,
+        )
+        conversation.budgeted.capture = self._attention.wanted(begun.config, conversation)
         metrics.evicted.inc(len(plan.evicts))
         metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
         metrics.as_text.inc(len(quoted))

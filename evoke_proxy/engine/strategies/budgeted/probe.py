@@ -105,7 +105,7 @@ class Prober:
             return "off"
         if not self._attention.can_capture(conversation):
             return "off"
-        self.pace.note(conversation.timings)
+        self.pace.note(conversation.budgeted.timings)
         tail = view.n_tokens - view.decode_from
         seconds = self.pace.seconds(tail, turn.config.probe_tokens)
         reason = reason_to_skip(view, turn.config, seconds, 0.0)

@@ -36,7 +36,7 @@ from evoke_proxy.core.retrieval.vectors import decode_vectors, encode_vectors
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
 from evoke_proxy.engine.embedding.service import EmbeddingService
-from evoke_proxy.engine.server.conversations import Conversation, Conversations, Spoken
+from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
@@ -132,7 +132,8 @@ class VectorRecords:
 
     async def write(self, conversation: Conversation, repository: SnapshotRepository) -> None:
         """Write one more part, if there are new vectors."""
-        fresh, conversation.embedded = conversation.embedded, {}
+        state = conversation.budgeted
+        fresh, state.embedded = state.embedded, {}
         new = [
             (label, vectors) for label, keys in fresh.items() if len(vectors := self._vectors(keys))
         ]
@@ -192,7 +193,7 @@ class SessionRecords:
                 recorded = await asyncio.to_thread(_decode, record.packed)
                 if _belongs_to(recorded.home, home, homes):
                     conversation = self._conversations.recall(recorded)
-                    conversation.remembered = self._vectors.read(
+                    conversation.budgeted.stored_vectors = self._vectors.read(
                         conversation.id, parts[conversation.id]
                     )
             except (ValueError, zlib.error) as error:
@@ -204,13 +205,13 @@ class SessionRecords:
         await self._vectors.write(conversation, self._repository)
         packed = await asyncio.to_thread(_encode, recorded)
         if self._is_forgotten(conversation):
-            if not conversation.elsewhere:  # the server that it has moved to writes it
+            if not conversation.has_moved:  # the server that it has moved to writes it
                 self.forget(conversation.id)
             return
         now = self._repository.clock.now()
         record = Record(conversation.id, conversation.tenant, now, packed)
         await self._repository.write_record(record)
-        if self._is_forgotten(conversation) and not conversation.elsewhere:
+        if self._is_forgotten(conversation) and not conversation.has_moved:
             self.forget(conversation.id)  # it was deleted while it was written
         elif conversation.orders != recorded.overrides:
             self.update_overrides(conversation)
@@ -288,7 +289,7 @@ class SessionPersistence:
         if self._records is not None:
             self._records.forget(session)
 
-    def request_to_remember(self, dialect: str, body: bytes) -> Spoken | None:
+    def request_to_remember(self, dialect: str, body: bytes) -> SentTurn | None:
         """Return what is remembered of a request until its answer is there; None when nothing is.
 
         It is needed where whole slots are saved.
@@ -297,7 +298,7 @@ class SessionPersistence:
             return None
         if dialect not in ("chat", "messages"):
             return None
-        return Spoken(dialect, body, AnswerReader())
+        return SentTurn(dialect, body, AnswerReader())
 
     async def decode_next_turn(
         self, conversation: Conversation, lease: BackgroundLease, headers: Mapping[str, str]
@@ -307,14 +308,14 @@ class SessionPersistence:
         A recurrent state cannot go back. A slot with the answer as it was generated is useless
         where the history spells it differently. Raises Preempted and other EvokeErrors.
         """
-        spoken, conversation.spoken = conversation.spoken, None
-        if spoken is None or self._slot_snapshots is None or conversation.epoch is None:
+        sent, conversation.budgeted.sent = conversation.budgeted.sent, None
+        if sent is None or self._slot_snapshots is None or conversation.budgeted.epoch is None:
             return
 
         async def render(body: bytes) -> Tokens:
-            return (await self._blocks.render(RenderCall(spoken.dialect, body), headers)).tokens
+            return (await self._blocks.render(RenderCall(sent.dialect, body), headers)).tokens
 
-        tokens = await beginning(spoken.body, spoken.answer, render)
+        tokens = await beginning(sent.body, sent.answer, render)
         if tokens is not None and len(tokens) > len(conversation.session.tokens):
             await self._slot_snapshots.decode_ahead(lease, conversation, tokens, headers)
 
@@ -372,7 +373,7 @@ class SessionPersistence:
         conversation.session.confirm_copies(
             {name: Span(copy["p0"], copy["p1"]) for name, copy in copies}
         )
-        conversation.unsure = False
+        conversation.budgeted.is_unconfirmed = False
 
     async def restore_slot(
         self,

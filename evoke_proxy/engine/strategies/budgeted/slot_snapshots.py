@@ -49,15 +49,15 @@ class SlotSnapshots:
         """
         (slot,) = lease.slots
         for end in decode_steps(len(conversation.session.tokens), len(tokens)):
-            prefill = self._api.prefill(tokens[:end], slot, headers, conversation.epoch)
+            prefill = self._api.prefill(tokens[:end], slot, headers, conversation.budgeted.epoch)
             done = await lease.run(prefill)
             accounting = TokenAccounting.parse(done.timings)
             if accounting is None or accounting.marker != "ok":
-                conversation.epoch = None
+                conversation.budgeted.epoch = None
                 return
             evicted = [(label, span) for span, label in accounting.auto_evicted if label]
             conversation.session.add_copies(evicted)
-            conversation.n_resident = accounting.n_resident
+            conversation.budgeted.n_resident = accounting.n_resident
 
     async def save(self, slot: int, conversation: Conversation, headers: Headers) -> None:
         """Save a slot that begins with the conversation's prompt; not directly after a save."""
@@ -71,7 +71,7 @@ class SlotSnapshots:
             return
         fingerprint = await self._api.fingerprint(headers)
         is_registered = self._conversations.get(conversation.id) is conversation
-        if not is_registered and not conversation.elsewhere:
+        if not is_registered and not conversation.has_moved:
             return  # it was deleted meanwhile, and nobody would delete the snapshot
         # The time to decode it is not known: of two snapshots the longer one is worth more.
         label = SnapshotLabel(

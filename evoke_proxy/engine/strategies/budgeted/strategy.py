@@ -115,7 +115,7 @@ class BudgetedStrategy(CacheStrategy):
         )
         scope.join(conversation, Arrival(rendered, request.hint, request.cached_body))
         lease = await scope.acquire(
-            conversation.id, ephemeral=conversation.passing, slot=self._slots.named(request)
+            conversation.id, ephemeral=conversation.ephemeral, slot=self._slots.named(request)
         )
         turn = RenderedTurn(
             request=request,
@@ -166,14 +166,14 @@ class BudgetedStrategy(CacheStrategy):
         As far as copies of blocks do not bring that back.
         """
         conversation, headers = turn.conversation, turn.headers
-        if conversation.unsure:
+        if conversation.budgeted.is_unconfirmed:
             await self._records.reconcile_copies(conversation, turn.slot, headers)
         tokens, view = turn.rendered.tokens, turn.view
         if not await self._records.restore_slot(conversation, tokens, view, headers):
             return turn
         scope.trace.stage = "render"
         turn = await self._rendered_anew(turn)
-        conversation.epoch = turn.view.epoch
+        conversation.budgeted.epoch = turn.view.epoch
         return turn
 
     async def _rendered_when_idle(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
@@ -243,13 +243,13 @@ class BudgetedStrategy(CacheStrategy):
             return
         if outcome.accounting is not None:
             self._account(turn, conversation, outcome.accounting)
-            conversation.timings = outcome.timings
+            conversation.budgeted.timings = outcome.timings
             return
         has_marker = is_planned = False
         if isinstance(turn, BudgetedTurn):
             has_marker, is_planned = turn.has_marker, turn.is_planned
         if turn.slots and not has_marker:
-            conversation.epoch = None
+            conversation.budgeted.epoch = None
         if is_planned:
             conversation.session.finish(None)
 
@@ -263,10 +263,10 @@ class BudgetedStrategy(CacheStrategy):
             metrics.plan_failures.labels(reason="books_differ").inc()
             _log.warning("session %s: %r differs from the plan", conversation.id, accounting)
         if accounting.marker != "ok":
-            conversation.epoch = None
+            conversation.budgeted.epoch = None
         if turn.budget is not None and accounting.n_resident_peak > turn.budget:
             metrics.breaches.inc()
-        conversation.n_resident = accounting.n_resident
+        conversation.budgeted.n_resident = accounting.n_resident
         metrics.redecoded.inc(max(0, conversation.session.redecoded))
         metrics.evicted.inc(len(accounting.auto_evicted))
         metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})

@@ -74,7 +74,7 @@ class WriteBack:
                 # Taken out first: a turn that ends meanwhile adds its conversation at the end.
                 conversation, headers = self._waiting.pop(next(iter(self._waiting)))
                 slot, result = self._slots.pool.slot_of(conversation.id), "done"
-                if slot is not None and conversation.epoch is not None:
+                if slot is not None and conversation.budgeted.epoch is not None:
                     lease = self._lease(slot, conversation, headers)
                     if lease is None:
                         self._waiting.setdefault(conversation.id, (conversation, headers))
@@ -123,7 +123,7 @@ class WriteBack:
         since = self._records.copies_since(conversation)
         answer = await self._blocks.slot(slot, conversation.tenant, headers, since)
         view = SlotView.parse(answer)
-        if view.epoch != conversation.epoch or view.busy:
+        if view.epoch != conversation.budgeted.epoch or view.busy:
             return
         expected = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = conversation.session

@@ -236,9 +236,9 @@ class SnapshotStrategy(CacheStrategy):
         conversation = self._conversations.of_request(chat, rendered, request.hint, request.tenant)
         arrival = Arrival(rendered, request.hint)
         scope.join(conversation, arrival)
-        lease = await scope.acquire(conversation.id, ephemeral=conversation.passing)
+        lease = await scope.acquire(conversation.id, ephemeral=conversation.ephemeral)
         lease.vacated()  # llama-server decides what it keeps of what others have left
-        if conversation.passing:
+        if conversation.ephemeral:
             return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
         scope.turn = turn
