@@ -38,7 +38,8 @@ def test_parts_are_added_until_there_are_too_many_and_begun_anew_then(
     kept, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
-        known: Any = SimpleNamespace(id="s", tenant="t", embedded={it: (b"k",) for it in labels})
+        state = SimpleNamespace(embedded={label: (b"k",) for label in labels})
+        known: Any = SimpleNamespace(id="s", tenant="t", budgeted=state)
         asyncio.run(kept.write(known, disk))  # type: ignore[arg-type]
         assert not known.budgeted.embedded
         assert all(record.session == "s" and record.is_part for record in disk.records)
