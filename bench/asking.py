@@ -86,10 +86,10 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
 
 def _counted(running: Stack) -> dict[str, float]:
     """The proxy's counters of what it has asked the model."""
-    told = samples(running.front)
-    found = {name: told.get(f'evoke_probes_total{{result="{name}"}}', 0.0) for name in _REASONS}
+    metrics = samples(running.front)
+    found = {name: metrics.get(f'evoke_probes_total{{result="{name}"}}', 0.0) for name in _REASONS}
     sums = {"tokens": "evoke_probe_tokens_total", "seconds": "evoke_probe_seconds_sum"}
-    return found | {name: told[sample] for name, sample in sums.items()}
+    return found | {name: metrics[sample] for name, sample in sums.items()}
 
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -136,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fa in ("on", "off") if args.fa == "both" else (args.fa,):
         rows += run(server, model, args, fa)
     worst = {
-        f"{verb}_fa_{fa}_{cells}": min(row[f"{verb}_vs_memcpy"] for row in held)
+        f"{verb}_fa_{fa}_{cells}": min(row[f"{verb}_vs_memcpy"] for row in matching)
         for (fa, cells) in BARS
-        if (held := [r for r in rows if r["bar"] and (r["fa"], r["cells"]) == (fa, cells)])
+        if (matching := [r for r in rows if r["bar"] and (r["fa"], r["cells"]) == (fa, cells)])
         for verb in ("save", "load")
     }
     print(record.table(rows, _COLUMNS))

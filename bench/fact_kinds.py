@@ -56,8 +56,8 @@ def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, 
 def _row(port: int, seed: int, kind: str) -> dict[str, Any]:
     script = draw(seed)
     fact = draw_fact(random.Random(f"{seed}-{kind}"), kind)
-    told = reading(fact.parts[0], [fact]) if kind == "file" else telling(fact)
-    messages = [{"role": "system", "content": script.system}, *told]
+    turns = reading(fact.parts[0], [fact]) if kind == "file" else telling(fact)
+    messages = [{"role": "system", "content": script.system}, *turns]
     for said in script.turns[1:-1]:
         messages += exchange(said, dict(vocab.SMALL_TALK).get(said, vocab.HEARD))
     messages += exchange(fact.paraphrase or fact.question)

@@ -63,9 +63,9 @@ class PairedChat:
             }
         ).encode()
         found: dict[str, float] = {}
-        for way in sorted(self._ports, reverse=bool(self._turns % 2)):
-            ms, tokens = _first_byte(self._ports[way], body, self._session)
-            found |= {way: ms, "tokens": tokens}
+        for route in sorted(self._ports, reverse=bool(self._turns % 2)):
+            ms, tokens = _first_byte(self._ports[route], body, self._session)
+            found |= {route: ms, "tokens": tokens}
         self.messages.append({"role": "assistant", "content": "Yes."})
         self._turns += 1
         return found
@@ -122,10 +122,10 @@ def row(template: str, size: int, pairs: Sequence[Mapping[str, float]]) -> dict[
         "first_byte_added_ms": statistics.median(added),
         "first_byte_added_ms_p10": percentile(added, 10),
         "first_byte_added_ms_p90": percentile(added, 90),
-        # Of the fastest on each way: what other load on the machine adds is least there.
+        # Of the fastest on each route: what other load on the machine adds is least there.
         "first_byte_added_ms_fastest": min(pair["through"] for pair in pairs)
         - min(pair["direct"] for pair in pairs),
         "spread": {
-            way: record.spread([pair[way] for pair in pairs]) for way in ("direct", "through")
+            route: record.spread([pair[route] for pair in pairs]) for route in ("direct", "through")
         },
     }

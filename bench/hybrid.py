@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{key: found[key] for key in ("rows", "violations")},
     }
     print(record.table(found["rows"], _COLUMNS))
-    told = [{**one, "probes": [_short(probe) for probe in one["probes"]]} for one in records]
-    out = record.write("hybrid", told, summary, args.out)
+    rows = [{**one, "probes": [_short(probe) for probe in one["probes"]]} for one in records]
+    out = record.write("hybrid", rows, summary, args.out)
     print(f"written: {out}")
     return 0 if reached(summary) else 1
 

@@ -64,19 +64,21 @@ def _row(server: Path, kind: str, arm: str, seed: int) -> dict[str, Any]:
 
 def _summary(rows: Sequence[dict[str, Any]], kind: str, arm: str) -> dict[str, Any]:
     """One line of the table; `same_answer` counts answers equal to those of f16 on the same arm."""
-    held = [row for row in rows if row["arm"] == arm and row["type"] == kind]
+    matching = [row for row in rows if row["arm"] == arm and row["type"] == kind]
     first = [row for row in rows if row["arm"] == arm and row["type"] == TYPES[0]]
-    right = sum(row["recalled"] for row in held)
+    right = sum(row["recalled"] for row in matching)
     return {
         "type": kind,
         "arm": arm,
-        "sessions": len(held),
+        "sessions": len(matching),
         "recalled": right,
-        "share": right / len(held),
-        "interval_95": [round(edge, 3) for edge in wilson(right, len(held))],
-        "same_answer": sum(a["answer"] == b["answer"] for a, b in zip(held, first, strict=True)),
-        "peak_resident": max(row["peak_resident"] for row in held),
-        "recoveries": sum(row["recoveries"] for row in held),
+        "share": right / len(matching),
+        "interval_95": [round(edge, 3) for edge in wilson(right, len(matching))],
+        "same_answer": sum(
+            a["answer"] == b["answer"] for a, b in zip(matching, first, strict=True)
+        ),
+        "peak_resident": max(row["peak_resident"] for row in matching),
+        "recoveries": sum(row["recoveries"] for row in matching),
     }
 
 

@@ -102,9 +102,9 @@ def run(server: Path, shape: str, args: argparse.Namespace) -> list[dict[str, An
 
 
 def missed(row: record.Row) -> bool:
-    """Whether a row is held to the bar and does not reach it."""
-    held = row["tokens"] >= BAR_FROM and row["cells"] == "contiguous"
-    return bool(held and min(row["save_vs_link"], row["load_vs_link"]) < BAR)
+    """Return whether a row has a bar and misses it."""
+    has_bar = row["tokens"] >= BAR_FROM and row["cells"] == "contiguous"
+    return bool(has_bar and min(row["save_vs_link"], row["load_vs_link"]) < BAR)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,7 +75,7 @@ def measure_relay(direct: int, through: int, repeats: int) -> list[dict[str, Any
 
 def _relay_row(name: str, repeats: int, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     added = [b - a for a, b in zip(times["direct"], times["proxied"], strict=True)]
-    middle = {f"{way}_ms": statistics.median(values) for way, values in times.items()}
+    middle = {f"{route}_ms": statistics.median(values) for route, values in times.items()}
     return {
         "request": name,
         "repeats": repeats,

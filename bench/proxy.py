@@ -28,6 +28,9 @@ def tuned_proxy_command(port: int, upstream: int, tuning: Mapping[str, Any]) -> 
 
 def main(words: Sequence[str]) -> int:
     """Serve with the tuning values of the first word and the arguments of the others."""
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
     tuning, arguments = json.loads(words[0]), build_parser(words[1:]).parse_args(words[1:])
 
     def configuration() -> Config:

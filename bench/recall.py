@@ -8,7 +8,7 @@ blocks and of pieces of 16 tokens (Quest); `cuboids` the same with the middle of
 keys' mean distance from it on either side, which most keys of a block but not all are within (Chen
 et al., "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction", NeurIPS
 2024). `asked` the rows of the question, `words` those of the answer.
-Sessions are those for tuning: `PolicyConfig.recall_layers` may be chosen by this.
+Sessions are those for tuning: the layers that the proxy captures may be chosen by this.
 """
 
 from __future__ import annotations

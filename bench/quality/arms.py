@@ -55,10 +55,10 @@ class Arm:
         return body if budget is None else {**body, "evoke_budget": budget}
 
 
-def recalling(way: str, ratio: float, label: str = "") -> Arm:
+def recalling(recall: str, ratio: float, label: str = "") -> Arm:
     """Our policy with one of RECALLS, `label` being what else is changed, before that."""
-    labels = f"{label}+{way}" if label else way
-    return Arm(OURS, ratio, labels, {"evoke_recall": way})
+    labels = f"{label}+{recall}" if label else recall
+    return Arm(OURS, ratio, labels, {"evoke_recall": recall})
 
 
 @dataclass(frozen=True, slots=True)

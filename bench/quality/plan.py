@@ -51,7 +51,7 @@ class Cell:
         for name, first in ((FAILS, self.core), (BEST, self.best)):
             found += [Arm(name, ratio) for ratio in within if session < first]
         if session < self.asked:
-            found += [recalling(way, ratio) for way in RECALLS for ratio in ratios]
+            found += [recalling(recall, ratio) for recall in RECALLS for ratio in ratios]
         if session < self.wide:
             found += [Arm(name, ABLATED_AT) for name in OTHERS]
         return found
@@ -163,10 +163,10 @@ def variants(embedder: str) -> list[Variant]:
     What facts are found by their words is hardly to be lost on: block sizes and look-ups are told
     apart by questions in other words, whose facts come anywhere in a ranking by meaning.
     """
-    gone = Arm(OURS, ABLATED_AT, "no_recovery", {"evoke_recovery": "discard"})
+    without_recovery = Arm(OURS, ABLATED_AT, "no_recovery", {"evoke_recovery": "discard"})
     attention = Arm(OURS, ABLATED_AT, "attention", {"evoke_policy": "evoke_attention"})
     found = [
-        Variant(gone, ("facts12",)),
+        Variant(without_recovery, ("facts12",)),
         Variant(attention, ("facts12",)),
     ]
     return found + _by_meaning({"embedder.directory": embedder}) if embedder else found

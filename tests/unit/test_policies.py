@@ -17,6 +17,7 @@ from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import planner, registry
+from evoke_proxy.core.policy.evoke import reread_file_blocks
 from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
@@ -619,3 +620,18 @@ def test_sorting_only_what_may_fit_takes_the_same(
         patch.setattr(planner, "_SORTED_AT_ONCE", 4)
         found = planner.best_fit(wanted, worth, table, room)
     assert found.tolist() == whole.tolist()
+
+
+def test_a_file_is_reread_after_a_restart_too() -> None:
+    """A slot that adopts saved blocks decodes only what follows them, not the whole prompt."""
+    roles = [Role.SYSTEM, *[Role.USER] * 6, Role.TOOL, Role.USER]
+    blocks = [
+        Block(f"b{i}", f"s/{i}", Span(100 * i, 100 * i + 100), role, 1, i, "x", ("src/a.py",))
+        if role is Role.TOOL
+        else Block(f"b{i}", f"s/{i}", Span(100 * i, 100 * i + 100), role, 1, i, "x")
+        for i, role in enumerate(roles)
+    ]
+    states = [BlockState.SAVED] * 8 + [BlockState.DROPPED]
+    view = PolicyView(*seen(blocks, states), n_tokens=901, n_past=0, adopt_to=800)
+    query = replace(Query.of("Go on."), files=("src/a.py",))
+    assert reread_file_blocks(view, query, CONFIG).tolist() == [i == 7 for i in range(9)]
