@@ -1,4 +1,4 @@
-"""What llama-server says it is and can do."""
+"""Capabilities of a llama-server."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ _NEEDED = frozenset(("blocks", "plan", "render", "reuse", "stream"))
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """The answer of `GET /props`.
+    """A server's capabilities, from `GET /props`.
 
-    `lacking` is one word for why it has no blocks (unreachable, unpatched, unsupported), `reason`
-    says it to a person; both are empty when it is `patched`. `routes`: it has no model itself and
-    hands requests to servers that have. `adopts`: saved blocks can be put into an emptied slot, so
-    that a session comes back to one without being decoded again. `spills`: copies can be written
-    to disk, where a restart leaves them. `whole`: some of a slot is in no copy. `capturable` are
-    the layers whose attention it can capture. `probes`: a request can be decoded only to see what
-    it looks for. `n_ctx` is how many tokens a slot's context may have, resident or not; None where
-    only the server knows. `instance` names its process; empty where it is not patched.
+    Attributes:
+        lacking: why it has no blocks: unreachable, unpatched or unsupported; empty when patched.
+        reason: the same as a sentence; empty when patched.
+        n_slots: number of slots.
+        sleeping: whether the model is unloaded until the next request.
+        routes: whether it is a router that has no model and forwards to servers that have one.
+        build: build id of llama-server.
+        adopts: whether saved blocks can be loaded into an emptied slot, so that a session returns
+            without decoding.
+        spills: whether copies can be written to disk, where they survive a restart.
+        whole: whether copies of blocks lack part of a slot's state (hybrid and iSWA models).
+        capturable: layers whose attention can be captured.
+        probes: whether a request can be decoded just to capture its attention.
+        n_ctx: most tokens of a slot's context, resident or not; None when unknown.
+        instance: id of the server process; empty when unpatched.
     """
 
     lacking: str
@@ -40,8 +47,8 @@ class ServerInfo:
     def is_other_than(self, before: ServerInfo) -> bool:
         """Whether this is another process than the one that answered before.
 
-        Instance ids decide. Without them only another description tells: of two processes that
-        describe themselves alike this cannot know.
+        Instance ids decide. Without them the descriptions are compared, so a restarted process
+        with the same description is not detected.
         """
         if self.instance or before.instance:
             return self.instance != before.instance
@@ -49,12 +56,12 @@ class ServerInfo:
 
     @property
     def patched(self) -> bool:
-        """Whether it has everything a budget needs."""
+        """Whether it has all features that a budget needs."""
         return not self.lacking
 
     @classmethod
     def parse(cls, props: Mapping[str, Any]) -> ServerInfo:
-        """From the answer, whatever it lacks."""
+        """Read the answer; missing members get defaults."""
         lacking, reason = _lacking(props.get("evoke"))
         return cls(
             lacking=lacking,
