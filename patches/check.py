@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             compiled[pin.requirement] = _compiled(pin, tree, work)
     alone = list(_alone(series)) if args.alone else []
     text = document(series, [(pin, tried) for pin, tried, _ in rows], compiled, alone)
-    if (args.compile and args.alone) or not (PATCHES / "APPLIES.md").exists():
+    if args.compile or not (PATCHES / "APPLIES.md").exists():
         (PATCHES / "APPLIES.md").write_text(text, "utf-8")
     print(text)
     fine = rows[0][1].words == ("exact",) * len(series.patches) and len(others) >= MIN_APPLIES
@@ -252,6 +252,8 @@ def document(
     if alone:
         lines += ["", "Each patch on the pin with those before it, built, and its own tests:", ""]
         lines += ["| patch | its tests |", "|---|---|"]
+    else:
+        lines += ["", "In this run the patches were not built one by one."]
     lines += [f"| {name} | {word} |" for name, word in alone]
     return "\n".join(lines) + "\n"
 

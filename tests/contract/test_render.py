@@ -213,7 +213,7 @@ def test_a_compact_reply_leaves_out_what_the_client_has(one: Llama) -> None:
     before = render(one, "chat", {"messages": LONG[:14]}, compact=True)
     body = {"messages": LONG}
     whole = render(one, "chat", body, compact=True)
-    short = render(one, "chat", body, compact=True, previous=before["edges"])
+    short = render(one, "chat", body, compact=True, known=before["edges"])
     assert short["from"] == before["generation"] > 0
     assert short["spans"]["index"] == whole["spans"]["index"][14:]
     assert len(short["tokens_b64"]) < len(whole["tokens_b64"])
@@ -231,7 +231,7 @@ def test_a_compact_reply_leaves_out_what_the_client_has(one: Llama) -> None:
         ([[end - 1, hashed] for end, hashed in before["edges"]], LONG),
         ([], LONG),
     ):
-        said = render(one, "chat", {"messages": messages}, compact=True, previous=edges)
+        said = render(one, "chat", {"messages": messages}, compact=True, known=edges)
         assert said == render(one, "chat", {"messages": messages}, compact=True)
 
 
