@@ -188,7 +188,7 @@ def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> N
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 0
 
 
-def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> None:
+def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
     house = House(tmp_path, "", ("-c", "8192"))
     with house.both() as running:
         other, chat = Chat([]), long_chat(300)
@@ -207,7 +207,7 @@ def test_a_request_that_comes_in_stops_what_is_decoded_ahead(tmp_path: Path) -> 
         assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
 
 
-def test_nothing_is_decoded_ahead_while_somebody_waits(tmp_path: Path) -> None:
+def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
     with House(tmp_path).both() as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         upstream, slots, first = running.engine.upstream, running.engine.server.slots, iter([True])
@@ -246,7 +246,7 @@ def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_res
     assert not list(ours.glob("*.evoke-*"))
 
 
-def test_a_fault_of_ours_costs_the_snapshot_not_the_answer(tmp_path: Path) -> None:
+def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path) -> None:
     house, chat = House(tmp_path), long_chat(300)
     with house.both() as running:
         running.settled()  # it decodes something to learn what llama-server is
@@ -262,7 +262,7 @@ def test_a_fault_of_ours_costs_the_snapshot_not_the_answer(tmp_path: Path) -> No
         assert cached + new > 900
 
 
-def test_what_is_not_a_chat_of_its_own_goes_through_untouched(tmp_path: Path) -> None:
+def test_requests_without_a_conversation_are_forwarded_unchanged(tmp_path: Path) -> None:
     house = House(tmp_path)
     with house.both() as running:
         raw = {"prompt": "a b " * 300, "max_tokens": 4, "temperature": 0}
@@ -283,7 +283,7 @@ def test_what_is_not_a_chat_of_its_own_goes_through_untouched(tmp_path: Path) ->
         ("Mistral-Small-3.2-24B-Instruct-2506", (True, True), (False, False)),
     ],
 )
-def test_what_a_real_template_keeps_is_measured_at_start(
+def test_the_stability_of_real_templates_is_measured_at_start(
     name: str, plain: tuple[bool, bool], with_tools: tuple[bool, bool], tmp_path: Path
 ) -> None:
     house = House(tmp_path, "", tuple(template(name)))
@@ -295,7 +295,7 @@ def test_what_a_real_template_keeps_is_measured_at_start(
 
 
 @pytest.mark.parametrize("options", [("-np", "4", "-kvu"), ("-np", "4", "-no-kvu", "-c", "16384")])
-def test_many_at_once_cost_the_server_hardly_more_than_without_us(
+def test_concurrent_requests_cost_the_server_little_more_than_directly(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Six chats on four slots, three turns each, next to the same sent directly."""

@@ -115,7 +115,7 @@ def test_a_file_that_is_gone_is_not_asked_for_so_nothing_is_wiped(
     assert proxied.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
 
 
-def test_a_slot_that_was_emptied_before_its_save_makes_no_snapshot(
+def test_a_slot_emptied_before_its_save_makes_no_snapshot(
     house: House, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, proxied = running

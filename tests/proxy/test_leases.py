@@ -261,7 +261,7 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
         assert again.result().books["decoded"] < 60, "what was saved came back"
 
 
-def test_a_readiness_check_tries_no_slot_out_that_a_request_has(tmp_path: Path) -> None:
+def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:
     """It would save, or decode in, a slot that a request is about to use."""
     with House(tmp_path).both() as running:
         engine = running.engine

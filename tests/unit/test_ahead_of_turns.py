@@ -82,7 +82,7 @@ async def decode(engine: Server, known: Conversation, happened: list[str], n: in
         await whole[engine].decode_ahead(lease, known, np.arange(n, dtype=np.int32), {})
 
 
-def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> None:
+def test_a_turn_waits_for_background_decoding_that_is_about_to_end(monkeypatch: Any) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
@@ -95,7 +95,7 @@ def test_a_turn_in_its_slot_waits_for_what_is_about_to_end(monkeypatch: Any) -> 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
 
-def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) -> None:
+def test_long_background_decoding_is_cut_off_and_its_slot_drained(monkeypatch: Any) -> None:
     monkeypatch.setattr(slot_queue, "_GRACE_S", 0.01)
 
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
@@ -110,7 +110,9 @@ def test_what_takes_long_is_cut_off_and_the_slot_waited_for(monkeypatch: Any) ->
     assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
 
 
-def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) -> None:
+def test_a_turn_in_another_slot_cuts_off_background_decoding_without_waiting(
+    monkeypatch: Any,
+) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(decode(engine, known, happened))
@@ -123,7 +125,7 @@ def test_a_turn_elsewhere_cuts_it_off_and_waits_for_nothing(monkeypatch: Any) ->
     assert with_engine(monkeypatch, use) == ["begun", "granted", "settling", "idle"]
 
 
-def test_nothing_is_begun_while_a_request_runs_or_is_on_its_way(monkeypatch: Any) -> None:
+def test_no_background_lease_while_a_request_runs_or_is_expected(monkeypatch: Any) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         slots = engine.slots
         with await slots.acquire("other", "t", slot=1):
@@ -135,7 +137,7 @@ def test_nothing_is_begun_while_a_request_runs_or_is_on_its_way(monkeypatch: Any
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
 
-def test_a_task_that_is_cancelled_twice_gives_no_busy_slot_back(monkeypatch: Any) -> None:
+def test_a_background_task_cancelled_twice_releases_no_busy_slot(monkeypatch: Any) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         task = asyncio.get_running_loop().create_task(decode(engine, known, happened))
         await asyncio.sleep(0.01)
@@ -149,9 +151,7 @@ def test_a_task_that_is_cancelled_twice_gives_no_busy_slot_back(monkeypatch: Any
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_it_goes_on_in_steps_until_somebody_wants_the_server(
-    wanted: bool, monkeypatch: Any
-) -> None:
+def test_decoding_ahead_runs_in_steps_until_a_request_comes(wanted: bool, monkeypatch: Any) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         monkeypatch.setitem(TIMINGS["evoke"], "marker", "ok")
         async with asyncio.TaskGroup() as tasks:
@@ -166,7 +166,7 @@ def test_it_goes_on_in_steps_until_somebody_wants_the_server(
     assert with_engine(monkeypatch, use) == (steps if wanted else 3 * steps)
 
 
-def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: Any) -> None:
+def test_a_session_deleted_during_its_save_is_not_recorded(monkeypatch: Any) -> None:
     async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
         class Disk:
             clock = SteadyClock()
@@ -190,7 +190,7 @@ def test_a_session_that_was_deleted_meanwhile_is_not_written_down(monkeypatch: A
     assert len(with_engine(monkeypatch, use)) == 1
 
 
-def test_what_is_ordered_of_a_session_while_it_is_written_down_is_written_too(
+def test_operator_changes_during_a_save_are_recorded(
     tmp_path: Path,
 ) -> None:
     async def written() -> OperatorOverrides:

@@ -71,7 +71,7 @@ def probe_of(calls: Calls, repository: SnapshotRepository, slots: SlotQueue) -> 
         ([b"recurrent"], False, False),
     ],
 )
-def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
+def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
     tmp_path: Path, caches: list[bytes], dense: bool, windows: bool
 ) -> None:
     async def kept(it: SnapshotRepository) -> ServerBehaviour:
@@ -96,7 +96,7 @@ def test_what_no_slot_was_idle_for_is_shown_by_the_first_that_is_kept(
     )
 
 
-def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) -> None:
+def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
     """Its snapshots are those of a server that was idle at once."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
@@ -125,7 +125,7 @@ def test_a_server_that_was_busy_is_looked_into_when_it_is_not(tmp_path: Path) ->
     assert busy[0] == "told" != now[0] and not busy[1].is_dense
 
 
-def test_slots_are_tried_out_only_while_no_other_request_has_one(tmp_path: Path) -> None:
+def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) -> None:
     """The request that asks has its own; what cannot be tried out now is tried out later."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
@@ -146,7 +146,7 @@ def test_slots_are_tried_out_only_while_no_other_request_has_one(tmp_path: Path)
         asyncio.run(learnt(it))
 
 
-def test_a_request_waits_until_a_slot_is_tried_out(tmp_path: Path) -> None:
+def test_a_request_waits_while_a_slot_is_probed(tmp_path: Path) -> None:
     """A readiness check that no request knows of tries a slot out, too."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 

@@ -36,11 +36,13 @@ LONGER = tokens(1, 2, 3, 4, 5)
         (replace(LOOK, id=0), False),
     ],
 )
-def test_a_slot_holds_what_was_left_while_it_looks_the_same(now: SlotStatus, still: bool) -> None:
+def test_contents_are_valid_while_the_slot_status_is_unchanged(
+    now: SlotStatus, still: bool
+) -> None:
     assert LEFT.is_unchanged([now]) is still
 
 
-def test_what_was_broken_off_may_have_gone_on_and_nobody_looking_means_nothing() -> None:
+def test_contents_that_were_cut_off_may_have_grown() -> None:
     cut = replace(LEFT, was_cut_off=True)
     assert cut.is_unchanged([replace(LOOK, task=9, n_tokens=4)])
     assert not cut.is_unchanged([replace(LOOK, task=9, n_tokens=2)])
@@ -48,20 +50,20 @@ def test_what_was_broken_off_may_have_gone_on_and_nobody_looking_means_nothing()
     assert not replace(LEFT, status=None).is_unchanged([LOOK])
 
 
-def test_another_server_counts_its_tasks_anew() -> None:
+def test_a_restart_is_detected_by_lower_task_numbers() -> None:
     assert has_restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
     assert has_restarted([LEFT], [SlotStatus(0, 3, 9, False)])
     assert not has_restarted([LEFT], [SlotStatus(0, 12, 9, False), SlotStatus(1, 7, 3, False)])
     assert not has_restarted([], [SlotStatus(0, None, 0, False)])
 
 
-def test_a_look_is_read_from_what_the_server_shows() -> None:
+def test_a_slot_status_is_parsed() -> None:
     shown = {"id": 2, "is_processing": True, "id_task": 4, "n_prompt_tokens": 9}
     assert SlotStatus.parse(shown) == SlotStatus(2, 4, 9, True)
     assert SlotStatus.parse({"id": 0, "is_processing": False}) == SlotStatus(0, None, 0, False)
 
 
-def test_live_tokens_are_reused_and_what_needs_going_back_as_long_as_that_works() -> None:
+def test_live_tokens_are_reused_while_rollback_is_trusted() -> None:
     behaviour, answered = ServerBehaviour(), replace(LEFT, exact=False)
     assert (
         behaviour.expected_reuse(LEFT, True, LONGER)
@@ -76,7 +78,7 @@ def test_live_tokens_are_reused_and_what_needs_going_back_as_long_as_that_works(
     assert behaviour.expected_reuse(None, False, LONGER) == 0
 
 
-def test_copies_in_ram_are_counted_on_once_they_were_seen() -> None:
+def test_the_ram_cache_is_expected_after_a_slot_was_emptied() -> None:
     behaviour = ServerBehaviour()
     assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
     behaviour.note_slots(LEFT, [replace(LOOK, n_tokens=0)])
@@ -90,7 +92,7 @@ def test_copies_in_ram_are_counted_on_once_they_were_seen() -> None:
     assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
 
 
-def test_a_slot_emptied_into_nothing_is_believed_once() -> None:
+def test_the_ram_cache_is_not_expected_after_a_miss() -> None:
     behaviour, later = ServerBehaviour(), replace(LEFT, at=11.0)
     behaviour.note_slots(LEFT, [replace(LOOK, n_tokens=0)])
     behaviour.note_ram(LEFT, predicted=100, cached=0)
@@ -104,7 +106,7 @@ def test_a_slot_emptied_into_nothing_is_believed_once() -> None:
     )  # a new server is empty for another reason
 
 
-def test_looking_ahead_is_judged_by_what_nobody_had_asked_for() -> None:
+def test_lookahead_is_judged_by_the_tokens_decoded_ahead() -> None:
     behaviour = ServerBehaviour()
     ahead = SlotContents(0, tokens(*range(100)), True, 0.0, ahead_from=90)
     behaviour.note_prompt(ahead, tokens(*range(100), 7))

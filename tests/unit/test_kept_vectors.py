@@ -28,7 +28,7 @@ class Disk:
         self.records.clear()
 
 
-def test_parts_are_added_until_there_are_too_many_and_begun_anew_then(
+def test_vector_parts_are_appended_up_to_a_limit_and_then_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(

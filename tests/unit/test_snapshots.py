@@ -48,21 +48,21 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
 
-def test_the_longest_that_the_prompt_goes_on_from_is_best() -> None:
+def test_the_longest_snapshot_that_the_prompt_continues_is_best() -> None:
     short, long = snapshot("short", [1, 2]), snapshot("long", [1, 2, 3])
     other = snapshot("other", [1, 2, 9, 9, 9])
     found = best([short, other, long], tokens(1, 2, 3, 4), partial=False)
     assert found is not None and (found.snapshot, found.shared, found.extends) == (long, 3, True)
 
 
-def test_one_that_holds_more_than_the_prompt_is_for_memories_that_can_be_cut() -> None:
+def test_a_partial_match_is_for_memories_that_can_be_cut_back() -> None:
     other = snapshot("other", [1, 2, 9])
     assert best([other], tokens(1, 2, 3), partial=False) is None
     found = best([other], tokens(1, 2, 3), partial=True)
     assert found is not None and (found.shared, found.extends) == (2, False)
 
 
-def test_a_suspect_one_and_a_stranger_are_never_best() -> None:
+def test_suspect_and_unrelated_snapshots_never_match() -> None:
     suspect = snapshot("s", [1, 2], suspect=True)
     assert best([suspect, snapshot("x", [7, 7])], tokens(1, 2, 3), partial=True) is None
 
@@ -93,7 +93,7 @@ def test_a_branch_keeps_its_newest_of_each_kind() -> None:
         (replace(ROOMY, tenant_bytes=2500), 10**9, "tenant"),
     ],
 )
-def test_the_least_worth_goes_first_and_only_as_many_as_must(
+def test_the_least_valuable_snapshots_are_deleted_first(
     bounds: Bounds, free: int, reason: str
 ) -> None:
     known = [snapshot("a", [1], hits=1), snapshot("b", [1]), snapshot("c", [1], hits=2)]
@@ -101,7 +101,7 @@ def test_the_least_worth_goes_first_and_only_as_many_as_must(
     assert surplus(known, ROOMY, 10**9, NOW) == []
 
 
-def test_what_was_not_used_for_too_long_goes_and_what_is_pinned_stays() -> None:
+def test_old_snapshots_are_deleted_unless_pinned() -> None:
     old = snapshot("old", [1], used=NOW - 25 * HOUR)
     pinned = snapshot("pinned", [1], used=NOW - 25 * HOUR, pinned=True)
     assert surplus([old, pinned], ROOMY, 10**9, NOW) == [(old, "age")]
@@ -122,7 +122,7 @@ snapshots = st.lists(
 
 
 @given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
-def test_what_stays_is_within_the_bounds_or_pinned(
+def test_the_remaining_snapshots_keep_the_limits_or_are_pinned(
     made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
 ) -> None:
     known = [
@@ -143,7 +143,7 @@ def test_what_stays_is_within_the_bounds_or_pinned(
     assert rest == []
 
 
-def test_room_is_what_may_go_and_what_is_free() -> None:
+def test_room_counts_free_space_and_deletable_snapshots() -> None:
     known = [snapshot("a", [1]), snapshot("b", [1], pinned=True)]
     bounds = replace(ROOMY, max_bytes=3000, min_free_bytes=500)
     assert has_room(known, bounds, "t", 2000, 2000)
@@ -155,7 +155,7 @@ def test_room_is_what_may_go_and_what_is_free() -> None:
     assert has_room(known, quota, "another", 1500, 2000)
 
 
-def test_there_is_no_room_where_pinned_ones_are_as_many_as_may_be() -> None:
+def test_there_is_no_room_when_pinned_snapshots_reach_the_count_limit() -> None:
     pinned = [snapshot(str(i), [i], tenant="x", pinned=True) for i in range(3)]
     assert not has_room(pinned, replace(ROOMY, max_count=3), "x", 10, 10**9)
     assert has_room(pinned, replace(ROOMY, max_count=4), "x", 10, 10**9)
@@ -167,7 +167,7 @@ def test_there_is_no_room_where_pinned_ones_are_as_many_as_may_be() -> None:
 
 
 @given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
-def test_what_there_is_room_for_is_not_deleted_at_once(
+def test_a_snapshot_with_room_is_not_deleted_at_once(
     made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
 ) -> None:
     known = [
@@ -200,7 +200,7 @@ def test_a_tenant_that_keeps_saving_loses_its_own_snapshots(reason: str) -> None
     assert len(kept) == 6
 
 
-def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
+def test_unmeasured_costs_allow_a_restore_and_measured_ones_decide() -> None:
     costs = Costs(stall_share=0.1)
     assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)
     costs.prefilled(1000, 1.0)
@@ -218,13 +218,13 @@ def test_nothing_measured_means_try_it_and_measured_means_count() -> None:
     assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9, waited_for=True)
 
 
-def test_a_request_is_not_held_up_for_a_first_save_that_adds_little() -> None:
+def test_a_request_does_not_wait_for_a_first_save_with_little_gain() -> None:
     costs = Costs(stall_share=0.1)
     assert costs.worth_saving(500, 1000, waited_for=True)
     assert not costs.worth_saving(499, 1000, waited_for=True)
 
 
-def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None:
+def test_a_rate_follows_measurements_and_ignores_invalid_ones() -> None:
     rate = Rate()
     rate.note(0, 1.0)
     rate.note(10, 0.0)
@@ -237,7 +237,7 @@ def test_a_rate_follows_what_is_measured_and_ignores_what_says_nothing() -> None
     assert costs.prefill.value == 0
 
 
-def test_three_broken_promises_are_enough_unless_as_many_were_kept() -> None:
+def test_trust_ends_after_three_failures_unless_as_many_succeeded() -> None:
     tracker = SuccessTracker()
     assert [tracker.record(100, kept) for kept in (0, 49)] == [False, False]
     assert tracker.is_trusted
@@ -259,7 +259,7 @@ PROPS = {
 MODELS = {"data": [{"created": 12, "meta": {"n_params": 7, "size": 9}}]}
 
 
-def test_a_fingerprint_is_that_of_the_next_start_and_of_nothing_else() -> None:
+def test_a_fingerprint_survives_a_restart_and_differs_for_other_servers() -> None:
     file = ModelFile(9, 5, "abc")
     base = fingerprint(PROPS, MODELS, [], file)
     restarted = PROPS | {"media_marker": "another", "is_sleeping": True}
@@ -280,7 +280,7 @@ def test_a_fingerprint_is_that_of_the_next_start_and_of_nothing_else() -> None:
     assert fingerprint({}, {}, [], None)
 
 
-def test_the_layout_of_a_cache_counts_where_it_is_told() -> None:
+def test_a_fingerprint_includes_the_cache_layout_where_it_is_stated() -> None:
     def of_router(*args: str, port: str = "1") -> str:
         status = {"args": [*args, "--port", port]}
         return fingerprint(PROPS, {"data": [{"status": status}]}, [], None)

@@ -101,7 +101,7 @@ WINDOWED = {
     st.integers(1, 3),
     st.sampled_from([3, 4]),
 )
-def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
+def test_one_invisible_row_is_added_and_nothing_else_changes(
     tmp_path_factory: pytest.TempPathFactory,
     lowest: int,
     transposed: bool,
@@ -152,11 +152,11 @@ def test_one_row_that_nobody_sees_is_added_and_nothing_else_changes(
         *("checkpoints of another version", "other", "nothing"),
     ],
 )
-def test_any_other_file_is_left_as_it_is(data: bytes, tmp_path: Path) -> None:
+def test_other_files_are_left_unchanged(data: bytes, tmp_path: Path) -> None:
     assert completed(tmp_path, data) == data
 
 
-def test_what_a_file_begins_with_is_known_whatever_follows() -> None:
+def test_the_first_cache_is_read_whatever_follows() -> None:
     data = file(cache(range(N_TOKENS), True, (4,)), b"of a recurrent state")
     found = first_cache(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     assert found is not None and found.transposed and found.n_cells == N_TOKENS
@@ -165,13 +165,13 @@ def test_what_a_file_begins_with_is_known_whatever_follows() -> None:
     )
 
 
-def test_what_is_within_its_windows_is_of_no_use() -> None:
+def test_text_within_its_windows_is_useless_to_restore() -> None:
     data = file(*[cache(range(N_TOKENS), False, (4,))] * 2)
     found = seen(data)
     assert has_windows(found) and in_window(found) and not missing(found, io.BytesIO(data).read)
 
 
-def test_a_file_of_no_use_is_refused(tmp_path: Path) -> None:
+def test_a_useless_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(file(*[cache(range(N_TOKENS), False, (4,))] * 2))
     with pytest.raises(SnapshotUnusable) as refused:
         SnapshotFiles(tmp_path).complete("x")
@@ -196,7 +196,7 @@ def test_a_file_of_a_newer_llama_server_is_read_and_completed(
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_break_it(data: bytes) -> None:
+def test_arbitrary_bytes_raise_no_error(data: bytes) -> None:
     assert seen(data) == ()
     for version in (3, 4):
         seen(struct.pack("<III", 0x67677371, version, 0) + data)

@@ -75,7 +75,7 @@ def _body(n: int, first: str) -> bytes:
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-def test_the_loop_does_not_read_a_large_chat(dialect: str) -> None:
+def test_large_chats_are_parsed_off_the_event_loop(dialect: str) -> None:
     body = _body(2000, "Hello.")
     request = _request(dialect, body)
 
@@ -96,7 +96,7 @@ def test_the_loop_does_not_read_a_large_chat(dialect: str) -> None:
     assert min(asyncio.run(run()) for _ in range(3)) < MOST_S
 
 
-def test_the_loop_does_not_compare_large_chats() -> None:
+def test_large_chats_are_compared_off_the_event_loop() -> None:
     body, earlier = _body(2000, "Hello."), _body(2000, "Good morning.")
     request = _request("chat", body)
     turn = SnapshotTurn(

@@ -71,7 +71,7 @@ def whole_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.evoke-*"))
 
 
-def test_what_is_kept_is_found_by_the_next_process_and_nobody_else_may_read_it(
+def test_snapshots_are_found_by_the_next_process_and_readable_by_the_owner_only(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "slots"
@@ -88,7 +88,7 @@ def test_what_is_kept_is_found_by_the_next_process_and_nobody_else_may_read_it(
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "longer", "missing", "link"])
-def test_a_damaged_one_is_set_aside_and_not_restored(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_snapshot_is_set_aside_and_not_restored(tmp_path: Path, harm: str) -> None:
     metrics = Metrics()
     with vault(tmp_path, metrics) as it:
         new = kept(it)
@@ -120,7 +120,7 @@ def test_a_damaged_one_is_set_aside_and_not_restored(tmp_path: Path, harm: str) 
     ("n_bytes", "tokens", "reason"),
     [(-1, TOKENS, "size"), (0, TOKENS[::-1].copy(), "tokens"), (0, TOKENS[:-1] + 1, "tokens")],
 )
-def test_a_save_that_is_not_what_it_should_be_leaves_nothing(
+def test_a_save_with_wrong_contents_leaves_no_file(
     tmp_path: Path, n_bytes: int, tokens: np.ndarray, reason: str
 ) -> None:
     with vault(tmp_path) as it:
@@ -132,7 +132,7 @@ def test_a_save_that_is_not_what_it_should_be_leaves_nothing(
         assert whole_files(tmp_path) == [] and not it.snapshots
 
 
-def test_a_save_that_went_elsewhere_is_missing(tmp_path: Path) -> None:
+def test_a_save_into_another_directory_is_reported_as_missing(tmp_path: Path) -> None:
     with vault(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
         asyncio.run(it.add(it.new_part(), 10, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0)))
 
@@ -156,7 +156,7 @@ def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
         assert metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", sample) == 1
 
 
-def test_a_restore_that_ended_well_counts_and_one_that_did_not_is_never_tried_again(
+def test_a_restore_that_did_not_end_is_never_tried_again(
     tmp_path: Path,
 ) -> None:
     with vault(tmp_path) as it:
@@ -168,7 +168,7 @@ def test_a_restore_that_ended_well_counts_and_one_that_did_not_is_never_tried_ag
         assert not after.suspect and after.hits == pytest.approx(1.0)
 
 
-def test_a_branch_keeps_two_and_deletes_the_files_of_the_rest(tmp_path: Path) -> None:
+def test_a_branch_keeps_two_snapshots(tmp_path: Path) -> None:
     with vault(tmp_path) as it:
         kept(it, TOKENS[:100])
         user, step = kept(it, TOKENS[:200]), kept(it, TOKENS[:300], kind=STEP)
@@ -176,7 +176,7 @@ def test_a_branch_keeps_two_and_deletes_the_files_of_the_rest(tmp_path: Path) ->
         assert len(whole_files(tmp_path)) == 2
 
 
-def test_bounds_hold_after_every_save(tmp_path: Path) -> None:
+def test_limits_hold_after_every_save(tmp_path: Path) -> None:
     with vault(tmp_path, max_count=2) as it:
         pinned = kept(it, branch="a")
         it.pin(pinned, True)
@@ -186,7 +186,7 @@ def test_bounds_hold_after_every_save(tmp_path: Path) -> None:
         assert len(whole_files(tmp_path)) == 2
 
 
-def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
+def test_changes_of_another_process_are_read(tmp_path: Path) -> None:
     with vault(tmp_path) as serving:
         new = kept(serving)
         command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
@@ -202,7 +202,7 @@ def test_what_another_process_changes_is_seen(tmp_path: Path) -> None:
         assert not (tmp_path / f"{new.id}.evoke-kv").exists()
 
 
-def test_what_is_pinned_or_deleted_during_a_restore_stays_so(tmp_path: Path) -> None:
+def test_pins_and_deletions_during_a_restore_are_not_undone(tmp_path: Path) -> None:
     with vault(tmp_path) as serving:
         pinned, deleted = kept(serving, branch="p"), kept(serving, branch="d")
         command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
@@ -230,9 +230,7 @@ def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
-def test_only_what_the_other_proxy_changed_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     whole = SnapshotIndex._snapshot
 
@@ -271,7 +269,7 @@ def test_only_what_the_other_proxy_changed_is_read(
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.booleans()), max_size=14))
-def test_what_is_known_by_changes_is_what_is_there(steps: list[tuple[int, int, bool]]) -> None:
+def test_the_index_cache_equals_the_index_after_changes(steps: list[tuple[int, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with vault(Path(folder), shared=True) as one, vault(Path(folder), shared=True) as two:
             proxies = one, two
@@ -299,7 +297,7 @@ def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
         time.sleep(0.01)
 
 
-def test_proxies_that_share_a_directory_see_each_others_and_leave_them_alone(
+def test_proxies_that_share_a_directory_do_not_delete_each_others_snapshots(
     tmp_path: Path,
 ) -> None:
     with vault(tmp_path, shared=True) as first:
@@ -323,7 +321,7 @@ def test_proxies_that_share_a_directory_see_each_others_and_leave_them_alone(
         pass
 
 
-def test_an_index_that_is_none_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_is_no_index_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
     metrics = Metrics()
     with vault(tmp_path, metrics) as it:
@@ -335,7 +333,7 @@ def test_an_index_that_is_none_is_set_aside_and_not_overwritten(tmp_path: Path) 
     assert bad == 1
 
 
-def test_an_index_with_a_text_that_is_none_is_set_aside(tmp_path: Path) -> None:
+def test_an_index_with_invalid_text_is_set_aside(tmp_path: Path) -> None:
     """What the damage below hits too rarely: of a text one bit is enough to be no UTF-8."""
     with vault(tmp_path) as it:
         it.put_record(Record("a", "whose-it-is", time.time(), b"x"))
@@ -348,7 +346,7 @@ def test_an_index_with_a_text_that_is_none_is_set_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
-def test_an_index_that_is_damaged_never_lies(name: str) -> None:
+def test_a_damaged_index_never_returns_wrong_snapshots(name: str) -> None:
     """200 truncations and bit flips: what is found is what was kept, and a new one can be kept."""
     with in_memory() as memory:
         found, records = _damaged_again_and_again(memory / "slots", name)
@@ -388,7 +386,7 @@ def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
     return found, records
 
 
-def test_a_record_that_cannot_be_removed_stays_and_nobody_is_told_by_an_error(
+def test_a_failed_removal_of_a_record_raises_no_error(
     tmp_path: Path,
 ) -> None:
     with vault(tmp_path, shared=True) as it:
@@ -405,7 +403,7 @@ def test_a_record_that_cannot_be_removed_stays_and_nobody_is_told_by_an_error(
         assert not it.records()
 
 
-def test_of_saves_that_timed_out_the_latest_are_deleted_again(tmp_path: Path) -> None:
+def test_files_of_saves_that_timed_out_are_deleted_repeatedly(tmp_path: Path) -> None:
     with vault(tmp_path) as it:
         parts = [it.new_part() for _ in range(20)]
         for part in parts:
@@ -419,7 +417,7 @@ def test_of_saves_that_timed_out_the_latest_are_deleted_again(tmp_path: Path) ->
         assert whole_files(tmp_path) == sorted(parts[:4])
 
 
-def test_whoever_stops_waiting_for_files_to_go_leaves_the_others_waiting() -> None:
+def test_a_cancelled_wait_for_deletions_does_not_cancel_the_deletions() -> None:
     sweeper, free = FileRemover(), threading.Event()
     gone: list[str] = []
 
@@ -439,7 +437,7 @@ def test_whoever_stops_waiting_for_files_to_go_leaves_the_others_waiting() -> No
     sweeper.close()
 
 
-def test_work_that_is_cancelled_is_not_waited_for() -> None:
+def test_cancelled_work_resolves_its_future() -> None:
     async def work() -> bool:
         await asyncio.sleep(60)
         return True
@@ -453,14 +451,14 @@ def test_work_that_is_cancelled_is_not_waited_for() -> None:
     assert asyncio.run(cancelled())
 
 
-def test_only_a_few_bad_ones_are_kept_for_looking_at(tmp_path: Path) -> None:
+def test_quarantine_keeps_a_few_files(tmp_path: Path) -> None:
     with vault(tmp_path) as it:
         for number in range(7):
             it.set_aside(kept(it, branch=str(number)), "test")
     assert len(list((tmp_path / "quarantine").iterdir())) == 4
 
 
-def test_a_model_file_is_known_by_size_time_head_and_tail(tmp_path: Path) -> None:
+def test_a_model_file_is_identified_by_size_time_head_and_tail(tmp_path: Path) -> None:
     path, files = tmp_path / "model.gguf", ModelFiles()
     path.write_bytes(b"a" * 3_000_000)
     first = files.identify(str(path))
@@ -472,7 +470,7 @@ def test_a_model_file_is_known_by_size_time_head_and_tail(tmp_path: Path) -> Non
     assert files.identify(str(tmp_path / "none")) is None
 
 
-def test_a_file_system_that_is_full_loses_nothing_and_is_used_again_when_it_is_not(
+def test_a_full_file_system_loses_no_snapshot(
     tmp_path: Path,
 ) -> None:
     """A real one, of 512 KiB, that only one process sees."""
@@ -518,7 +516,7 @@ def on_a_full_disk(where: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["disk", "cipher"])
-def test_only_what_cannot_be_decrypted_is_set_aside_and_not_what_finds_no_room(
+def test_a_snapshot_is_set_aside_when_it_cannot_be_decrypted_and_not_for_lack_of_room(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lend(_: str) -> str:

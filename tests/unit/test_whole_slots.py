@@ -50,7 +50,7 @@ def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     return len(saved)
 
 
-def test_what_is_deleted_is_not_saved_any_more_and_what_moves_is() -> None:
+def test_a_deleted_session_is_not_saved_and_a_migrated_one_is() -> None:
     assert _saved(begins=True, elsewhere=False) == 1
     assert _saved(begins=False, elsewhere=False) == 0
     assert _saved(begins=False, elsewhere=True) == 1
@@ -85,7 +85,7 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
     return filled, len(asked)
 
 
-def test_it_is_the_longest_that_this_server_can_use() -> None:
+def test_the_longest_usable_snapshot_is_restored() -> None:
     mine, other = snapshot("mine", SHORT), snapshot("other", LONG, fingerprint="g")
     assert _filled(2, mine, snapshot("longer", LONG)) == (["longer"], 1)
     assert _filled(2, other, mine) == (["mine"], 1)
@@ -93,7 +93,7 @@ def test_it_is_the_longest_that_this_server_can_use() -> None:
     assert _filled(2, other) == ([], 1)
 
 
-def test_nobody_is_asked_where_no_file_helps() -> None:
+def test_the_server_is_not_asked_without_a_useful_snapshot() -> None:
     foreign = snapshot("tenant", LONG, tenant="u"), snapshot("branch", LONG, branch="c")
     parted = snapshot("parted", [*SHORT, 77])
     assert _filled(2, *foreign, parted) == ([], 0)
