@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from comparing import Ask, Sides, empty_slots, erasable_server, stripped
-from running import RunningProxy, proxy
+from comparison import Ask, Sides, empty_slots, erasable_server, stripped
+from harness import RunningProxy, proxy
 
 
 @pytest.fixture(scope="session")

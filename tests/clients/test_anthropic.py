@@ -6,8 +6,8 @@ from typing import Any
 
 import anthropic
 import pytest
-from comparing import Sides
-from running import RunningProxy
+from comparison import Sides
+from harness import RunningProxy
 from weather import BEGUN, QUESTION, TOOLS
 
 TOOL = TOOLS["/v1/messages"]

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from comparing import Sides
-from running import RunningProxy
+from comparison import Sides
+from harness import RunningProxy
 from weather import BEGUN, CALL, QUESTION, TOOLS
 
 from evoke_proxy.engine.admin.admin import Admin

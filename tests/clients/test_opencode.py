@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparing import erasable_server
-from running import RunningProxy, proxy
+from comparison import erasable_server
+from harness import RunningProxy, proxy
 
 from bench import opencode
 from bench.npm import INSTALL_S, NotInstalled

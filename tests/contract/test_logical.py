@@ -65,7 +65,7 @@ def test_66k_tokens_in_8k_cells(long: Llama) -> None:
 
 
 def test_a_budget_smaller_than_the_cells(long: Llama) -> None:
-    """As tests/proxy/test_logical.py has it through the proxy, to the whole length."""
+    """As tests/proxy/test_logical_context.py has it through the proxy, to the whole length."""
     long.erase()
     long.act("stream", budget=BUDGET, sink=4, recent=64, block=64)
     turns = [counted(answer) for answer in spoken(long, 3)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fake_upstream import FakeUpstream, fake_upstream, says_ok
-from running import RunningProxy, llama_server, proxy, server_binary, until
+from harness import RunningProxy, llama_server, proxy, server_binary, until
 
 from evoke_proxy.web.endpoints import ANSWER_PATHS
 
@@ -40,7 +40,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     server_binary(patched=False)
     folder = _soak_folder(session.config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
     folder.mkdir()
-    command = [sys.executable, str(Path(__file__).with_name("soaking.py")), str(folder)]
+    command = [sys.executable, str(Path(__file__).with_name("soak_runner.py")), str(folder)]
     command += ["--seconds", str(_SOAK_S), "--agents", "3", "--pause", "0.5"]
     root = Path(__file__).parents[2]
     _soak.append(

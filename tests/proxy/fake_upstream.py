@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from running import ThreadedLoop
+from harness import ThreadedLoop
 
 Behaviour = Callable[["Exchange"], Awaitable[None]]
 

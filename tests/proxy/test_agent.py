@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from running import proxy
+from harness import proxy
 
 from bench import agent
 from evoke_proxy.adapters.metrics import TOKEN_KINDS

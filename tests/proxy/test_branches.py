@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from running import RunningProxy
-from talking import Talk
+from conversation import Talk
+from harness import RunningProxy
 
 from evoke_proxy.demo.session import SYSTEM, Fact, draw_fact
 from evoke_proxy.demo.session import paragraph as demo_paragraph

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from running import RunningProxy, ask, counted, llama_server, proxy, server_binary
-from talking import ENDLESS, FILLER, Said, Talk, endless, events
+from conversation import ENDLESS, FILLER, Said, Talk, endless, events
+from harness import RunningProxy, ask, counted, llama_server, proxy, server_binary
 
 from evoke_proxy.demo.processes import free_port
 

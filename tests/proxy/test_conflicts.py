@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from comparing import comparable
-from running import Answer, RunningProxy, ask, proxy
-from talking import FILLER, Talk
+from comparison import comparable
+from conversation import FILLER, Talk
+from harness import Answer, RunningProxy, ask, proxy
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 

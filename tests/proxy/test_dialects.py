@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from comparing import comparable, empty_slots, erasable_server
+from comparison import comparable, empty_slots, erasable_server
+from conversation import FILLER, events
 from fake_upstream import Exchange, fake_upstream, whole
-from running import Answer, RunningProxy, ask, counted, proxy, until
-from talking import FILLER, events
+from harness import Answer, RunningProxy, ask, counted, proxy, until
 from weather import BEGUN, CALL, QUESTION, TOOLS
 
 BUDGET, LONG = 320, 6000

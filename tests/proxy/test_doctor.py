@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import House, template
-from running import llama_server, server_binary
+from harness import llama_server, server_binary
+from stock_deployment import House, template
 
 from evoke_proxy.cli.main import main
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 from fake_upstream import Exchange, fake_upstream, whole
-from keeping import QUICK, House, decoded
-from running import PATIENCE_S, Answer, ask, counted, llama_server, proxy, server_binary, until
-from smuggling import FRAMED, HEADS, Guarded, answer_of, attacks, framed
-from tapping import tap
+from harness import PATIENCE_S, Answer, ask, counted, llama_server, proxy, server_binary, until
+from smuggled_requests import FRAMED, HEADS, Guarded, answer_of, attacks, framed
+from stock_deployment import QUICK, House, decoded
+from tap import tap
 
 from evoke_proxy.core.session.identity import SOURCES
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command

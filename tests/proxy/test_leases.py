@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import House
-from running import (
+from conversation import ENDLESS, FILLER, Talk, endless
+from harness import (
     Answer,
     RunningProxy,
     ask,
@@ -24,7 +24,7 @@ from running import (
     server_binary,
     until,
 )
-from talking import ENDLESS, FILLER, Talk, endless
+from stock_deployment import House
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.transport import Reply

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import virtual_time
-from keeping import QUICK, House, long_chat
-from running import Answer, RunningProxy, any_server, ask, process_on, proxy, server_binary, until
-from talking import endless
-from test_probing import _Steady, told
-from wire import wire
+from conversation import endless
+from fault_injector import wire
+from harness import Answer, RunningProxy, any_server, ask, process_on, proxy, server_binary, until
+from stock_deployment import QUICK, House, long_chat
+from test_model_probe import _Steady, told
 
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.engine.gateway import RequestTrace

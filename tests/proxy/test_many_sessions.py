@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from running import RunningProxy, ask, llama_server, proxy, server_binary
-from talking import FILLER, Said, Talk
+from conversation import FILLER, Said, Talk
+from harness import RunningProxy, ask, llama_server, proxy, server_binary
 
 from evoke_proxy.demo.session import SYSTEM, paragraph
 

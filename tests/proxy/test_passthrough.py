@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from running import Answer, RunningProxy, ask, counted, until
+from harness import Answer, RunningProxy, ask, counted, until
 
 JSON = {"Content-Type": "application/json"}
 COMPLETION = b'{"prompt":"a b","max_tokens":4,"temperature":0,"cache_prompt":false}'

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from running import RunningProxy, ask, proxy
-from talking import FILLER, Talk
+from conversation import FILLER, Talk
+from harness import RunningProxy, ask, proxy
 
 from evoke_proxy.demo.processes import free_port
 

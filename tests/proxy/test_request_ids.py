@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_upstream import Exchange, fake_upstream, whole
-from running import ask, nobody, proxy, until
+from harness import ask, nobody, proxy, until
 
 
 def test_a_request_keeps_its_id_where_that_is_sane() -> None:

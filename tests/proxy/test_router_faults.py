@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keeping import QUICK, Chat
-from running import RunningProxy, any_server, ask, process_on, proxy, server_binary, until
-from talking import FILLER
+from conversation import FILLER
+from harness import RunningProxy, any_server, ask, process_on, proxy, server_binary, until
+from stock_deployment import QUICK, Chat
 
 from evoke_proxy.demo.processes import free_port
 from evoke_proxy.models import bundled_model

@@ -14,7 +14,7 @@ from pathlib import Path
 import fake_upstream as fake_upstream_module
 import pytest
 from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, says_ok, whole
-from running import PATIENCE_S, RunningProxy, ask, proxy, until
+from harness import PATIENCE_S, RunningProxy, ask, proxy, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load

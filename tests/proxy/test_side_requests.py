@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from running import RunningProxy, ask, proxy
-from talking import FILLER, Talk
+from conversation import FILLER, Talk
+from harness import RunningProxy, ask, proxy
 
 JSON = {"Content-Type": "application/json"}
 BUDGET = 320

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 from fake_upstream import Exchange, fake_upstream, whole
-from running import (
+from harness import (
     PATIENCE_S,
     ThreadedLoop,
     ask,
@@ -20,8 +20,8 @@ from running import (
     server_binary,
     until,
 )
-from smuggling import FRAMED, HEADS, Guarded, answer_of, attacks, framed
-from tapping import tap
+from smuggled_requests import FRAMED, HEADS, Guarded, answer_of, attacks, framed
+from tap import tap
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keeping import House
-from running import RunningProxy, ask, proxy
+from harness import RunningProxy, ask, proxy
+from stock_deployment import House
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig

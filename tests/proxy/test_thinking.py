@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from running import RunningProxy, llama_server, proxy, server_binary
-from talking import FILLER, Talk
+from conversation import FILLER, Talk
+from harness import RunningProxy, llama_server, proxy, server_binary
 
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure

@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from running import RunningProxy, ask, llama_server, proxy, server_binary
-from talking import FILLER, Said, Talk
+from conversation import FILLER, Said, Talk
+from harness import RunningProxy, ask, llama_server, proxy, server_binary
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import server_binary
+from harness import server_binary
 
 from bench.quality.journal import Journal
 from bench.quality.plan import QUICK, batches

@@ -1,0 +1,109 @@
+"""A stock server that is started again and again, and a chat with it through a keeping proxy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import RunningProxy, ask, counted, llama_server, proxy, server_binary
+
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.server_build.cache import cache_dir
+
+_JSON = {"Content-Type": "application/json"}
+QUICK = {"min_free_mib": 0, "stall_share": 1.0, "min_gain": 0.0}
+
+
+def template(name: str) -> list[str]:
+    """Options for a chat template of the pinned tree."""
+    (file,) = cache_dir().glob(f"source/*/models/templates/{name}.jinja")
+    return ["--jinja", "--chat-template-file", str(file)]
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """Which model is served how, and where slots are saved."""
+
+    folder: Path
+    shape: str = ""
+    options: tuple[str, ...] = ()
+
+    @contextmanager
+    def server(self, port: int = 0) -> Iterator[int]:
+        """A stock server, on a port of its own unless one is given; it begins with nothing."""
+        model = ("-m", str(ensure(SHAPES[self.shape]))) if self.shape else ()
+        usual = ("--slot-save-path", str(self.folder), "--metrics")
+        if "-np" not in self.options:
+            usual += ("-np", "1")
+        command = (server_binary(patched=False), *model, *usual, *self.options)
+        with llama_server(*command, port=port) as served:
+            yield served
+
+    @contextmanager
+    def proxy(self, port: int, **snapshots: object) -> Iterator[RunningProxy]:
+        """A proxy that saves whenever it can, unless told otherwise."""
+        settings = {"directory": str(self.folder)} | QUICK | snapshots
+        named = {f"snapshots__{key}": value for key, value in settings.items()}
+        with proxy(port, **named) as running:
+            yield running
+
+    @contextmanager
+    def both(self, **snapshots: object) -> Iterator[RunningProxy]:
+        """A server and a proxy in front of it."""
+        with self.server() as port, self.proxy(port, **snapshots) as running:
+            yield running
+
+    def files(self) -> list[Path]:
+        """Every snapshot there is."""
+        return sorted(self.folder.glob("*.evoke-kv"))
+
+
+@dataclass(slots=True)
+class Chat:
+    """Resends its history, with or without what the model thought."""
+
+    messages: list[dict[str, Any]]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    said: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, port: int, text: str | None = None, **fields: Any) -> tuple[int, int]:
+        """One turn, or with no text the last again; tokens that were cached and decoded."""
+        if text is not None:
+            self.messages.append({"role": "user", "content": text})
+        given = {"messages": self.messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**given, **self.fields, **fields}).encode()
+        answer = ask(port, "POST", "/v1/chat/completions", body, _JSON)
+        assert answer.status == 200, answer.body
+        reply = json.loads(answer.body)
+        self.said = reply["choices"][0]["message"]
+        return reply["timings"]["cache_n"], reply["timings"]["prompt_n"]
+
+    def hear(self) -> None:
+        """Take the answer into the history, as clients do: without the thoughts."""
+        self.messages.append({"role": "assistant", "content": self.said["content"]})
+
+
+def long_chat(n_words: int, start: int = 0) -> Chat:
+    """A chat that has gone on for a while: `n_words` in messages of 100, thoughts in answers."""
+    messages: list[dict[str, Any]] = []
+    for at in range(start, start + n_words, 100):
+        words = " ".join(f"w{number % 211}" for number in range(at, at + 100))
+        messages.append({"role": "user", "content": f"{at}: {words}"})
+        thought = f"<think>\nso {at}\n</think>\n\n"
+        messages.append({"role": "assistant", "content": f"{thought}Yes {at}."})
+    return Chat(messages)
+
+
+def decoded(port: int) -> int:
+    """How many prompt tokens a server has decoded since its start, whoever asked for them."""
+    return counted(port, "prompt_tokens_total")
+
+
+def quiet_metric(running: RunningProxy, name: str, **labels: str) -> float:
+    """A sample once everything has come to rest."""
+    running.settled()
+    return running.metric(name, **labels)

@@ -1,0 +1,332 @@
+"""Whatever fails on the way to a plan, the answer comes: plainly, counted, without our fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from conversation import FILLER, Talk, events
+from fake_upstream import Behaviour, Exchange, FakeUpstream, fake_upstream, whole
+from harness import RunningProxy, ask, proxy
+
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Load, Plan
+from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.session.session import Session
+
+JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
+BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'
+PLAIN = b'{"messages":[{"role":"user","content":"hi"}],"top_k":1.50}'
+SLOT = (
+    b'{"id":0,"epoch":7,"n_tokens":0,"n_common":0,"resident":[],"n_free":999,"is_processing":false}'
+)
+RENDERED = (
+    b'{"tokens":[1,2,3,4],"generation":3,"spans":[{"index":0,"role":"user","p0":0,"p1":3}],"slots":['
+    + SLOT
+    + b"]}"
+)
+REPLY = b'{"choices":[{"finish_reason":"stop","message":{"content":"fine"}}]}'
+ERROR = b'{"error":{"code":500,"type":"server_error","message":"no"}}'
+
+
+def _server(**answers: bytes) -> Behaviour:
+    """A patched server that answers `render`, `plan` and `blocks` with what is given."""
+    json_type = b"application/json"
+
+    async def behave(exchange: Exchange) -> None:
+        target = exchange.head.split(b" ")[1]
+        if target == b"/evoke/render":
+            answer = answers.get("render", whole(RENDERED, json_type))
+        elif b"block-plan" in target:
+            default = whole(b'{"epoch":7,"results":[]}', json_type)
+            answer = answers.get("plan", default)
+        elif target.startswith(b"/slots/0/blocks"):
+            answer = answers.get("blocks", whole(SLOT, json_type))
+        else:
+            answer = answers.get("chat", whole(REPLY, json_type))
+        await exchange.say(answer)
+        if not answer:
+            exchange.writer.close()
+
+    return behave
+
+
+def _refusal(kind: bytes, status: bytes = b"409 Conflict") -> bytes:
+    body = b'{"error":{"code":409,"type":"%s","message":"no","name":"x"}}' % kind
+    return whole(body, b"application/json", status)
+
+
+@pytest.mark.parametrize(
+    ("answers", "stage"),
+    [
+        ({"render": whole(ERROR, b"application/json", b"500 Internal Server Error")}, "render"),
+        ({"render": whole(ERROR, b"application/json", b"404 Not Found")}, "render"),
+        ({"render": whole(ERROR, b"application/json", b"400 Bad Request")}, "render"),
+        ({"render": whole(b"not json")}, "render"),
+        ({"render": whole(b'{"tokens":"many"}')}, "render"),
+        ({"render": b""}, "render"),
+        ({"render": whole(RENDERED.replace(b'"id":0', b'"id":1'))}, "slot"),
+        ({"plan": _refusal(b"stale_epoch")}, "plan"),
+        ({"plan": _refusal(b"no_free_cells", b"503 Service Unavailable")}, "plan"),
+        ({"plan": whole(b"[]")}, "plan"),
+        ({"plan": whole(b"{}")}, "plan"),
+        ({"plan": _refusal(b"unknown_block"), "blocks": whole(b"nonsense")}, "plan"),
+    ],
+)
+def test_a_fault_before_forwarding_is_answered_plainly(
+    answers: dict[str, bytes], stage: str
+) -> None:
+    with fake_upstream(_server(**answers), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        forwarded = [seen for seen in fake.requests if b"/v1/chat/completions" in seen.head]
+        assert [seen.body for seen in forwarded] == [PLAIN]
+        assert [name for name in answer.headers if name.startswith("x-evoke")] == []
+        assert running.metric("evoke_degraded_total", stage=stage) == 1
+        if b"409" in answers.get("plan", b""):
+            reason = json.loads(answers["plan"].partition(b"\r\n\r\n")[2])["error"]["type"]
+            assert running.metric("evoke_plan_failures_total", reason=reason) >= 1
+
+
+def test_a_body_that_llama_server_refuses_is_no_fault_of_ours() -> None:
+    refused = whole(ERROR.replace(b"500", b"400"), b"application/json", b"400 Bad Request")
+    server = _server(render=refused, chat=refused)
+    with (
+        fake_upstream(server, patched=True) as fake,
+        proxy(fake.port, policy__budget=512) as running,
+    ):
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert answer.status == 400
+        assert running.metric("evoke_bypass_total", reason="invalid") == 1
+        assert running.metric("evoke_degraded_total", stage="render") == 0
+        assert running.metric("evoke_budget_breach_total") == 0
+
+
+def test_a_plan_that_is_refused_once_is_made_again() -> None:
+    refusals = [_refusal(b"stale_epoch")]
+    good = _server()
+
+    async def behave(exchange: Exchange) -> None:
+        if b"block-plan" in exchange.head and refusals:
+            await exchange.say(refusals.pop())
+        else:
+            await good(exchange)
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
+        sent = json.loads(next(s.body for s in fake.requests if b"/v1/chat" in s.head))
+        assert (sent["id_slot"], sent["cache_prompt"], sent["evoke"]) == (0, True, {"epoch": 7})
+        assert running.metric("evoke_plan_failures_total", reason="stale_epoch") == 1
+        assert running.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_a_call_of_ours_that_hangs_is_given_up() -> None:
+    async def behave(exchange: Exchange) -> None:
+        if b"/evoke/render" not in exchange.head:
+            await exchange.say(whole(REPLY, b"application/json"))
+
+    with (
+        fake_upstream(behave, patched=True) as fake,
+        proxy(fake.port, upstream__call_timeout_s=1.0) as running,
+    ):
+        assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).body == REPLY
+        assert running.metric("evoke_degraded_total", stage="render") == 1
+
+
+def test_marker_and_original_spelling_are_what_arrives() -> None:
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert answer.headers["x-evoke-session"] == "s"
+        sent = next(seen.body for seen in fake.requests if b"/v1/chat" in seen.head)
+        marker = b'"id_slot":0,"cache_prompt":true,"evoke":{"epoch":7}'
+        assert sent.startswith(b"{")
+        assert marker in sent.replace(b": ", b":").replace(b", ", b",")
+        assert sent.endswith(PLAIN[1:])
+
+
+def test_the_clients_credentials_go_along_with_our_calls() -> None:
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        ask(
+            running.port, "POST", "/v1/chat/completions", BODY, JSON | {"Authorization": "Bearer k"}
+        )
+        running.quiet()
+        ours = [seen for seen in fake.requests if b"/v1/chat" not in seen.head]
+        assert len(ours) >= 2
+        assert all(b"Authorization: Bearer k\r\n" in seen.head for seen in ours)
+        plan = next(json.loads(seen.body) for seen in ours if b"block-plan" in seen.head)
+        assert plan["tenant"] not in ("", "k")
+
+
+def _booked(**books: object) -> bytes:
+    counts = {"n_prompt": 4, "decoded": 4, "recovered": 0, "resident_before": 0, "omitted": 0}
+    evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | books
+    return json.dumps(json.loads(REPLY) | {"timings": {"evoke": evoke}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("books", "metric", "labels"),
+    [
+        ({"n_resident_peak": 301}, "evoke_budget_breach_total", {}),
+        ({"marker": "stale"}, "evoke_plan_failures_total", {"reason": "books_differ"}),
+        ({"decoded": 3, "omitted": 1}, "evoke_plan_failures_total", {"reason": "books_differ"}),
+    ],
+)
+def test_books_that_are_not_as_planned_are_counted(
+    books: dict[str, object], metric: str, labels: dict[str, str]
+) -> None:
+    for said, count in (({}, 0), (books, 1)):
+        reply = whole(_booked(**said), b"application/json")
+        with fake_upstream(_server(chat=reply), patched=True) as fake, proxy(fake.port) as running:
+            assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
+            assert running.metric(metric, **labels) == count
+
+
+def test_a_session_whose_rows_cannot_be_saved_gives_its_slot_up_all_the_same() -> None:
+    rows = SLOT.replace(b'"resident":[]', b'"resident":[[0,3]]').replace(
+        b'"n_tokens":0', b'"n_tokens":3'
+    )
+    render = whole(RENDERED.replace(SLOT, rows), b"application/json")
+    good = _server(render=render, chat=whole(_booked(), b"application/json"))
+
+    async def behave(exchange: Exchange) -> None:
+        refused = b'"op":"save"' in exchange.body
+        await (exchange.say(_refusal(b"ram_budget")) if refused else good(exchange))
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        for name in ("one", "other"):
+            headers = JSON | {"X-Evoke-Session": name}
+            answer = ask(running.port, "POST", "/v1/chat/completions", BODY, headers)
+            assert answer.headers["x-evoke-session"] == name
+        assert running.metric("evoke_plan_failures_total", reason="ram_budget") == 1
+        assert running.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_a_defect_of_ours_while_planning_costs_the_plan_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Session, "plan", _broken)
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        assert running.metric("evoke_degraded_total", stage="decide") == 1
+        assert running.metric("evoke_budget_breach_total") == 0
+        plans = [json.loads(s.body)["ops"] for s in fake.requests if b"block-plan" in s.head]
+        sent = next(seen.body for seen in fake.requests if b"/v1/chat" in seen.head)
+    # The engine is left to hold the budget alone.
+    assert [[op["op"] for op in ops] for ops in plans] == [["stream"]]
+    (stream,) = plans[0]
+    assert (stream["budget"], stream["protect"], stream["order"]) == (300, [], [])
+    assert json.loads(sent)["evoke"] == {"epoch": 7}
+
+
+def _broken(*_: object) -> None:
+    raise ZeroDivisionError("a defect")
+
+
+def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _refuse_plans(monkeypatch)
+    good = _server()
+
+    async def behave(exchange: Exchange) -> None:
+        refusal = _refusal(b"unknown_block", b"404 Not Found")
+        await (exchange.say(refusal) if b"nowhere" in exchange.body else good(exchange))
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        assert _forwarded(fake)["evoke"] == {"epoch": 7}
+        assert running.metric("evoke_degraded_total", stage="plan") == 1
+        assert running.metric("evoke_plan_failures_total", reason="unknown_block") == 2
+        assert running.metric("evoke_budget_breach_total") == 0
+
+
+def test_somebody_elses_holes_are_not_held_in_a_budget() -> None:
+    holed = SLOT.replace(b'"resident":[]', b'"resident":[[0,1],[2,3]]')
+    holed = holed.replace(b'"n_tokens":0,"n_common":0', b'"n_tokens":3,"n_common":3')
+    render = whole(RENDERED.replace(SLOT, holed), b"application/json")
+    good = _server(render=render)
+
+    async def behave(exchange: Exchange) -> None:
+        """A server that will not stop before them."""
+        no = b'"reuse"' in exchange.body
+        await (exchange.say(_refusal(b"unavailable_error")) if no else good(exchange))
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+        assert (answer.status, answer.body) == (200, REPLY)
+        assert "evoke" not in _forwarded(fake)
+        assert running.metric("evoke_degraded_total", stage="decide") == 1
+        assert running.metric("evoke_budget_breach_total") == 1
+
+
+def _forwarded(fake: FakeUpstream) -> dict[str, object]:
+    sent: dict[str, object] = next(json.loads(s.body) for s in fake.requests if b"/v1/" in s.head)
+    return sent
+
+
+def _refuse_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan of a session asks for a block that is not there."""
+    plan = Session.plan
+
+    def hopeless(self: Session, turn: Turn) -> Plan:
+        return replace(plan(self, turn), loads=(Load("nowhere", Span(0, 1)),))
+
+    monkeypatch.setattr(Session, "plan", hopeless)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", ["refused", "defect"])
+def test_a_turn_without_a_plan_stays_in_its_budget(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, fault: str, stream: bool
+) -> None:
+    budget = 320
+    talk = Talk(patched_proxy.port, "unplanned", {"evoke_budget": budget})
+    talk.say("The access code of the Meridian vault is 7741.")
+    for number in range(5):
+        talk.say(f"Turn {number}. {FILLER}")
+    with monkeypatch.context() as patch:
+        _refuse_plans(patch) if fault == "refused" else patch.setattr(Session, "plan", _broken)
+        talk.messages.append({"role": "user", "content": f"Now long. {FILLER * 3}"})
+        fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = talk.post(max_tokens=60, ignore_eos=True, **fields)
+        reply = next(reversed([*events(answer.body)])) if stream else json.loads(answer.body)
+        books = reply["usage"]["evoke"]
+        assert books["budget"] == budget
+        assert books["decoded"] > budget / 2
+        assert books["resident_peak"] <= budget
+        stage = "plan" if fault == "refused" else "decide"
+        assert patched_proxy.metric("evoke_degraded_total", stage=stage) == 1
+    talk.messages.append({"role": "assistant", "content": "Noted."})
+    said = talk.say("What is the access code of the Meridian vault?")
+    assert said.books["marker"] == "ok"
+    assert said.books["recovered"] > 0
+    assert said.books["n_resident_peak"] <= budget
+    assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
+    assert patched_proxy.metric("evoke_budget_breach_total") == 0
+
+
+def test_a_defect_of_ours_elsewhere_is_500_in_the_clients_dialect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a secret")
+
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        monkeypatch.setattr(running.engine, "exchange", broken)
+        answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
+    assert answer.status == 500
+    assert json.loads(answer.body)["error"]["message"] == "evoke-proxy failed; see its log"
+
+
+def test_media_bypass_the_budget() -> None:
+    image = (
+        b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}'
+    )
+    with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
+        ask(running.port, "POST", "/v1/chat/completions", image, JSON)
+        # A slot of its own, and nothing else: what is marked has "evoke" beside it.
+        assert [seen.body for seen in fake.requests] == [b'{"id_slot":0,' + image[1:]]
+        assert running.metric("evoke_bypass_total", reason="media") == 1

@@ -1,0 +1,58 @@
+"""A prompt far beyond the context of a server keeps no other client waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ask, llama_server, proxy, server_binary
+
+# Of the loop's longest callback, in processor time.
+_MOST_S = 0.04
+_WORDS = 8_000_000
+
+
+@contextmanager
+def longest_callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The processor time of the longest callback of all event loops, in seconds."""
+    longest, run = [0.0], asyncio.Handle._run
+
+    def timed(handle: Any) -> None:
+        began = time.thread_time()
+        try:
+            run(handle)
+        finally:
+            longest[0] = max(longest[0], time.thread_time() - began)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", timed)
+        yield longest
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
+def test_a_prompt_of_millions_of_tokens_does_not_stop_the_loop(
+    patched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chat(port: int, text: str) -> Any:
+        body = {"max_tokens": 2, "messages": [{"role": "user", "content": text}]}
+        return ask(port, "POST", "/v1/chat/completions", json.dumps(body).encode())
+
+    options = ("-np", "1", "--slot-save-path", str(tmp_path))
+    with (
+        llama_server(server_binary(patched=patched), *options) as port,
+        proxy(port, policy__budget=2048, snapshots__directory=str(tmp_path)) as running,
+    ):
+        assert chat(running.port, "Hello.").status == 200
+        with longest_callback(monkeypatch) as longest:
+            answer = chat(running.port, "7 " * _WORDS)
+        assert answer.status == 400
+        assert json.loads(answer.body)["error"]["type"] == "exceed_context_size_error"
+        assert longest[0] < _MOST_S
+        assert running.metric("evoke_degraded_total") == 0
+        assert chat(running.port, "Hello again.").status == 200

@@ -1,0 +1,81 @@
+"""Sessions longer than the cells of their slot, through the proxy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from conversation import Talk
+from harness import llama_server, proxy, server_binary
+
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.core.model.blocks import Span
+
+CELLS, LOGICAL, BUDGET, TURNS = 8192, 80_000, 6000, 14
+WORDS = "river mountain machine garden letter engine window teacher forest market".split()
+
+
+@pytest.fixture(scope="module")
+def long_port() -> Iterator[int]:
+    """Two layers of random weights, and a context of ten times the cells."""
+    model = str(ensure(SHAPES["long-2"]))
+    options = ("-m", model, "-np", "1", "--evoke-ram", "128", "--ctx-logical", str(LOGICAL))
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+def passage(turn: int, words: int) -> str:
+    return f"Part {turn}. " + " ".join(WORDS[(i * i + turn) % 10] for i in range(words))
+
+
+def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
+    with proxy(long_port, policy__budget=BUDGET) as running:
+        talk = Talk(running.port, "long")
+        turns = [talk.say(passage(turn, 4800)).books for turn in range(TURNS)]
+        for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
+            assert running.metric(untouched) == 0
+    assert turns[-1]["n_prompt"] > 66_000
+    for books in turns:
+        assert books["marker"] == "ok"
+        assert books["n_resident_peak"] <= BUDGET
+        assert books["budget_breaches"] == 0
+        kinds = ("resident_before", "recovered", "decoded", "omitted")
+        assert sum(books[kind] for kind in kinds) == books["n_prompt"]
+    assert sum(books["decoded"] for books in turns) < 1.02 * turns[-1]["n_prompt"]
+
+
+def test_what_the_engine_evicted_by_itself_is_known_to_the_session(long_port: int) -> None:
+    """No budget: the server evicts when its cells are full, and the proxy learns what."""
+    with proxy(long_port) as running:
+        talk = Talk(running.port, "free")
+        first = talk.say(passage(0, 9000)).books
+        again = talk.say("And then?").books
+        (known,) = [known for known in running.engine.conversations if known.name == "free"]
+        layout = known.session.layout
+    ends = [(p0, p1) for p0, p1, _ in first["auto_evicted"]]
+    gone = Span(ends[0][0], ends[-1][1])
+    assert sum(p1 - p0 for p0, p1 in ends) == len(gone) > 800
+    inside = layout.blocks.within([gone])
+    assert inside.sum() > 8
+    assert not (inside & layout.in_cache).any()
+    assert layout.in_cache.sum() > 64
+    assert again["decoded"] < 100
+    assert again["omitted"] >= len(gone)
+
+
+def test_a_prompt_beyond_the_logical_context_gets_upstreams_own_error(long_port: int) -> None:
+    with proxy(long_port, policy__budget=BUDGET) as running:
+        talk = Talk(running.port, "endless")
+        kept = talk.say(passage(0, 300)).books
+        talk.messages.append({"role": "user", "content": passage(1, LOGICAL)})
+        answer = talk.post()
+        error = json.loads(answer.body)["error"]
+        assert (answer.status, error["type"]) == (400, "exceed_context_size_error")
+        assert f"exceeds the available context size ({LOGICAL} tokens)" in error["message"]
+        assert running.metric("evoke_bypass_total", reason="too_long") == 1
+        assert running.metric("evoke_degraded_total") == 0
+        talk.messages.pop()
+        after = talk.say("Shorter, then.").books
+    assert after["marker"] == "ok"
+    assert after["resident_before"] >= kept["n_prompt"]

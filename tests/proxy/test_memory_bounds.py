@@ -1,0 +1,60 @@
+"""Memory is bounded by bytes, whatever number of conversations it is for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import ask, until
+
+from bench.chat_turns import Proxy, proxied
+from evoke_proxy.demo.processes import free_port, healthy
+
+CONVERSATIONS, BODY_MIB, LIMIT_MIB = 64, 8, 64
+
+
+@pytest.fixture(scope="module")
+def silent_server() -> Iterator[int]:
+    """A llama-server that computes nothing, and answers whatever it is sent."""
+    port = free_port()
+    command = [sys.executable, "-m", "bench.stall_processes", "server", str(port)]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    try:
+        until(lambda: healthy(port), "the server answers")
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _rss_mib(proxy: Proxy) -> float:
+    status = Path(f"/proc/{proxy.pid}/status").read_text(encoding="ascii")
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) / 1024
+
+
+def test_conversations_with_large_bodies_take_bounded_memory(
+    silent_server: int, tmp_path: Path
+) -> None:
+    settings = tmp_path / "evoke.yaml"
+    settings.write_text(f"limits: {{remembered_bodies_mib: {LIMIT_MIB}}}\n", encoding="utf-8")
+    with proxied(silent_server, "--config", str(settings), "--budget", "4096") as proxy:
+
+        def chat(number: int, n_bytes: int) -> None:
+            message = {"role": "user", "content": f"Conversation {number} is about {number**5}."}
+            body = {"messages": [message], "metadata": {"note": "a" * n_bytes}}
+            headers = {"Content-Type": "application/json", "X-Evoke-Session": f"s{number}"}
+            data = json.dumps(body).encode()
+            assert ask(proxy.port, "POST", "/v1/chat/completions", data, headers).status == 200
+
+        for number in range(4):
+            chat(number, 1000)
+        before = _rss_mib(proxy)
+        for number in range(CONVERSATIONS):
+            chat(number, BODY_MIB << 20)
+        # Each takes twice its bytes: 1024 MiB without a bound. A few are under way at a time.
+        assert _rss_mib(proxy) - before < 4 * LIMIT_MIB

@@ -1,0 +1,88 @@
+"""Budgeted sessions on memories that hold more than rows: windows, recurrent states, M-RoPE."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from conversation import Said, Talk
+from harness import ask, llama_server, proxy, server_binary
+
+from bench.random_models import SHAPES, ensure
+
+BUDGET, N_CELLS = 320, 4096
+SHAPE_NAMES = ("tiny-gemma", "tiny-jamba", "tiny-lfm2", "tiny-qwen2vl", "tiny-qwen35")
+KINDS = ("resident_before", "recovered", "decoded", "omitted")
+SAYS = "The access code of the vault in {} is {}."
+
+
+@pytest.fixture(scope="module", params=SHAPE_NAMES)
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A patched llama-server with one slot and a model of random weights."""
+    options = ("-np", "1", "-c", str(N_CELLS), "--evoke-ram", "32")
+    model = ensure(SHAPES[request.param])
+    with llama_server(server_binary(patched=True), *options, model=model) as port:
+        yield port
+
+
+def fact(number: int) -> str:
+    return SAYS.format(f"place{number}", 1000 + number) + " the quick brown fox jumps over it." * 6
+
+
+def checked(said: Said) -> Said:
+    books = said.books
+    assert books["marker"] == "ok"
+    assert books["n_resident_peak"] <= BUDGET
+    assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
+    return said
+
+
+def test_a_session_keeps_its_budget_and_what_it_asks_for_comes_back(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET) as running:
+        talk = Talk(running.port, "long")
+        turns = [checked(talk.say(fact(number))) for number in range(8)]
+        turns += [checked(talk.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
+        assert turns[-1].books["n_prompt"] > 3 * BUDGET
+        assert sum(turn.blocks("x-evoke-evicted") for turn in turns) > 5
+        assert sum(turn.books["recovered"] for turn in turns) > 0
+        assert turns[-1].books["omitted"] > BUDGET
+        assert running.metric("evoke_budget_breach_total") == 0
+        for stage in ("render", "session", "slot", "decide", "plan", "splice"):
+            assert running.metric("evoke_degraded_total", stage=stage) == 0
+        for reason in ("held_row", "stale_block", "no_free_cells", "books_differ"):
+            assert running.metric("evoke_plan_failures_total", reason=reason) == 0
+
+
+def test_a_session_that_lost_its_slot_is_decoded_again_unless_copies_do(port: int) -> None:
+    adopts = "adopt" in json.loads(ask(port, "GET", "/props").body)["evoke"]["features"]
+    with proxy(port, policy__budget=BUDGET) as running:
+        one, other = Talk(running.port, "one"), Talk(running.port, "other")
+        for number in range(4):
+            before = checked(one.say(fact(number)))
+        assert running.metric("evoke_tokens_decoded_again_total") < 32
+        checked(other.say(fact(9)))
+        copies = json.loads(ask(port, "GET", "/slots/0/blocks").body)["blocks"]
+        back = checked(one.say("What is the code in place0?"))
+        again = running.metric("evoke_tokens_decoded_again_total")
+        if adopts:
+            assert copies and back.books["recovered"] > 0 and again < 32
+        else:
+            # the system prompt may be the same, and stand before a checkpoint
+            assert back.books["decoded"] > back.books["n_prompt"] - 32
+            assert again > before.books["n_prompt"] - 32
+        assert running.metric("evoke_budget_breach_total") == 0
+        assert running.metric("evoke_degraded_total", stage="plan") == 0
+
+
+def test_holes_that_somebody_else_made_are_decoded(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET) as first:
+        talk = Talk(first.port, "holes")
+        turns = [talk.say(fact(number)) for number in range(6)]
+        assert turns[-1].books["omitted"] > 0
+        first.quiet()
+    with proxy(port) as second:
+        said = Talk(second.port, "holes", messages=talk.messages).say("Go on.")
+        assert said.books["marker"] == "ok"
+        assert said.books["omitted"] == 0
+        assert second.metric("evoke_degraded_total", stage="decide") == 0

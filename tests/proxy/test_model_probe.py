@@ -1,0 +1,97 @@
+"""The model itself is asked what a question is about, and what it looks for comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from conversation import Talk
+from harness import RunningProxy
+
+from evoke_proxy.core.policy.probe import DecodeSpeed
+
+BUDGET = 320
+STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
+
+
+def _prober(running: RunningProxy) -> Any:
+    return running.engine.server.strategies.budgeted._planner._prober
+
+
+def told(port: int, name: str, recall: str) -> Talk:
+    """A fact, and so much behind it that it has left."""
+    fields = {"evoke_budget": BUDGET, "evoke_recall": recall}
+    talk = Talk(port, name, fields)
+    talk.say("My residence is amber falcon.", max_tokens=4)
+    for _ in range(8):
+        talk.say(STORY, max_tokens=4)
+    return talk
+
+
+def asked(talk: Talk, question: str) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
+    """What is answered, the books in the usage, and those of llama-server."""
+    talk.messages.append({"role": "user", "content": question})
+    answer = talk.post(max_tokens=24)
+    assert answer.status == 200, answer.body
+    reply = json.loads(answer.body)
+    return (
+        reply["choices"][0]["message"]["content"],
+        reply["usage"]["evoke"],
+        reply["timings"]["evoke"],
+    )
+
+
+class _Steady(DecodeSpeed):
+    """So many tokens a second, whatever is measured."""
+
+    def __init__(self, speed: float) -> None:
+        super().__init__()
+        self._speed = speed
+
+    def seconds(self, tail: int, words: int) -> float:
+        return (tail + words) / self._speed
+
+
+@pytest.mark.parametrize("recall", ["text", "model", "fused"])
+def test_what_no_word_asks_for_comes_back_because_the_model_looks_for_it(
+    patched_proxy: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(1000))
+    talk = told(patched_proxy.port, f"probing {recall}", recall)
+    spent = patched_proxy.metric("evoke_probe_tokens_total")
+    text, usage, books = asked(talk, "Where do I live?")
+    found = "amber falcon" in text
+    assert found is (recall != "text"), text
+    assert books["n_resident_peak"] <= BUDGET and books["marker"] == "ok"
+    assert usage["decoded"] + usage["resident_before"] + usage["recovered"] + usage[
+        "omitted"
+    ] == len_of(talk, patched_proxy)
+    if recall == "text":
+        assert "probe" not in usage
+        return
+    probe = usage["probe"]
+    # The tail once more, and the words that the model began with.
+    assert usage["decoded"] < probe["decoded"] <= usage["decoded"] + 12
+    assert 0 < probe["brought"] <= usage["recovered"]
+    assert patched_proxy.metric("evoke_probe_tokens_total") == spent + probe["decoded"]
+    assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
+    assert patched_proxy.metric("evoke_budget_breach_total") == 0
+
+
+def len_of(talk: Talk, ours: RunningProxy) -> int:
+    """The tokens of the conversation's latest prompt."""
+    known = next(known for known in ours.engine.conversations if known.name == talk.session)
+    return len(known.tokens)
+
+
+def test_where_text_is_sure_and_probes_are_slow_none_is_made(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = told(patched_proxy.port, "probing sure", "fused")
+    monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(20))
+    declined = patched_proxy.metric("evoke_probes_total", result="too_dear")
+    text, usage, _ = asked(talk, "What is my residence?")
+    assert "amber falcon" in text and "probe" not in usage
+    assert patched_proxy.metric("evoke_probes_total", result="too_dear") == declined + 1

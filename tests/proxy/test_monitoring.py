@@ -1,0 +1,109 @@
+"""What an operator looks at: metrics, health, readiness, whatever llama-server does."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import threading
+import time
+
+import pytest
+from conversation import FILLER, Talk
+from fake_upstream import Exchange, fake_upstream
+from harness import RunningProxy, ask, proxy
+
+from evoke_proxy.engine.admin import exposition
+
+JSON = {"Content-Type": "application/json"}
+CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
+BUDGET, NEVER_S = 320, 60.0
+# Whatever a dashboard needs, by the first part of its name.
+PROMISED = """
+evoke_blocks_evicted_total evoke_blocks_recovered_total evoke_tokens_total evoke_resident_tokens
+evoke_plan_seconds_bucket evoke_ttft_seconds_bucket evoke_bypass_total evoke_budget_breach_total
+evoke_upstream_errors_total evoke_requests_total evoke_sessions evoke_build_info
+""".split()
+
+
+async def _never(exchange: Exchange) -> None:
+    await asyncio.sleep(NEVER_S)
+
+
+def test_every_documented_metric_is_exported(patched_proxy: RunningProxy) -> None:
+    talk = Talk(patched_proxy.port, "m", {"evoke_budget": BUDGET})
+    for number in range(4):
+        talk.say(f"Turn {number}. {FILLER}")
+    talk.say("Not managed.", evoke=False)
+    patched_proxy.engine.metrics.upstream_errors.labels(kind="upstream_timeout").inc()
+    text = ask(patched_proxy.port, "GET", "/metrics").body.decode()
+    theirs, ours = text.split("# HELP evoke_", 1)
+    assert "llamacpp:prompt_tokens_total" in theirs and "llamacpp:" not in ours
+    names = set(re.findall(r"^(evoke_\w+)", text, re.MULTILINE))
+    assert [name for name in PROMISED if name not in names] == []
+    kinds = re.findall(r'^evoke_tokens_total\{kind="(\w+)"\} (\d+)', text, re.MULTILINE)
+    assert sorted(kind for kind, _ in kinds) == sorted(
+        ["decoded", "recovered", "resident_before", "omitted"]
+    )
+    assert re.search(r'^evoke_bypass_total\{reason="disabled"\} 1', text, re.MULTILINE)
+    # No session, user or text is a label's value.
+    values = re.findall(r'="([^"]*)"', text)
+    assert values and not [value for value in values if "Turn" in value or value == "m"]
+
+
+def test_every_sample_has_a_type(patched_proxy: RunningProxy) -> None:
+    text = ask(patched_proxy.port, "GET", "/metrics").body.decode()
+    typed = set(re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE))
+    for name in re.findall(r"^([a-z_:]+)[{ ]", text, re.MULTILINE):
+        base = re.sub(r"_(bucket|sum|count|total|created)$", "", name)
+        assert {name, base, f"{base}_total"} & typed, name
+
+
+def test_a_slow_scrape_of_the_server_omits_its_metrics_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exposition, "_SCRAPE_S", 0.2)
+    with fake_upstream(_never) as fake, proxy(fake.port) as running:
+        began = time.monotonic()
+        answer = ask(running.port, "GET", "/metrics")
+    assert time.monotonic() - began < NEVER_S / 2
+    assert answer.body.startswith(b"# llama-server has no metrics now: it is too slow\n")
+    assert b"evoke_build_info" in answer.body
+
+
+def test_health_answers_while_requests_wait() -> None:
+    with fake_upstream(_never, patched=True) as fake, proxy(fake.port) as running:
+        waiting = [threading.Thread(target=_give_up, args=(running.port,)) for _ in range(8)]
+        for thread in waiting:
+            thread.start()
+        for _ in range(20):
+            began = time.monotonic()
+            assert ask(running.port, "GET", "/evoke/health").status == 200
+            assert time.monotonic() - began < NEVER_S / 2
+        for thread in waiting:
+            thread.join()
+
+
+def _give_up(port: int) -> None:
+    """A request that nobody ever answers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=0.5)
+    connection.request("POST", "/v1/chat/completions", CHAT, JSON)
+    with pytest.raises(TimeoutError):
+        connection.getresponse()
+    connection.close()
+
+
+def test_a_stopping_proxy_is_not_ready_and_names_the_failed_check(
+    stock_proxy: RunningProxy,
+) -> None:
+    stock_proxy.engine.shared.draining = True
+    try:
+        answer = ask(stock_proxy.port, "GET", "/evoke/ready")
+        health = ask(stock_proxy.port, "GET", "/evoke/health")
+    finally:
+        stock_proxy.engine.shared.draining = False
+    said = json.loads(answer.body)
+    assert (answer.status, said["status"], said["failed"]) == (503, "not_ready", ["accepting"])
+    assert said["checks"]["upstream"]["ok"] is True
+    assert health.status == 200

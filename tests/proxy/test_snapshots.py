@@ -1,0 +1,444 @@
+"""In front of a stock llama-server: conversations keep their cache across restarts and slots.
+
+What counts is how many tokens the server has decoded in all, whoever asked it to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ask, until
+from stock_deployment import Chat, House, decoded, long_chat, quiet_metric, template
+
+QWEN = tuple(template("Qwen3.5-4B"))
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+NEW, SLACK = "And what comes after that?", 64
+HYBRID, WINDOWED = "tiny-qwen35", "tiny-gemma"
+
+
+def new_tokens(port: int, text: str) -> int:
+    """How long a message is."""
+    answer = ask(port, "POST", "/tokenize", json.dumps({"content": text}).encode())
+    return len(json.loads(answer.body)["tokens"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        (HYBRID, QWEN),
+        ("tiny-dense", (*QWEN, "-np", "4", "-kvu")),
+        (WINDOWED, QWEN),
+    ],
+    ids=["qwen35", "dense", "windows"],
+)
+def test_after_a_restart_of_both_only_what_is_new_is_decoded(
+    shape: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    house, chat = House(tmp_path, shape, options), long_chat(1100)
+    with house.both() as running:
+        first = sum(chat.ask(running.port, "So what is it?"))
+        assert first > 4000
+        running.settled()
+        chat.hear()
+    with house.both() as running:
+        limit = new_tokens(running.port, NEW) + SLACK
+        before = decoded(running.port)
+        chat.ask(running.port, NEW)
+        assert decoded(running.port) - before <= limit
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+    with house.both() as running:  # the same once more: the client regenerates
+        before = decoded(running.port)
+        chat.ask(running.port)
+        assert decoded(running.port) - before <= SLACK
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert running.metric("evoke_degraded_total", stage="restore") == 0
+
+
+def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahead(
+    tmp_path: Path,
+) -> None:
+    house = House(tmp_path, HYBRID, QWEN)
+    costs = {}
+    for look_ahead in (False, True):
+        chat = long_chat(1100)
+        chat.fields = NO_THINKING | {"max_tokens": 300, "seed": 1}
+        with house.both(look_ahead=look_ahead) as running:
+            chat.ask(running.port, "So what is it?")
+            running.settled()
+            chat.hear()
+            before = decoded(running.port)
+            chat.ask(running.port, NEW)
+            costs[look_ahead] = decoded(running.port) - before
+            wanted = "done" if look_ahead else "none"
+            assert quiet_metric(running, "evoke_look_aheads_total", result=wanted) == 2 * look_ahead
+        for file in house.files():
+            file.unlink()
+    assert costs[True] <= costs[False] / 5
+
+
+def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: Path) -> None:
+    """A branch keeps two: its newest step, and the history up to what its user said last, because
+    the template rewrites the steps when the user speaks again."""
+    house, chat = House(tmp_path, HYBRID, QWEN), long_chat(400)
+    chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
+    with house.both(look_ahead=False) as running:
+        chat.ask(running.port, "Look twice.")
+        running.settled()
+        for id in ("c0", "c1"):
+            call = {"id": id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+            step = {"role": "assistant", "content": "", "reasoning_content": f"so {id}"}
+            chat.messages.append(step | {"tool_calls": [call]})
+            seen = {"role": "tool", "tool_call_id": id, "content": "a b c d " * 20}
+            chat.messages.append(seen)
+            chat.ask(running.port)
+            running.settled()
+        assert len(house.files()) == 2
+    for goes_on, most in ((True, SLACK), (False, 500)):
+        if not goes_on:
+            chat.messages.append({"role": "assistant", "content": "Done."})
+        with house.both(look_ahead=False) as running:
+            before = decoded(running.port)
+            cached, _ = chat.ask(running.port, None if goes_on else NEW)
+            assert cached > 1000 and decoded(running.port) - before <= most
+            assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+
+
+def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -> None:
+    """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
+    house = House(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
+    with house.both(look_ahead=False) as running:
+        chats = [long_chat(300, start) for start in (0, 7)]
+        for turn in range(3):
+            for chat in chats:
+                cached, new = chat.ask(running.port, f"Turn {turn}?")
+                assert cached + new > 900
+                running.settled()
+                chat.hear()
+        wasted = running.metric("evoke_snapshot_restores_total", result="wasted")
+        assert wasted == 3
+        detail = json.loads(ask(running.port, "GET", "/evoke/ready").body)["checks"]["snapshots"]
+        assert "given up restoring" in detail["detail"]
+
+
+def test_what_parts_from_restored_windows_is_answered_as_if_nothing_had_been_restored(
+    tmp_path: Path,
+) -> None:
+    """With --swa-full llama-server would go on from windows that it has not got whole."""
+    house = House(tmp_path, WINDOWED, (*QWEN, "--swa-full", "--cache-ram", "0"))
+    chat = long_chat(300)
+    chat.fields = NO_THINKING
+    fields = NO_THINKING | {"logprobs": True, "top_logprobs": 4, "max_tokens": 2}
+    with house.both() as running:
+        chat.ask(running.port, "Begin.", max_tokens=50)
+        running.settled()
+        chat.hear()
+    kept = len(chat.messages) - 1
+    with house.server() as port, house.proxy(port) as running:
+        chat.ask(running.port, NEW)
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        chat.messages[kept:] = [{"role": "assistant", "content": "No."}]
+        chat.messages.append({"role": "user", "content": "Why?"})
+        body = {"messages": chat.messages, "temperature": 0, **fields}
+        answers = []
+        for to, more in ((running.port, {}), (port, {"cache_prompt": False})):
+            answer = ask(to, "POST", "/v1/chat/completions", json.dumps(body | more).encode())
+            answers.append(json.loads(answer.body))
+        words = [answer["choices"][0]["logprobs"]["content"] for answer in answers]
+        ours, fresh = [
+            [one["logprob"] for word in each for one in word["top_logprobs"]] for each in words
+        ]
+        assert ours == pytest.approx(fresh, abs=0.01)
+
+
+def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_path: Path) -> None:
+    house = House(tmp_path, HYBRID, (*QWEN, "--cache-ram", "0"))
+    with house.both() as running:
+        chats = [long_chat(400, start) for start in (0, 7, 13)]
+        for chat in chats:
+            chat.ask(running.port, "Begin.")
+            running.settled()
+            chat.hear()
+        before = decoded(running.port)
+        for chat in chats:
+            chat.ask(running.port, NEW)
+            running.settled()
+        assert decoded(running.port) - before <= 3 * (SLACK + 10)
+        assert running.metric("evoke_snapshot_restores_total", result="useful") == 3
+
+
+def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> None:
+    """A default server empties idle slots into memory: what it has there is longer than a file."""
+    house = House(tmp_path, "", ("-np", "4", "-kvu"))
+    with house.both(look_ahead=False) as running:
+        chats = [long_chat(300, start) for start in (0, 7)]
+        for chat in chats:
+            chat.ask(running.port, "Begin.")
+            running.settled()
+            chat.hear()
+        before = decoded(running.port)
+        chats[0].ask(running.port, NEW)
+        assert decoded(running.port) - before <= SLACK
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 0
+
+
+def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
+    house = House(tmp_path, "", ("-c", "8192"))
+    with house.both() as running:
+        other, chat = Chat([]), long_chat(300)
+        other.ask(running.port, "Nothing of note.")
+        running.settled()
+        slow, calls = running.engine.server.strategies.snapshots._lookahead, []
+
+        async def never(*given: Any) -> None:
+            calls.append(1)
+            await given[3].run(asyncio.sleep(60))
+
+        slow._decode = never  # type: ignore[method-assign,assignment]
+        chat.ask(running.port, "Begin.")
+        until(lambda: calls)
+        other.ask(running.port)
+        assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
+
+
+def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
+    with House(tmp_path).both() as running:
+        chats = [long_chat(300, start) for start in (0, 7)]
+        upstream, slots, first = running.engine.upstream, running.engine.server.slots, iter([True])
+        opened = upstream.open
+
+        @asynccontextmanager
+        async def both_there(method: str, target: str, *more: Any) -> AsyncIterator[Any]:
+            if target == "/v1/chat/completions" and next(first, False):
+                while not slots.pool.queued:  # the first is not answered before the other waits
+                    await asyncio.sleep(0.01)
+            async with opened(method, target, *more) as reply:
+                yield reply
+
+        upstream.open = both_there  # type: ignore[method-assign,assignment]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda chat: chat.ask(running.port, "Begin."), chats))
+        running.settled()
+        results = {
+            result: running.metric("evoke_look_aheads_total", result=result)
+            for result in ("done", "skipped", "cancelled")
+        }
+        assert results["done"] == 1 == results["skipped"] + results["cancelled"]
+
+
+def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_restored(
+    tmp_path: Path,
+) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    house, chat = House(theirs), long_chat(300)
+    with house.server() as port, house.proxy(port, directory=str(ours)) as running:
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert "is not the --slot-save-path" in ready["checks"]["snapshots"]["detail"]
+        chat.ask(running.port, "Begin.")
+        assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_reduced") == 1
+    assert not list(ours.glob("*.evoke-*"))
+
+
+def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path) -> None:
+    house, chat = House(tmp_path), long_chat(300)
+    with house.both() as running:
+        running.settled()  # it decodes something to learn what llama-server is
+        calls = running.engine.server.strategies.snapshots._api
+
+        async def broken(*_: object) -> None:
+            raise RuntimeError("broken on purpose")
+
+        calls.prefill = broken  # type: ignore[method-assign,assignment]
+        chat.ask(running.port, "Begin.")
+        assert running.metric("evoke_degraded_total", stage="prefill") == 1
+        cached, new = chat.ask(running.port)
+        assert cached + new > 900
+
+
+def test_requests_without_a_conversation_are_forwarded_unchanged(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    with house.both() as running:
+        raw = {"prompt": "a b " * 300, "max_tokens": 4, "temperature": 0}
+        answer = ask(running.port, "POST", "/v1/completions", json.dumps(raw).encode())
+        assert answer.status == 200
+        for fields in ({"cache_prompt": False}, {"id_slot": 0}, {"evoke": False}):
+            long_chat(300).ask(running.port, "Begin.", **fields)
+        running.settled()
+        assert house.files() == []
+        assert len(running.engine.conversations) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "with_tools"),
+    [
+        ("Qwen3.5-4B", (True, True), (True, True)),
+        ("ibm-granite-granite-4.0", (True, True), (True, True)),
+        ("Mistral-Small-3.2-24B-Instruct-2506", (True, True), (False, False)),
+    ],
+)
+def test_the_stability_of_real_templates_is_measured_at_start(
+    name: str, plain: tuple[bool, bool], with_tools: tuple[bool, bool], tmp_path: Path
+) -> None:
+    house = House(tmp_path, "", tuple(template(name)))
+    with house.both() as running:
+        assert ask(running.port, "GET", "/evoke/ready").status == 200
+        facts = running.engine.server.strategies.snapshots.probe
+        found = [facts.stability(tools) for tools in (False, True)]
+    assert [(each.boundary, each.ahead) for each in found] == [plain, with_tools]
+
+
+@pytest.mark.parametrize("options", [("-np", "4", "-kvu"), ("-np", "4", "-no-kvu", "-c", "16384")])
+def test_concurrent_requests_cost_the_server_little_more_than_directly(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Six chats on four slots, three turns each, next to the same sent directly."""
+    totals = {}
+    for arm in ("direct", "ours"):
+        house = House(tmp_path / arm, "", options)
+        house.folder.mkdir()
+        with house.server() as port, house.proxy(port) as running:
+            chats = [long_chat(200, start) for start in (0, 7, 13, 29, 31, 37)]
+            with ThreadPoolExecutor(len(chats)) as pool:
+                to = port if arm == "direct" else running.port
+                list(pool.map(lambda chat, to=to: _three_turns(chat, to), chats))
+            running.settled()
+            totals[arm] = decoded(port)
+            assert not running.engine.metrics.degraded.collect()[0].samples
+    assert totals["ours"] <= 1.3 * totals["direct"]
+
+
+def test_one_at_a_time_is_one_at_a_time_and_keeps_slots_all_the_same(tmp_path: Path) -> None:
+    house = House(tmp_path, "", ("-np", "4", "-kvu"))
+    busiest = 0
+    with house.server() as port, house.proxy(port, one_at_a_time=True) as running:
+        chats = [long_chat(200, start) for start in (0, 7, 13)]
+        with ThreadPoolExecutor(3) as pool:
+            turns = [pool.submit(_three_turns, chat, running.port) for chat in chats]
+            while not all(turn.done() for turn in turns):
+                slots = json.loads(ask(port, "GET", "/slots").body)
+                busiest = max(busiest, sum(slot["is_processing"] for slot in slots))
+        assert [turn.result() for turn in turns] == [None] * 3
+        running.settled()
+        before = decoded(port)
+        for chat in chats:
+            chat.ask(running.port, NEW)
+            running.settled()
+        assert decoded(port) - before <= 3 * (SLACK + 10)
+        assert not running.engine.metrics.degraded.collect()[0].samples
+    assert busiest == 1
+
+
+def _three_turns(chat: Chat, port: int) -> None:
+    for turn in range(3):
+        cached, new = chat.ask(port, f"Turn {turn}.")
+        assert cached + new > 600
+        chat.hear()
+
+
+def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
+    house = House(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
+    chat = long_chat(400)
+    with house.both() as running:
+        chat.ask(running.port, "Begin.")
+        running.settled()
+        chat.hear()
+        until(lambda: json.loads(ask(running.port, "GET", "/props").body)["is_sleeping"])
+        cached, new = chat.ask(running.port, NEW)
+        assert cached > 1000 and new <= SLACK
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+
+
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+USED = {"type": "tool_use", "id": "t1", "name": "look", "input": {"place": "caf\u00e9", "n": 1.5}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "x"}]}
+BILLED = "x-anthropic-billing-header: v=1; cch=a5145;You are a coding agent."
+
+
+def _message(port: int, messages: list[object], **fields: object) -> dict[str, object]:
+    body = {"messages": messages, "max_tokens": 24, "tools": [TOOL], "system": BILLED} | fields
+    answer = ask(port, "POST", "/v1/messages", json.dumps(body).encode())
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
+    """Their bodies carry no slot: what is restored is found by llama-server itself."""
+    house = House(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
+    chat: list[object] = [
+        {"role": "user", "content": "one two three four " * 300},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USED]},
+        {"role": "user", "content": [RESULT, {"type": "text", "text": "So?"}]},
+    ]
+    with house.both() as running:
+        said = _message(running.port, chat)
+        running.settled()
+        assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
+    chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": NEW}]
+    with house.both() as running:
+        before = decoded(running.port)
+        usage = _message(running.port, chat)["usage"]
+        assert decoded(running.port) - before <= 24 + SLACK
+        assert usage["cache_read_input_tokens"] > 1000  # type: ignore[index]
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        files = house.files()
+
+        async def miscounted(*_: object) -> int:
+            return 7
+
+        running.engine.server.strategies.snapshots._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
+        assert _message(running.port, [{"role": "user", "content": "two " * 300}])["content"]
+        assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
+        assert house.files() == files
+
+
+def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path: Path) -> None:
+    chat = long_chat(300)
+    chat.messages.insert(0, {"role": "system", "content": "You help.\nToday is Monday, 12:00."})
+    with House(tmp_path).both(look_ahead=False) as running:
+        chat.ask(running.port, "Begin.")
+        running.settled()
+        chat.hear()
+        chat.messages[0]["content"] = "You help.\nToday is Monday, 12:34."
+        chat.ask(running.port, NEW)
+        assert quiet_metric(running, "evoke_prefix_divergence_total", cause="date_line") == 1
+        latest = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"][0]
+        assert latest["drift"] == {"cause": "date_line", "message": 0, "characters": [30, 32]}
+
+
+def _respond(port: int, items: list[object], **fields: object) -> dict[str, object]:
+    tool = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    body = {"input": items, "max_output_tokens": 24, "tools": [tool], "instructions": "Help."}
+    answer = ask(port, "POST", "/v1/responses", json.dumps(body | fields).encode())
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+def test_responses_keep_their_cache_too(tmp_path: Path) -> None:
+    house = House(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a":1}'}
+    items: list[object] = [
+        {"role": "user", "content": "one two three four " * 300},
+        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "x"},
+        {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
+    ]
+    with house.both() as running:
+        said = _respond(running.port, items)
+        running.settled()
+        assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
+    items += [*said["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
+    with house.both() as running:
+        before = decoded(running.port)
+        usage = _respond(running.port, items)["usage"]
+        assert decoded(running.port) - before <= 24 + SLACK
+        assert usage["input_tokens_details"]["cached_tokens"] > 1000  # type: ignore[index]
+        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
