@@ -84,7 +84,7 @@ def test_the_same_instance_is_the_same_server_whatever_failed_between(error: Evo
     assert watched.looks(False, True) == [FIRST]
     rejected = isinstance(error, UpstreamRejected) and error.status == 401
     assert (watched.watch.server is UNKNOWN_SERVER) is not rejected
-    watched.watch._again_at = 0.0
+    watched.watch._retry_at = 0.0
     assert watched.looks(True) == [FIRST] and watched.watch.server is FIRST
     assert watched.looks(True) == [FIRST, SECOND]
 
@@ -105,7 +105,7 @@ def test_a_stock_server_was_restarted_if_its_port_was_closed(
 ) -> None:
     watched = Watched([STOCK, error, STOCK])
     watched.looks(False, True)
-    watched.watch._again_at = 0.0
+    watched.watch._retry_at = 0.0
     assert watched.looks(True) == [STOCK] * (1 + restarted)
 
 

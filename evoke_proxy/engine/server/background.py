@@ -21,12 +21,12 @@ class BackgroundTasks:
     def __init__(self, on_failure: Callable[[EvokeError], None] | None = None) -> None:
         self._on_failure = on_failure
         self._tasks = asyncio.TaskGroup()
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
 
     @property
     def busy(self) -> bool:
         """Whether any of it is not done."""
-        return bool(self._under_way)
+        return bool(self._running)
 
     async def __aenter__(self) -> BackgroundTasks:
         await self._tasks.__aenter__()
@@ -38,7 +38,7 @@ class BackgroundTasks:
     def run(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Begin it; `what` names it in the log."""
         task = self._tasks.create_task(self._logged(work, what))
-        self._under_way.add(task)
+        self._running.add(task)
         task.add_done_callback(lambda task: self._done(task, work))
         return task
 
@@ -46,12 +46,12 @@ class BackgroundTasks:
         """Wait for what is under way now, and for what that begins before it ends, `but` for
         these."""
         for _ in range(2):
-            if waited_for := self._under_way.difference(but):
+            if waited_for := self._running.difference(but):
                 await asyncio.wait(waited_for)
 
     def _done(self, task: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
         work.close()  # one that was cancelled before it began complains otherwise
-        self._under_way.discard(task)
+        self._running.discard(task)
 
     async def _logged(self, work: Coroutine[Any, Any, None], what: str) -> None:
         try:

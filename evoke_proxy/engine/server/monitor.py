@@ -47,9 +47,9 @@ class ServerMonitor:
         self._metrics = metrics
         self._latest = UNKNOWN_SERVER  # the instance that answered last
         self._ended = False  # its process is known to have ended
-        self._doubts, self._settled_doubts = 0, 0
+        self._doubts, self._resolved_doubts = 0, 0
         self._one = asyncio.Lock()
-        self._again_at = 0.0
+        self._retry_at = 0.0
 
     async def ask(self, client: Mapping[str, str] | None = None) -> None:
         """Ask now; raises UpstreamError when there is no answer."""
@@ -67,13 +67,13 @@ class ServerMonitor:
             return
         async with self._one:  # what another request has learnt meanwhile is enough
             now = asyncio.get_running_loop().time()
-            if self._is_certain() or now < self._again_at:
+            if self._is_certain() or now < self._retry_at:
                 return
             try:
                 await self._ask(client)
             except UpstreamTimeout as error:
                 loop = asyncio.get_running_loop()
-                self._again_at = loop.time() + self.config.upstream.probe_interval_s
+                self._retry_at = loop.time() + self.config.upstream.probe_interval_s
                 _log.warning("%s", error)
             except EvokeError as error:
                 _log.warning("%s", error)
@@ -113,7 +113,7 @@ class ServerMonitor:
         self.server = UNKNOWN_SERVER
 
     def _is_certain(self) -> bool:
-        return self.server is not UNKNOWN_SERVER and self._doubts == self._settled_doubts
+        return self.server is not UNKNOWN_SERVER and self._doubts == self._resolved_doubts
 
     async def _ask(self, client: Mapping[str, str] | None) -> None:
         doubts = self._doubts
@@ -122,7 +122,7 @@ class ServerMonitor:
         except UpstreamError as error:
             self.missed(error)
             raise
-        self._settled_doubts = doubts
+        self._resolved_doubts = doubts
         self._learn(server)
 
     async def check(self) -> dict[str, Any]:
@@ -141,8 +141,8 @@ class ServerMonitor:
         """One line for a person: what requests through this proxy get."""
         url = self._client.url
         if not self.server.patched:
-            helped = self.config.snapshots.directory
-            what = "Chats keep their slots on disk" if helped else "Every request passes through"
+            is_kept = self.config.snapshots.directory
+            what = "Chats keep their slots on disk" if is_kept else "Every request passes through"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
                 " evoke-proxy build-server builds one that can"

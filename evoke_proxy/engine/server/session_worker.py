@@ -30,12 +30,12 @@ class SessionWorker:
     def __init__(self) -> None:
         self._room = asyncio.Semaphore(_AT_ONCE)
 
-    async def run(self, known: Conversation, long: bool, work: Callable[[], T]) -> T:
-        """The result of `work`, which may change the session of `known` and nothing else."""
+    async def run(self, conversation: Conversation, long: bool, work: Callable[[], T]) -> T:
+        """The result of `work`, which may change the session of `conversation` and nothing else."""
         if not long:
-            return await known.computed(work, long)
+            return await conversation.computed(work, long)
         async with self._room:
-            return await known.computed(work, long)
+            return await conversation.computed(work, long)
 
 
 def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:

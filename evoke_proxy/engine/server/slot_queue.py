@@ -28,24 +28,24 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 # for it after a second without any result, and an answer to us is a result: asking more often would
 # keep it from noticing.
 _FIRST_ASKED_S = (0.0, 0.05, 0.15)
-_ASK_AGAIN_S = 1.3
+_POLL_S = 1.3
 _WARN_EVERY_S = 60.0
 # llama-server needs about so long to notice that it is to stop: what ends by itself until then is
 # not cut off.
 _GRACE_S = 1.0
 
 
-async def until_over(busy: Callable[[], Awaitable[bool]], enough: Callable[[], bool]) -> None:
+async def until_over(busy: Callable[[], Awaitable[bool]], give_up: Callable[[], bool]) -> None:
     """Wait until llama-server is done with a request whose client is gone.
 
     A slot that is still busy is never given to the next request, however long that takes. The wait
-    ends early only when `enough` says so, or when llama-server cannot be reached or says nothing
+    ends early only when `give_up` says so, or when llama-server cannot be reached or says nothing
     about its slots: then nothing of ours runs there, or nobody can tell.
     """
     loop = asyncio.get_running_loop()
     began, warned_at, asked = loop.time(), loop.time(), 0
     while True:
-        await asyncio.sleep(_FIRST_ASKED_S[asked] if asked < len(_FIRST_ASKED_S) else _ASK_AGAIN_S)
+        await asyncio.sleep(_FIRST_ASKED_S[asked] if asked < len(_FIRST_ASKED_S) else _POLL_S)
         asked += 1
         try:
             if not await busy():
@@ -55,7 +55,7 @@ async def until_over(busy: Callable[[], Awaitable[bool]], enough: Callable[[], b
         except UpstreamRejected as error:
             if error.status != 503:
                 raise
-        if enough():
+        if give_up():
             return
         if loop.time() - warned_at > _WARN_EVERY_S:
             warned_at = loop.time()
@@ -188,7 +188,7 @@ class BackgroundLease:
             return
         self._has_ended = True
         if self._is_busy and self._settle is not None and self._spawn is not None:
-            work = self._settled(self._settle)
+            work = self._release_when_idle(self._settle)
             try:
                 self._spawn(work, "waiting for a slot to be idle")
                 return
@@ -244,7 +244,7 @@ class BackgroundLease:
         if self._work is not None:
             self._work.cancel()
 
-    async def _settled(self, settle: Callable[[], Awaitable[None]]) -> None:
+    async def _release_when_idle(self, settle: Callable[[], Awaitable[None]]) -> None:
         try:
             await settle()
         finally:

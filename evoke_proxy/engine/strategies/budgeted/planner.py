@@ -168,21 +168,21 @@ class Planner:
         view, session = turn.view, turn.conversation.session
         if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
-        begun, plan = await self._begin(turn, view)
-        seen = await self._attention.read(begun, conversation, turn.headers)
-        if seen is not begun:
-            begun, plan = seen, await self._compute(turn, partial(session.plan, seen))
+        started, plan = await self._begin(turn, view)
+        seen = await self._attention.read(started, conversation, turn.headers)
+        if seen is not started:
+            started, plan = seen, await self._compute(turn, partial(session.plan, seen))
         recalled = None
-        if quotes_evicted(begun.config):
-            begun, plan, recalled = await self._with_text(turn, trace, begun, plan)
+        if quotes_evicted(started.config):
+            started, plan, recalled = await self._with_text(turn, trace, started, plan)
         else:
             trace.stage = "probe"
-            begun, plan = await self._prober.probe(turn, trace, probe, (begun, plan))
+            started, plan = await self._prober.probe(turn, trace, probe, (started, plan))
         trace.stage = "plan"
-        more = self._attention.ops(begun.config, conversation)
-        call = PlanCall(plan, begun.slot, conversation.owner, begun.rendered.tokens, more)
+        more = self._attention.ops(started.config, conversation)
+        call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await self._server.blocks.run_plan(call, turn.headers)
-        session.applied(begun, plan)
+        session.applied(started, plan)
         trace.stage = "splice"
         body = turn.body if recalled is None else recalled.body
         quoted = () if recalled is None else recalled.blocks
@@ -191,13 +191,13 @@ class Planner:
         )
         members = _marker(view.id, epoch)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
-        self._note(turn, (begun, plan), epoch, quoted)
-        headers, extra = _verbose_reply(turn, (begun, plan), quoted, probe)
+        self._note(turn, (started, plan), epoch, quoted)
+        headers, extra = _verbose_reply(turn, (started, plan), quoted, probe)
         moved = "" if plan.moves_nothing else ":moved"
         return _budgeted(
             scope.turn,
             forwarded=forwarded,
-            decision=begun.config.name + moved,
+            decision=started.config.name + moved,
             plan=plan,
             budget=(plan.stream.budget if plan.stream is not None else 0) or None,
             response_headers=headers,
@@ -205,34 +205,34 @@ class Planner:
             answer=spoken.answer if spoken is not None else None,
             is_planned=True,
             has_marker=True,
-            writes_back=begun.config.writeback and saves_evicted(begun.config),
+            writes_back=started.config.writeback and saves_evicted(started.config),
         )
 
     async def _with_text(
-        self, turn: RenderedTurn, trace: RequestTrace, begun: Turn, plan: Plan
+        self, turn: RenderedTurn, trace: RequestTrace, started: Turn, plan: Plan
     ) -> tuple[Turn, Plan, QuotedRequest | None]:
         """The turn with the evicted text that it needs quoted in its last message.
 
         Unchanged where that exceeds the budget, or leaves no room in the context for the answer.
         """
-        quoting = partial(quote_evicted, begun, begun.query, turn.body)
+        quoting = partial(quote_evicted, started, started.query, turn.body)
         is_long_body = is_large(turn.body)
         recalled = await self._worker.run(turn.conversation, is_long_body, quoting)
         if recalled is None:
-            return begun, plan, None
+            return started, plan, None
         trace.stage = "render"
         try:
             rendered = await self.render(turn.request, recalled.body)
         except PromptTooLong:
-            return begun, plan, None
+            return started, plan, None
         trace.stage = "decide"
         extended = replace(turn, chat=recalled.request, rendered=rendered)
         longer, longer_plan = await self._begin(extended, extended.view)
-        n_answer = turn.chat.max_tokens or begun.config.reserve_tokens
+        n_answer = turn.chat.max_tokens or started.config.reserve_tokens
         too_long = self.exceeds_context(rendered, n_answer)
         if too_long or (longer_plan.infeasible and not plan.infeasible):
-            begun, _ = await self._begin(turn, begun.slot)
-            return begun, plan, None
+            started, _ = await self._begin(turn, started.slot)
+            return started, plan, None
         return longer, longer_plan, recalled
 
     async def _begin(self, turn: RenderedTurn, view: SlotView) -> tuple[Turn, Plan]:
@@ -241,8 +241,8 @@ class Planner:
 
         def work() -> tuple[Turn, Plan]:
             session.add_vectors(stacked(vectors))
-            begun = session.begin(turn.rendered, view, turn.chat, turn.question_vectors)
-            return begun, session.plan(begun)
+            started = session.begin(turn.rendered, view, turn.chat, turn.question_vectors)
+            return started, session.plan(started)
 
         return await self._compute(turn, work, len(vectors))
 
@@ -271,18 +271,22 @@ class Planner:
         self, turn: RenderedTurn, planned: tuple[Turn, Plan], epoch: int, quoted: Sequence[Block]
     ) -> None:
         """Write a plan that has run into the conversation and the metrics."""
-        (begun, plan), conversation, metrics = planned, turn.conversation, self._server.metrics
+        (started, plan), conversation, metrics = (
+            planned,
+            turn.conversation,
+            self._server.metrics,
+        )
         conversation.budgeted.epoch = epoch
         conversation.budgeted.budget, conversation.budgeted.policy = (
-            begun.config.budget,
-            begun.config.name,
+            started.config.budget,
+            started.config.name,
         )
-        conversation.budgeted.capture = self._attention.wanted(begun.config, conversation)
+        conversation.budgeted.capture = self._attention.wanted(started.config, conversation)
         metrics.evicted.inc(len(plan.evicts))
         metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
         metrics.as_text.inc(len(quoted))
-        if begun.divergence is not None:
-            _log.info("session %s left its history at %d", conversation.id, begun.divergence)
+        if started.divergence is not None:
+            _log.info("session %s left its history at %d", conversation.id, started.divergence)
 
     async def _learn(self, turn: RenderedTurn, refused: PlanRefused) -> None:
         """Count a refusal, and find out which of the session's copies are gone."""
@@ -326,18 +330,18 @@ def _verbose_reply(
     """Headers and `usage.evoke` for a client that asked what the proxy did."""
     if not turn.request.is_verbose:
         return {}, None
-    (begun, plan), conversation = planned, turn.conversation
+    (started, plan), conversation = planned, turn.conversation
     loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
     if probe.result is not None:
         loads += probe.result.remaining_spans(plan)
     headers = {
         "X-Evoke-Session": conversation.name or conversation.id,
-        "X-Evoke-Policy": begun.config.name,
+        "X-Evoke-Policy": started.config.name,
         "X-Evoke-Evicted": _counts([evict.span for evict in plan.evicts]),
         "X-Evoke-Recovered": _counts(loads),
-        "X-Evoke-Omitted": f"tokens={forecast(begun.view, plan).omitted}",
+        "X-Evoke-Omitted": f"tokens={forecast(started.view, plan).omitted}",
     }
-    extra = usage_outcome(begun, plan, quoted)
+    extra = usage_outcome(started, plan, quoted)
     if probe.result is not None:
         extra["probe"] = probe.result.summary(plan)
     if "as_text" in extra:

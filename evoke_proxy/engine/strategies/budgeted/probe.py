@@ -67,33 +67,33 @@ class Prober:
         Both are as `planned` where a probe does not pay, or was tried before. Runs a plan of its
         own first. Raises PlanRefused, and other EvokeErrors for what llama-server does.
         """
-        (begun, _), conversation, metrics = planned, turn.conversation, self._server.metrics
-        reason = "off" if record.result is not None else self._declined(conversation, begun)
+        (started, _), conversation, metrics = planned, turn.conversation, self._server.metrics
+        reason = "off" if record.result is not None else self._declined(conversation, started)
         if reason != "off":
             metrics.probes.labels(result=reason or "made").inc()
         if reason:
             return planned
         loop = asyncio.get_running_loop()
-        started = loop.time()
-        session, roomy = conversation.session, _with_room(begun)
+        started_at = loop.time()
+        session, roomy = conversation.session, _with_room(started)
         first = session.plan(roomy)
         if first.infeasible or first.crowded:
             return planned
         record.result = ProbeResult(first, 0, 0.0)  # tried, should it be refused
-        more = [*self._attention.ops(begun.config, conversation), PROBE]
-        call = PlanCall(first, begun.slot, conversation.owner, begun.rendered.tokens, more)
+        more = [*self._attention.ops(started.config, conversation), PROBE]
+        call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await self._server.blocks.run_plan(call, turn.headers)
         session.applied(roomy, first)
-        cursor = begun.view.decode_from
+        cursor = started.view.decode_from
         with trace.waiting():
-            decoded = await self._decode(turn, begun, epoch)
+            decoded = await self._decode(turn, started, epoch)
         # Without a tenant no copies are listed: only what is resident matters.
-        answer = await self._server.blocks.slot(begun.slot.id, "", turn.headers, LATEST)
+        answer = await self._server.blocks.slot(started.slot.id, "", turn.headers, LATEST)
         view = replace(SlotView.parse(answer), n_common=cursor)
-        later = session.begin(begun.rendered, view, begun.request, turn.question_vectors)
+        later = session.begin(started.rendered, view, started.request, turn.question_vectors)
         found = await self._sought(turn, later)
         later = replace(later, view=replace(later.view, model_relevance=found))
-        seconds = loop.time() - started
+        seconds = loop.time() - started_at
         record.result = ProbeResult(first, decoded, seconds)
         metrics.probe_tokens.inc(decoded)
         metrics.probe_seconds.observe(seconds)
@@ -114,14 +114,14 @@ class Prober:
         sure = view.index.confidence(turn.query, view.blocks, view.first_new_block)
         return reason_to_skip(view, turn.config, seconds, sure)
 
-    async def _decode(self, turn: RenderedTurn, begun: Turn, epoch: int) -> int:
+    async def _decode(self, turn: RenderedTurn, started: Turn, epoch: int) -> int:
         """Run the probe; how many tokens it decoded."""
         body = {
-            "prompt": begun.rendered.tokens.tolist(),
-            "n_predict": begun.config.probe_tokens,
+            "prompt": started.rendered.tokens.tolist(),
+            "n_predict": started.config.probe_tokens,
             "temperature": 0,
             "cache_prompt": True,
-            "id_slot": begun.slot.id,
+            "id_slot": started.slot.id,
             "evoke": {"epoch": epoch},
             "response_fields": ["timings"],
         }

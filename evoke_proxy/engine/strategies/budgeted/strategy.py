@@ -209,8 +209,8 @@ class BudgetedStrategy(CacheStrategy):
         is_answering = not isinstance(error, UpstreamUnavailable | UpstreamTimeout)
         if is_answering and turn.slots and conversation is not None:
             try:
-                held = await self._planner.hold_budget(request, scope, conversation)
-                return replace(held, decision=f"{held.decision}:held")
+                without_plan = await self._planner.hold_budget(request, scope, conversation)
+                return replace(without_plan, decision=f"{without_plan.decision}:held")
             except PromptTooLong:
                 return turn  # llama-server refuses it, so it exceeds no budget
             except Exception as failure:
