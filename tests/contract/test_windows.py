@@ -65,7 +65,7 @@ def test_with_swa_full_a_restored_window_is_taken_for_more_than_it_is(kept: str)
         with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
             tokens = server.tokens(story(250))
             cut, diverged = tokens[:300], tokens[:260] + tokens[300:320]
-            asked = {"marked": False, "n_predict": 3, "n_probs": 4}
+            asked = {"marker": False, "n_predict": 3, "n_probs": 4}
             server.complete(cut, marker=False, n_predict=0)
             live = server.complete(diverged, **asked)
             server.erase()
