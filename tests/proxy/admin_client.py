@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from conversation import FILLER, Said, Talk
+from conversation import FILLER, ChatClient, TurnResult
 from harness import PATIENCE_S, RunningProxy, ask
 
 JSON = {"Content-Type": "application/json"}
@@ -28,16 +28,16 @@ def operate(
     return json.loads(answer.body)
 
 
-def planted(port: int, session: str, turns: int = 6) -> Talk:
+def planted(port: int, session: str, turns: int = 6) -> ChatClient:
     """A fact that was said first and evicted since."""
-    talk = Talk(port, session, {"evoke_budget": BUDGET})
+    talk = ChatClient(port, session, {"evoke_budget": BUDGET})
     talk.say(FACT)
     for number in range(turns):
         talk.say(f"Turn {number}. {FILLER}")
     return talk
 
 
-def recovered(talk: Talk) -> Said:
+def recovered(talk: ChatClient) -> TurnResult:
     """The turn that asks for it."""
     said = talk.say(ASKS)
     assert said.books["recovered"] > 0

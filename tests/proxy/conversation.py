@@ -18,7 +18,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TurnResult:
     """One turn: the answer's text, the engine's books, the response headers."""
 
     text: str
@@ -31,7 +31,7 @@ class Said:
 
 
 @dataclass(slots=True)
-class Talk:
+class ChatClient:
     """Resends its whole history every turn, as agents do."""
 
     port: int
@@ -55,7 +55,7 @@ class Talk:
         """Send the history as it is."""
         return ask(self.port, "POST", "/v1/chat/completions", self.body(**fields), self.headers)
 
-    def say(self, text: str, **fields: Any) -> Said:
+    def say(self, text: str, **fields: Any) -> TurnResult:
         """One whole turn, which must succeed."""
         self.messages.append({"role": "user", "content": text})
         answer = self.post(**fields)
@@ -64,7 +64,7 @@ class Talk:
         message = reply["choices"][0]["message"]
         self.messages.append({"role": "assistant", "content": message["content"]})
         books = reply["timings"].get("evoke", {})
-        return Said(message["content"], books, answer.headers)
+        return TurnResult(message["content"], books, answer.headers)
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Endless:
 @contextmanager
 def endless(port: int, session: str | None = "endless", **fields: Any) -> Iterator[Endless]:
     """Somebody for whom a slot generates, until they leave or the block ends."""
-    talk = Talk(port, session)
+    talk = ChatClient(port, session)
     talk.messages.append({"role": "user", "content": "hello"})
     body = talk.body(stream=True, max_tokens=ENDLESS, ignore_eos=True, **fields)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)

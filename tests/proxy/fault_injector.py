@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Wire:
+class FaultInjector:
     """`port` leads to the server. What is sent there is watched for one thing at a time."""
 
     port: int
@@ -41,11 +41,11 @@ class Wire:
 
 
 @contextmanager
-def wire(server: int) -> Iterator[Wire]:
+def wire(server: int) -> Iterator[FaultInjector]:
     """A wire to the server on this port; it is cut at the end of the block."""
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-        made = Wire(listener.getsockname()[1])
+        made = FaultInjector(listener.getsockname()[1])
 
         def accept() -> None:
             with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def wire(server: int) -> Iterator[Wire]:
         yield made
 
 
-def _connect(near: socket.socket, server: int, watched: Wire) -> None:
+def _connect(near: socket.socket, server: int, watched: FaultInjector) -> None:
     try:
         far = socket.create_connection(("127.0.0.1", server))
     except OSError:
@@ -69,7 +69,9 @@ def _connect(near: socket.socket, server: int, watched: Wire) -> None:
     _carry(near, far, watched)
 
 
-def _carry(source: socket.socket, sink: socket.socket, watched: Wire | None = None) -> None:
+def _carry(
+    source: socket.socket, sink: socket.socket, watched: FaultInjector | None = None
+) -> None:
     """All that comes, until either is gone; then both are."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):

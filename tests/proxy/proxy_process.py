@@ -11,7 +11,7 @@ from harness import ask, until
 from evoke_proxy.demo.processes import free_port, healthy, proxy_command
 
 
-class Front:
+class ProxyProcess:
     """Runs for as long as the block, with these settings; killed at its end, if not before."""
 
     def __init__(self, upstream: int, settings: Path) -> None:
@@ -19,7 +19,7 @@ class Front:
         admin = ["--admin-listen", f"127.0.0.1:{self._admin}"]
         self._command = [*proxy_command(self.port, upstream), "--config", str(settings), *admin]
 
-    def __enter__(self) -> Front:
+    def __enter__(self) -> ProxyProcess:
         self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
         until(lambda: healthy(self.port) or self._process.poll() is not None)
         assert self._process.poll() is None, "the proxy ended"

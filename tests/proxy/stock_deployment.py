@@ -25,7 +25,7 @@ def template(name: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class Deployment:
     """Which model is served how, and where slots are saved."""
 
     folder: Path

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from admin_client import ASKS, BUDGET, FACT, events, fact_block, operate, planted, recovered
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import PATIENCE_S, RunningProxy, ask, nobody, proxy
-from stock_deployment import Chat, House, long_chat
+from stock_deployment import Chat, Deployment, long_chat
 
 from evoke_proxy.core.session.block_map import STATES
 from evoke_proxy.engine.admin.admin import Admin
@@ -58,7 +58,7 @@ def test_the_admin_api_shows_no_text_of_prompts(patched_port: int) -> None:
     ]
     for names in (False, True):
         with proxy(patched_port, page__names=names) as running:
-            talk = Talk(running.port, "hushed", {"evoke_budget": BUDGET}, list(said))
+            talk = ChatClient(running.port, "hushed", {"evoke_budget": BUDGET}, list(said))
             talk.say(f"Go on. {FILLER}")
             running.quiet()
             session = operate(running, "GET", "sessions")["sessions"][0]["id"]
@@ -117,7 +117,7 @@ def test_a_dropped_block_is_not_recovered(patched_proxy: RunningProxy) -> None:
 
 
 def test_budgets_change_at_run_time(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "growing")
+    talk = ChatClient(patched_proxy.port, "growing")
     talk.say(f"First. {FILLER}")
     talk.say(f"Second. {FILLER * 3}")
     id = _one(patched_proxy)["id"]
@@ -183,10 +183,10 @@ def test_an_export_contains_the_session_and_its_snapshots(patched_proxy: Running
 
 
 def test_live_and_stored_sessions_of_a_stock_server_are_listed(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    with house.server() as port:
+    deployment = Deployment(tmp_path)
+    with deployment.server() as port:
         chat = Chat([{"role": "user", "content": f"{FACT} {FILLER * 4}"}])
-        with house.proxy(port, min_tokens=64) as running:
+        with deployment.proxy(port, min_tokens=64) as running:
             chat.ask(running.port)
             running.settled()  # what is decoded ahead would be called off, and the slot with it
             chat.hear()
@@ -195,23 +195,28 @@ def test_live_and_stored_sessions_of_a_stock_server_are_listed(tmp_path: Path) -
             assert shown["live"] and shown["snapshots"] and shown["blocks"] == []
             assert [turn["path"] for turn in shown["history"]] == ["decoded", "resident"]
             assert operate(running, "PATCH", f"sessions/{shown['id']}", {"pinned": True})["pinned"]
-        with house.proxy(port, min_tokens=64) as running:
+        with deployment.proxy(port, min_tokens=64) as running:
             on_disk = _one(running)
             assert (on_disk["id"], on_disk["live"]) == (shown["id"], False)
             assert on_disk["pinned"]
             export = ask(running.port, "GET", f"/evoke/sessions/{on_disk['id']}/export").body
             with tarfile.open(fileobj=io.BytesIO(export)) as tar:
                 files = {item.name: item.size for item in tar.getmembers()}
-            assert all(files[path.name] == path.stat().st_size for path in house.files())
+            assert all(files[path.name] == path.stat().st_size for path in deployment.files())
             operate(running, "PUT", f"sessions/{on_disk['id']}", status=405)
             left = operate(running, "DELETE", "tenants/-")["left"]
             assert any("RAM" in line for line in left)
-            assert house.files() == [] and operate(running, "GET", "sessions")["sessions"] == []
+            assert (
+                deployment.files() == [] and operate(running, "GET", "sessions")["sessions"] == []
+            )
 
 
 def test_deleting_a_session_keeps_the_rows_of_another_in_its_slot(tmp_path: Path) -> None:
-    house, chats = House(tmp_path, "", ("--cache-ram", "0")), [long_chat(300), long_chat(300, 5)]
-    with house.server() as port, house.proxy(port, min_tokens=100_000) as running:
+    deployment, chats = (
+        Deployment(tmp_path, "", ("--cache-ram", "0")),
+        [long_chat(300), long_chat(300, 5)],
+    )
+    with deployment.server() as port, deployment.proxy(port, min_tokens=100_000) as running:
         for chat in chats:  # in the only slot, one after the other
             chat.ask(running.port, "Begin.")
             running.settled()

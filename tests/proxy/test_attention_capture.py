@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, proxy
 
 import bench.policies  # noqa: F401 -- registers baselines
@@ -39,8 +39,8 @@ def captured(calls: Calls) -> list[Mapping[str, Any]]:
     return [op for op in ops if op["op"] == "attn-capture"]
 
 
-def talk(running: RunningProxy, name: str, policy: str, turns: int = 7) -> Talk:
-    spoken = Talk(running.port, name, {"evoke_budget": BUDGET, "evoke_policy": policy})
+def talk(running: RunningProxy, name: str, policy: str, turns: int = 7) -> ChatClient:
+    spoken = ChatClient(running.port, name, {"evoke_budget": BUDGET, "evoke_policy": policy})
     for number in range(turns):
         said = spoken.say(f"Turn {number}. {FILLER}")
         assert said.books["n_resident_peak"] <= BUDGET

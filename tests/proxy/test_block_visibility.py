@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import ask, llama_server, server_binary
 from test_recovery import ASKS, BUDGET, FACT
 from test_tenants import KEYS, keyed
@@ -18,7 +18,7 @@ ROUNDING = 0.05
 
 
 @dataclass(slots=True)
-class Keyed(Talk):
+class Keyed(ChatClient):
     """A conversation of a tenant."""
 
     tenant: str = "alice"
@@ -26,7 +26,7 @@ class Keyed(Talk):
     @property
     def headers(self) -> dict[str, str]:
         """With the tenant's key."""
-        return {**Talk.headers.fget(self), "Authorization": f"Bearer {KEYS[self.tenant]}"}  # type: ignore[attr-defined]
+        return {**ChatClient.headers.fget(self), "Authorization": f"Bearer {KEYS[self.tenant]}"}  # type: ignore[attr-defined]
 
 
 def copies(port: int, tenant: str) -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def copies(port: int, tenant: str) -> list[dict[str, Any]]:
     return found
 
 
-def probabilities(talk: Talk, text: str) -> dict[str, float]:
+def probabilities(talk: ChatClient, text: str) -> dict[str, float]:
     """The likeliest first tokens of an answer; the history stays as it is."""
     talk.messages.append({"role": "user", "content": text})
     answer = talk.post(logprobs=True, top_logprobs=20, max_tokens=1)
@@ -72,7 +72,7 @@ def test_a_conversation_recovers_its_own_copies_and_another_one_decodes(
         assert state["n_reusable"] < state["n_tokens"] // 2
 
         second = Keyed(running.port, "same", {}, list(first.messages), "bob")
-        alone = Talk(patched_port, None, {}, list(first.messages))
+        alone = ChatClient(patched_port, None, {}, list(first.messages))
         ours, wanted = probabilities(second, "Go on."), probabilities(alone, "Go on.")
         shared = ours.keys() & wanted.keys()
         assert len(shared) >= 15

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from conversation import Talk
+from conversation import ChatClient
 from harness import RunningProxy
 
 from evoke_proxy.demo.session import SYSTEM, Fact, draw_fact
@@ -29,13 +29,13 @@ def paragraph(rng: random.Random, sentences: int = 15) -> str:
     return demo_paragraph(rng, sentences)
 
 
-def talk(proxy: RunningProxy, name: str, budget: int) -> Talk:
-    opened = Talk(proxy.port, name, {"evoke_budget": budget})
+def talk(proxy: RunningProxy, name: str, budget: int) -> ChatClient:
+    opened = ChatClient(proxy.port, name, {"evoke_budget": budget})
     opened.messages[0]["content"] = SYSTEM
     return opened
 
 
-def recalls(talk: Talk, fact: Fact, budget: int) -> bool:
+def recalls(talk: ChatClient, fact: Fact, budget: int) -> bool:
     """Whether the answer has the value; the turn holds its budget and its accounting balances."""
     said = talk.say(fact.question)
     assert said.books["n_resident_peak"] <= budget

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conversation import ENDLESS, FILLER, Said, Talk, endless, events
+from conversation import ENDLESS, FILLER, ChatClient, TurnResult, endless, events
 from harness import RunningProxy, ask, counted, llama_server, proxy, server_binary
 
 from evoke_proxy.demo.processes import free_port
@@ -14,13 +14,13 @@ from evoke_proxy.demo.processes import free_port
 BUDGET = 320
 
 
-def _balances(said: Said) -> bool:
+def _balances(said: TurnResult) -> bool:
     kinds = ("resident_before", "recovered", "decoded", "omitted")
     return bool(sum(said.books[kind] for kind in kinds) == said.books["n_prompt"])
 
 
 def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "long", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "long", {"evoke_budget": BUDGET})
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(9)]
     assert turns[-1].books["n_prompt"] > 4 * BUDGET
     for said in turns:
@@ -42,7 +42,7 @@ def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy) -> None
 
 
 def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "back", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "back", {"evoke_budget": BUDGET})
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(7):
         talk.say(f"Turn {number}. {FILLER}")
@@ -54,7 +54,9 @@ def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy) ->
 
 
 def test_discard_never_recovers(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "gone", {"evoke_budget": BUDGET, "evoke_policy": "discard"})
+    talk = ChatClient(
+        patched_proxy.port, "gone", {"evoke_budget": BUDGET, "evoke_policy": "discard"}
+    )
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(7):
         talk.say(f"Turn {number}. {FILLER}")
@@ -67,7 +69,7 @@ def test_discard_never_recovers(patched_proxy: RunningProxy) -> None:
 def test_nothing_is_evicted_without_a_budget(
     patched_proxy: RunningProxy, fields: dict[str, object]
 ) -> None:
-    talk = Talk(patched_proxy.port, "all", fields)
+    talk = ChatClient(patched_proxy.port, "all", fields)
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
     assert turns[-1].books["n_prompt"] > 1.5 * BUDGET
     assert all(said.books["omitted"] == 0 and _balances(said) for said in turns)
@@ -75,7 +77,9 @@ def test_nothing_is_evicted_without_a_budget(
 
 
 def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "cut", {"evoke_policy": "truncate", "evoke_budget": BUDGET})
+    talk = ChatClient(
+        patched_proxy.port, "cut", {"evoke_policy": "truncate", "evoke_budget": BUDGET}
+    )
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(6)]
     assert all(said.books["n_prompt"] <= BUDGET for said in turns)
     assert turns[-1].headers["x-evoke-policy"] == "truncate"
@@ -87,16 +91,16 @@ def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:
 def test_no_header_of_ours_unless_the_client_speaks_to_us(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
-    Talk(patched_port).say("hello")  # from now on both find the same prefix cached
-    talk = Talk(patched_proxy.port)
+    ChatClient(patched_port).say("hello")  # from now on both find the same prefix cached
+    talk = ChatClient(patched_proxy.port)
     said = talk.say("hello")
     assert [name for name in said.headers if name.startswith("x-evoke")] == []
-    direct = Talk(patched_port).say("hello")
+    direct = ChatClient(patched_port).say("hello")
     assert direct.text == said.text
 
 
 def test_a_stream_has_the_same_text_as_a_whole_answer(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "stream")
+    talk = ChatClient(patched_proxy.port, "stream")
     talk.messages.append({"role": "user", "content": f"Hello. {FILLER}"})
     talk.post()  # from now on both find the same prefix cached
     whole = json.loads(talk.post().body)["choices"][0]["message"]["content"]
@@ -107,7 +111,7 @@ def test_a_stream_has_the_same_text_as_a_whole_answer(patched_proxy: RunningProx
 
 
 def test_a_session_is_known_by_its_tokens(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, None, {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, None, {"evoke_budget": BUDGET})
     first = talk.say(FILLER)
     second = talk.say("And then?")
     assert first.headers["x-evoke-session"] == second.headers["x-evoke-session"]
@@ -116,7 +120,7 @@ def test_a_session_is_known_by_its_tokens(patched_proxy: RunningProxy) -> None:
 
 def test_a_session_comes_back_to_a_slot_that_another_one_had(patched_proxy: RunningProxy) -> None:
     fields = {"evoke_budget": BUDGET}
-    one, other = (Talk(patched_proxy.port, name, fields) for name in ("one", "other"))
+    one, other = (ChatClient(patched_proxy.port, name, fields) for name in ("one", "other"))
     for number in range(4):
         one.say(f"Number {number}. {FILLER}")
         mine = other.say(f"Something else {number}, entirely. {FILLER}")
@@ -131,9 +135,9 @@ def test_a_session_comes_back_to_a_slot_that_another_one_had(patched_proxy: Runn
 def test_the_rows_of_whoever_had_the_slot_before_are_nobody_elses_breach(
     patched_proxy: RunningProxy, neighbour: int | str | None
 ) -> None:
-    mine = Talk(patched_proxy.port, "mine", {"evoke_budget": BUDGET})
+    mine = ChatClient(patched_proxy.port, "mine", {"evoke_budget": BUDGET})
     fields = {"evoke": False} if neighbour == "unmanaged" else {"evoke_budget": neighbour}
-    other = Talk(patched_proxy.port, "other", fields)
+    other = ChatClient(patched_proxy.port, "other", fields)
     for number in range(5):
         # What both begin with stays in the slot and is theirs.
         other.say(f"{FILLER} {FILLER} And again, {number}.")
@@ -147,10 +151,10 @@ def test_the_rows_of_whoever_had_the_slot_before_are_nobody_elses_breach(
 
 
 def test_a_stranger_in_between_costs_nothing_but_time(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "mixed", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "mixed", {"evoke_budget": BUDGET})
     for number in range(5):
         talk.say(f"Turn {number}. {FILLER}")
-    stranger = Talk(patched_proxy.port).say("Who are you?", evoke=False)
+    stranger = ChatClient(patched_proxy.port).say("Who are you?", evoke=False)
     assert stranger.books == {}
     assert patched_proxy.metric("evoke_bypass_total", reason="disabled") == 1
     said = talk.say("Go on.")
@@ -165,7 +169,7 @@ def test_a_stranger_in_between_costs_nothing_but_time(patched_proxy: RunningProx
 def test_what_cannot_have_a_budget_bypasses_it(
     patched_proxy: RunningProxy, fields: dict[str, object], reason: str
 ) -> None:
-    talk = Talk(patched_proxy.port, "by", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "by", {"evoke_budget": BUDGET})
     talk.messages.append({"role": "user", "content": FILLER})
     answer = talk.post(**fields)
     # with one slot n > 1 is an error, and llama-server's own to make
@@ -177,7 +181,7 @@ def test_what_cannot_have_a_budget_bypasses_it(
 def test_copies_that_vanished_are_decoded_again(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
-    talk = Talk(patched_proxy.port, "vanished", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "vanished", {"evoke_budget": BUDGET})
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(7):
         talk.say(f"Turn {number}. {FILLER}")
@@ -192,7 +196,7 @@ def test_copies_that_vanished_are_decoded_again(
 
 
 def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
     talk.messages.append({"role": "user", "content": FILLER * 3, "evoke_keep": "pin"})
     answer = talk.post()
     assert answer.status == 400
@@ -204,7 +208,7 @@ def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy) -> None:
 def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
     with proxy(patched_port, limits__queue=0) as running:
         with endless(running.port):
-            refused = Talk(running.port, "other")
+            refused = ChatClient(running.port, "other")
             refused.messages.append({"role": "user", "content": "hello"})
             answer = refused.post()
     assert answer.status == 503
@@ -215,7 +219,7 @@ def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
 def test_a_client_that_leaves_does_not_keep_the_slot(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
-    talk = Talk(patched_proxy.port, "leaver", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "leaver", {"evoke_budget": BUDGET})
     talk.say("My favorite number is 68285.")
     talk.say(FILLER)
     made = counted(patched_port, "tokens_predicted_total")
@@ -233,7 +237,7 @@ def test_forgotten_sessions_leave_no_blocks_behind(patched_port: int) -> None:
     ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
     with proxy(patched_port, limits__sessions=1) as running:
         for name in ("first", "second", "third"):
-            talk = Talk(running.port, name, {"evoke_budget": BUDGET})
+            talk = ChatClient(running.port, name, {"evoke_budget": BUDGET})
             for number in range(4):
                 talk.say(f"{name} {number}. {FILLER}")
         running.settled()
@@ -246,14 +250,14 @@ def test_forgotten_sessions_leave_no_blocks_behind(patched_port: int) -> None:
 
 def test_two_sessions_have_a_slot_each(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
-        talks = [Talk(running.port, name) for name in ("left", "right")]
+        talks = [ChatClient(running.port, name) for name in ("left", "right")]
         for number in range(5):
             turns = [talk.say(f"{talk.session} {number}. {FILLER}") for talk in talks]
         # one that had lost its slot would find every row of its own recovered, none still there
         assert all(said.books["resident_before"] > 0 for said in turns)
         sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
         assert {known["slot"] for known in sessions} == {0, 1}
-        third = Talk(running.port, "third").say(FILLER)
+        third = ChatClient(running.port, "third").say(FILLER)
         assert third.books["marker"] == "ok"
         assert talks[0].say("Go on.").books["decoded"] < 64
 
@@ -262,7 +266,7 @@ def test_a_restarted_server_is_found_out() -> None:
     binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
     port = free_port()
     with proxy(port) as running:
-        talk = Talk(running.port, "restart", {"evoke_budget": BUDGET})
+        talk = ChatClient(running.port, "restart", {"evoke_budget": BUDGET})
         with llama_server(binary, *options, port=port):
             for number in range(5):
                 talk.say(f"Turn {number}. {FILLER}")
@@ -278,7 +282,7 @@ def test_a_restart_nobody_noticed_costs_nothing_but_time(tmp_path: Path) -> None
     binary = server_binary(patched=True)
     options = ("-np", "1", "--evoke-ram", "64", "--slot-save-path", str(tmp_path))
     with llama_server(binary, *options) as port, proxy(port) as running:
-        talk = Talk(running.port, "restart", {"evoke_budget": BUDGET})
+        talk = ChatClient(running.port, "restart", {"evoke_budget": BUDGET})
         for number in range(5):
             talk.say(f"Turn {number}. {FILLER}")
         assert ask(port, "POST", "/slots/0?action=erase").status == 200
@@ -292,7 +296,7 @@ def test_a_restart_nobody_noticed_costs_nothing_but_time(tmp_path: Path) -> None
 
 def test_requests_right_after_a_stream_are_never_lost(patched_proxy: RunningProxy) -> None:
     # llama-server closes the connection of a streamed answer without saying so.
-    talk = Talk(patched_proxy.port, "quick")
+    talk = ChatClient(patched_proxy.port, "quick")
     talk.messages.append({"role": "user", "content": "hello"})
     for _ in range(40):
         answer = talk.post(stream=True, max_tokens=2)

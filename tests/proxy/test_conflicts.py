@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from comparison import comparable
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import Answer, RunningProxy, ask, proxy
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
@@ -31,7 +31,7 @@ def _sessions(running: RunningProxy) -> list[tuple[str, int]]:
 
 
 def test_two_requests_of_a_session_at_once_take_turns(budgeted: RunningProxy) -> None:
-    talk = Talk(budgeted.port, "both")
+    talk = ChatClient(budgeted.port, "both")
     for number in range(3):
         talk.say(f"Turn {number}. {FILLER}")
     talk.messages.append({"role": "user", "content": "Go on."})
@@ -50,7 +50,7 @@ def test_two_requests_of_a_session_at_once_take_turns(budgeted: RunningProxy) ->
 
 
 def test_an_id_with_other_tokens_is_another_conversation(budgeted: RunningProxy) -> None:
-    one, other = Talk(budgeted.port, "same"), Talk(budgeted.port, "same")
+    one, other = ChatClient(budgeted.port, "same"), ChatClient(budgeted.port, "same")
     for number in range(3):
         one.say(f"Turn {number}. {FILLER}")
         said = other.say(f"Nothing like it, for the {number}. time. {FILLER}")
@@ -62,7 +62,7 @@ def test_an_id_with_other_tokens_is_another_conversation(budgeted: RunningProxy)
 def test_a_slot_that_changed_behind_our_back_is_planned_for_again(
     two_slots_port: int, budgeted: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = Talk(budgeted.port, "changed")
+    talk = ChatClient(budgeted.port, "changed")
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
     budgeted.settled()  # the copies that follow an answer are refused without a word

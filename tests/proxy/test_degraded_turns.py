@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from conversation import FILLER, Talk, events
+from conversation import FILLER, ChatClient, events
 from fake_upstream import Behaviour, Exchange, FakeUpstream, fake_upstream, whole
 from harness import RunningProxy, ask, proxy
 
@@ -283,7 +283,7 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
     patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, fault: str, stream: bool
 ) -> None:
     budget = 320
-    talk = Talk(patched_proxy.port, "unplanned", {"evoke_budget": budget})
+    talk = ChatClient(patched_proxy.port, "unplanned", {"evoke_budget": budget})
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(5):
         talk.say(f"Turn {number}. {FILLER}")

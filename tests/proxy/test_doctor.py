@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import llama_server, server_binary
-from stock_deployment import House, template
+from stock_deployment import Deployment, template
 
 from evoke_proxy.cli.main import main
 
@@ -42,8 +42,8 @@ def test_doctor_finds_the_kind_of_memory_and_the_wrong_options(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    house = House(tmp_path, shape, options)
-    with house.server() as port:
+    deployment = Deployment(tmp_path, shape, options)
+    with deployment.server() as port:
         code, found = _asked(capsys, port, "--directory", str(tmp_path))
     assert found["memory"] == memory
     assert found["ram_cache"] is (memory != "never-restored") and found["no_files"] == ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from admin_client import operate
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, proxy, until
 
 import bench.policies  # noqa: F401 -- registers baselines
@@ -45,7 +45,7 @@ TRAINING = "How do I train my {}?"
 def test_a_question_in_other_words_brings_the_fact_back(patched_port: int, embeds: bool) -> None:
     directory = str(ensure()) if embeds else ""
     with proxy(patched_port, embedder__directory=directory, embedder__timeout_ms=20_000) as ours:
-        talk = Talk(ours.port, f"meaning {embeds}", {"evoke_budget": BUDGET})
+        talk = ChatClient(ours.port, f"meaning {embeds}", {"evoke_budget": BUDGET})
         talk.say("The key is hidden under the geranium.")
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
@@ -65,7 +65,7 @@ def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
     given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000}
     given |= {"snapshots__directory": str(tmp_path)}
     with proxy(patched_port, **given) as ours:
-        talk = Talk(ours.port, "meaning again", {"evoke_budget": BUDGET})
+        talk = ChatClient(ours.port, "meaning again", {"evoke_budget": BUDGET})
         talk.say("The key is hidden under the geranium.")
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
@@ -124,9 +124,9 @@ def test_without_the_signal_the_topic_changes_nothing(patched_port: int) -> None
         assert not set(DOGS) <= kept(patched_port, talk)
 
 
-def told(running: RunningProxy, session: str) -> Talk:
+def told(running: RunningProxy, session: str) -> ChatClient:
     """A conversation about three things in turns, on a budget for one of them."""
-    talk = Talk(running.port, session, {"evoke_budget": NARROW})
+    talk = ChatClient(running.port, session, {"evoke_budget": NARROW})
     for said in zip(DOGS, SHIPS, CATS, strict=True):
         for text in said:
             talk.say(text)
@@ -134,7 +134,7 @@ def told(running: RunningProxy, session: str) -> Talk:
     return talk
 
 
-def kept(upstream: int, talk: Talk) -> set[str]:
+def kept(upstream: int, talk: ChatClient) -> set[str]:
     """Which of the user's messages the slot holds whole, by the server's own account."""
     body = json.dumps({"dialect": "chat", "body": {"messages": talk.messages[:-1]}}).encode()
     spans = posted(upstream, "/evoke/render", body)["spans"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from harness import PATIENCE_S, RunningProxy, ask, process_on, proxy, server_binary, until
-from stock_deployment import Chat, House, decoded
+from stock_deployment import Chat, Deployment, decoded
 
 SMALL = {"min_tokens": 64, "look_ahead": False}
 
@@ -146,8 +146,8 @@ def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(
     folder.mkdir()
     way = disk(folder)
     with way.there():
-        house = House(folder, "", ("--cache-ram", "0"))
-        with house.server() as port, house.proxy(port, **SMALL) as running:
+        deployment = Deployment(folder, "", ("--cache-ram", "0"))
+        with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
             first, number = _chat(0), 1
             first.ask(running.port)
             wanted = first.said
@@ -158,14 +158,14 @@ def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(
             with way.read_only(running):
                 number = _suffers(running, number, "failed")
 
-            for path in house.folder.iterdir():
+            for path in deployment.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             _erase(port)
             first.ask(running.port)
             assert first.said == wanted
             number = _suffers(running, number, "saved", "failed")
             assert ask(running.port, "GET", "/evoke/health").status == 200
-        with house.server() as port, house.proxy(port, **SMALL) as running:
+        with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
             first.ask(running.port)
             assert first.said == wanted
             assert _saves(running)["saved"] == 1
@@ -175,7 +175,7 @@ def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(
                 assert first.said == wanted
                 running.settled()
             assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
-        assert not list(house.folder.glob("*.evoke-part"))
+        assert not list(deployment.folder.glob("*.evoke-part"))
 
 
 def _suffers(running: RunningProxy, number: int, *results: str) -> int:
@@ -192,8 +192,8 @@ def _suffers(running: RunningProxy, number: int, *results: str) -> int:
 def test_a_directory_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
-    house = House(folder, "", ("--cache-ram", "0"))
-    with house.server() as port, house.proxy(port, **SMALL) as running:
+    deployment = Deployment(folder, "", ("--cache-ram", "0"))
+    with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
         chat = _chat(0)
         chat.ask(running.port)
         wanted = chat.said
@@ -207,7 +207,7 @@ def test_a_directory_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
         assert running.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
         assert ask(running.port, "GET", "/evoke/health").status == 200
     folder.mkdir(exist_ok=True)
-    with house.server() as port, house.proxy(port, **SMALL) as running:
+    with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
         chat.ask(running.port)
         assert chat.said == wanted and _saves(running)["saved"] == 1
 
@@ -219,9 +219,9 @@ JUMPS = {"a month back": -30 * 86400.0, "an hour on": 3600.0, "a month on": 30 *
 def test_a_clock_that_jumps_loses_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house, real = House(tmp_path, "", ("--cache-ram", "0")), time.time
-    with house.server() as port:
-        with house.proxy(port, **SMALL) as running:
+    deployment, real = Deployment(tmp_path, "", ("--cache-ram", "0")), time.time
+    with deployment.server() as port:
+        with deployment.proxy(port, **SMALL) as running:
             chat = _chat(0)
             chat.ask(running.port)
             wanted = chat.said
@@ -241,7 +241,7 @@ def test_a_clock_that_jumps_loses_nothing(
             assert useful >= 4
         if name == "a month on":  # for the next proxy a month has passed, which is too long
             monkeypatch.setattr(time, "time", real)
-        with house.proxy(port, **SMALL) as running:
+        with deployment.proxy(port, **SMALL) as running:
             assert ask(running.port, "GET", "/evoke/ready").status == 200
             for _ in range(2):
                 _erase(port)

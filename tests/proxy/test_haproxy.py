@@ -22,7 +22,7 @@ import pytest
 from fake_upstream import Exchange, fake_upstream, whole
 from harness import PATIENCE_S, Answer, ask, counted, llama_server, proxy, server_binary, until
 from smuggled_requests import FRAMED, HEADS, Guarded, answer_of, attacks, framed
-from stock_deployment import QUICK, House, decoded
+from stock_deployment import QUICK, Deployment, decoded
 from tap import tap
 
 from evoke_proxy.core.session.identity import SOURCES
@@ -96,12 +96,12 @@ def test_haproxy_balances_by_the_session_keys_of_the_proxy() -> None:
 def test_a_conversation_continues_at_the_other_proxy_when_its_proxy_dies(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir()
-    house, settings = House(slots, "", ("--cache-ram", "0")), tmp_path / "evoke.yaml"
+    deployment, settings = Deployment(slots, "", ("--cache-ram", "0")), tmp_path / "evoke.yaml"
     kept = {"directory": str(slots), "shared": True, "min_tokens": 64, "look_ahead": False}
     settings.write_text(json.dumps({"snapshots": {**QUICK, **kept}}))
     ports = (free_port(), free_port())
     with ExitStack() as stack:
-        servers = [stack.enter_context(house.server()) for _ in ports]
+        servers = [stack.enter_context(deployment.server()) for _ in ports]
         pairs = zip(ports, servers, strict=True)
         proxies = [stack.enter_context(_proxy(port, up, settings)) for port, up in pairs]
         front = stack.enter_context(_haproxy(tmp_path, ports))
@@ -139,7 +139,7 @@ def test_a_conversation_continues_at_the_other_proxy_when_its_proxy_dies(tmp_pat
             ask(ports[1], "GET", "/metrics").body,
         )
         assert restored is not None and int(restored[1]) >= 1
-        with house.server() as alone:
+        with deployment.server() as alone:
             asked, said = talks[session][:-2], talks[session][-1]["content"]
             _say(alone, "", asked, "And then?")
             assert asked[-1]["content"] == said

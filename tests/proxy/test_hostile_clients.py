@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conversation import Talk, endless
+from conversation import ChatClient, endless
 from harness import RunningProxy, ask, llama_server, proxy, server_binary
 
 from bench.random_models import SHAPES, ensure
@@ -37,7 +37,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 def hostile_client(port: int, number: int) -> list[str]:
     """One client's steps, drawn from its number; returns what went wrong in words."""
     rng = random.Random(number)
-    talk = Talk(port, f"client {number}")
+    talk = ChatClient(port, f"client {number}")
     wrong = []
     for step in range(STEPS):
         kind = rng.choice(["say", "say", "say", "leave", "leave early", "edit", "nonsense"])
@@ -72,7 +72,7 @@ def said(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def leave_before_the_answer(port: int, talk: Talk, text: str) -> None:
+def leave_before_the_answer(port: int, talk: ChatClient, text: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     body = talk.body(messages=[*talk.messages, said(text)], stream=True, max_tokens=200)
     connection.request("POST", "/v1/chat/completions", body, talk.headers)
@@ -86,7 +86,7 @@ def test_hostile_clients_leave_slots_accounting_and_each_other_intact(port: int)
                 assert wrong == []
         running.settled()
         assert_everything_is_free(running, port)
-        talks = [Talk(running.port, f"after {number}") for number in range(2)]
+        talks = [ChatClient(running.port, f"after {number}") for number in range(2)]
         for talk in talks:
             assert talk.say("hello").books["marker"] == "ok"
         assert running.metric("evoke_budget_breach_total") == 0

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask
 
 from evoke_proxy.demo.client import resident_now
@@ -16,7 +16,7 @@ NOTE = "The Meridian vault was painted in teal by the old gardener."
 NEUTRAL = "Carry on as though nobody interrupted anything."
 
 
-def _span(port: int, talk: Talk, index: int) -> tuple[int, int]:
+def _span(port: int, talk: ChatClient, index: int) -> tuple[int, int]:
     """Where a message lies in the prompt, as the server says."""
     body = {"dialect": "chat", "body": {"messages": talk.messages}}
     headers = {"Content-Type": "application/json"}
@@ -44,7 +44,7 @@ def test_what_is_marked_outlives_its_age(
     stays: bool,
 ) -> None:
     session = "keep-" + "-".join(f"{k}{v}" for k, v in {**mark, **fields}.items())
-    talk = Talk(patched_proxy.port, session, {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, session, {"evoke_budget": BUDGET})
     talk.messages.append({"role": "user", "content": NOTE, **mark})
     talk.post(**fields)
     talk.messages.append({"role": "assistant", "content": "Noted."})

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
-from fault_injector import Wire, wire
+from conversation import FILLER, ChatClient
+from fault_injector import FaultInjector, wire
 from harness import (
     PATIENCE_S,
     ask,
@@ -26,7 +26,7 @@ from harness import (
     server_binary,
     until,
 )
-from proxy_process import Front
+from proxy_process import ProxyProcess
 from stock_deployment import QUICK
 
 from evoke_proxy.demo.processes import free_port
@@ -56,13 +56,13 @@ STOCK_AFTER = {"settle": b"GET /slots", "look ahead": b"POST /apply-template"}
 
 
 @dataclass(slots=True)
-class House:
+class Deployment:
     """A llama-server on a port that it keeps, a wire to it, and settings of a proxy for it."""
 
     kind: str
     folder: Path
     port: int
-    line: Wire
+    line: FaultInjector
     stages: dict[str, bytes]
     after: dict[str, bytes]
     server: ExitStack = field(default_factory=ExitStack)
@@ -97,13 +97,13 @@ class House:
 
 
 @pytest.fixture(params=["ram", "disk", "stock"])
-def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deployment]:
     (tmp_path / "slots").mkdir()
     kind, port = request.param, free_port()
     stages = STOCK if kind == "stock" else PATCHED
     after = {"ram": PATCHED_AFTER, "disk": DISK_AFTER, "stock": STOCK_AFTER}[kind]
     with wire(port) as line:
-        made = House(kind, tmp_path, port, line, stages, after)
+        made = Deployment(kind, tmp_path, port, line, stages, after)
         made.start()
         try:
             yield made
@@ -111,36 +111,38 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
             made.server.close()
 
 
-def _talks() -> dict[str, Talk]:
+def _talks() -> dict[str, ChatClient]:
     """Two conversations that take turns in the only slot."""
     talks = {}
     for name, number in NUMBERS.items():
-        talks[name] = Talk(0, name)
+        talks[name] = ChatClient(0, name)
         said = f"My favorite number is {number}."
         talks[name].messages.append({"role": "user", "content": said})
         talks[name].messages.append({"role": "assistant", "content": "I see."})
     return talks
 
 
-def _recalls(house: House, talk: Talk, port: int) -> None:
+def _recalls(deployment: Deployment, talk: ChatClient, port: int) -> None:
     """One turn that is answered with what was said in this conversation, and with no other."""
     talk.port = port
     said = talk.say(f"{FILLER} {ASKS}")
     wanted = NUMBERS[talk.session or ""]
     others = set(NUMBERS.values()) - {wanted}
     assert wanted in said.text and not any(other in said.text for other in others), said.text
-    if house.kind != "stock":
+    if deployment.kind != "stock":
         assert said.books, said
         assert sum(said.books[kind] for kind in KINDS) == said.books["n_prompt"]
         assert said.books["marker"] == "ok" and said.books["n_resident_peak"] <= BUDGET
     del talk.messages[-2:]  # it stays as long as it is
 
 
-def _struck(house: House, talk: Talk, port: int, stage: str, kill: Callable[[], None]) -> None:
+def _struck(
+    deployment: Deployment, talk: ChatClient, port: int, stage: str, kill: Callable[[], None]
+) -> None:
     """Send a turn, kill in this stage of it, and read whatever comes."""
-    late = stage in house.after
-    if stage in house.stages and house.stages[stage]:
-        house.line.at(house.stages[stage], kill)
+    late = stage in deployment.after
+    if stage in deployment.stages and deployment.stages[stage]:
+        deployment.line.at(deployment.stages[stage], kill)
     messages = [*talk.messages, {"role": "user", "content": f"{stage}. {FILLER * 2}"}]
     body = talk.body(messages=messages, stream=True, max_tokens=64, ignore_eos=True)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
@@ -150,55 +152,59 @@ def _struck(house: House, talk: Talk, port: int, stage: str, kill: Callable[[], 
         if stage == "answer" or late:
             assert answer.status == 200 and answer.read1(10)
         if late:
-            house.line.at(house.after[stage], kill)
+            deployment.line.at(deployment.after[stage], kill)
         if stage == "answer":
             kill()
         while answer.read1():
             pass
     if stage != "answer":
-        assert house.line.struck.wait(PATIENCE_S), f"there was no {stage}"
+        assert deployment.line.struck.wait(PATIENCE_S), f"there was no {stage}"
     connection.close()
 
 
-def test_a_server_that_is_killed_at_any_stage_costs_that_answer_at_most(house: House) -> None:
+def test_a_server_that_is_killed_at_any_stage_costs_that_answer_at_most(
+    deployment: Deployment,
+) -> None:
     given = {
         f"{part}__{key}": value
-        for part, keys in house.settings.items()
+        for part, keys in deployment.settings.items()
         for key, value in keys.items()
     }
-    with proxy(house.line.port, **given) as running:
+    with proxy(deployment.line.port, **given) as running:
         talks = _talks()
         for talk in talks.values():
-            _recalls(house, talk, running.port)
-        for stage in (*house.stages, *house.after):
+            _recalls(deployment, talk, running.port)
+        for stage in (*deployment.stages, *deployment.after):
             running.settled()
-            _struck(house, talks["mine"], running.port, stage, house.kill)
+            _struck(deployment, talks["mine"], running.port, stage, deployment.kill)
             running.settled()
             pool = running.engine.server.slots.pool
             assert "*" not in repr(pool) and not pool.queued, f"{stage}: {pool}"
-            house.server.close()
-            house.start()
+            deployment.server.close()
+            deployment.start()
             for talk in talks.values():
-                _recalls(house, talk, running.port)
+                _recalls(deployment, talk, running.port)
                 running.settled()
         assert ask(running.port, "GET", "/evoke/ready").status == 200
         # Only a request to a server that was killed goes out without a budget.
-        assert running.metric("evoke_budget_breach_total") <= len(house.stages)
+        assert running.metric("evoke_budget_breach_total") <= len(deployment.stages)
 
 
-def test_a_proxy_that_is_killed_at_any_stage_costs_that_answer_at_most(house: House) -> None:
-    settings = house.folder / "evoke.yaml"
-    settings.write_text(json.dumps(house.settings))
+def test_a_proxy_that_is_killed_at_any_stage_costs_that_answer_at_most(
+    deployment: Deployment,
+) -> None:
+    settings = deployment.folder / "evoke.yaml"
+    settings.write_text(json.dumps(deployment.settings))
     talks = _talks()
-    for stage in (*house.stages, *house.after):
-        with Front(house.line.port, settings) as front:
+    for stage in (*deployment.stages, *deployment.after):
+        with ProxyProcess(deployment.line.port, settings) as front:
             for talk in talks.values():
-                _recalls(house, talk, front.port)
+                _recalls(deployment, talk, front.port)
                 front.quiet()
-            _struck(house, talks["mine"], front.port, stage, front.kill)
-        until(house.idle, f"llama-server is through after {stage}")
-    with Front(house.line.port, settings) as front:
+            _struck(deployment, talks["mine"], front.port, stage, front.kill)
+        until(deployment.idle, f"llama-server is through after {stage}")
+    with ProxyProcess(deployment.line.port, settings) as front:
         for talk in talks.values():
-            _recalls(house, talk, front.port)
+            _recalls(deployment, talk, front.port)
             front.quiet()
         assert ask(front.port, "GET", "/evoke/ready").status == 200

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import ENDLESS, FILLER, Talk, endless
+from conversation import ENDLESS, FILLER, ChatClient, endless
 from harness import (
     Answer,
     RunningProxy,
@@ -24,7 +24,7 @@ from harness import (
     server_binary,
     until,
 )
-from stock_deployment import House
+from stock_deployment import Deployment
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.transport import Reply
@@ -98,8 +98,8 @@ def test_whatever_usage_an_answer_states_the_only_slot_comes_back(
             port = request.getfixturevalue("patched_port")
             running = stack.enter_context(proxy(port, limits__queue_timeout_s=5))
         else:
-            running = stack.enter_context(House(tmp_path).both())
-        talk = Talk(running.port, "odd")
+            running = stack.enter_context(Deployment(tmp_path).both())
+        talk = ChatClient(running.port, "odd")
         answers = 0
         usage: dict[str, Any] = {"input_tokens": -4, "output_tokens": "2"}
         _with_usage(running, usage)
@@ -202,7 +202,7 @@ def test_a_tenant_with_32_connections_that_retry_denies_another_nothing(
 
 def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) -> None:
     with proxy(patched_port, limits__queue=0) as running:
-        talk = Talk(running.port, "mine")
+        talk = ChatClient(running.port, "mine")
         talk.say(f"Hello. {FILLER}")
         running.settled()
         (known,) = running.engine.conversations
@@ -210,7 +210,7 @@ def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) 
         with endless(running.port, "other"):
             talk.messages.append({"role": "user", "content": f"Refused. {FILLER}"})
             assert talk.post().status == 503
-            assert Talk(running.port, "new").post().status == 503
+            assert ChatClient(running.port, "new").post().status == 503
             assert known.prompt is before and known.budgeted.n_resident in (n_resident, 0)
         running.quiet()
         names = {known.name for known in running.engine.conversations}
@@ -224,7 +224,7 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
 ) -> None:
     """Its slot is taken; the other slot is idle; its session is being written to."""
     with proxy(two_slots_port, policy__budget=448, policy__writeback=False) as running:
-        first, second = Talk(running.port, "first"), Talk(running.port, "second")
+        first, second = ChatClient(running.port, "first"), ChatClient(running.port, "second")
         for talk in (first, second):
             talk.say(f"Hello from {talk.session}. {FILLER}")
         running.settled()
@@ -249,7 +249,7 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
         monkeypatch.setattr(BlockApi, "run", slow)
         known.session.begin = noted  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:
-            third = pool.submit(Talk(running.port, "third").say, f"Hello. {FILLER}")
+            third = pool.submit(ChatClient(running.port, "third").say, f"Hello. {FILLER}")
             until(saving.is_set)
             again = pool.submit(first.say, "Go on.")
             until(lambda: engine.server.slots.pool.queued, "the turn waits")
@@ -263,7 +263,7 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
 
 def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:
     """It would save, or decode in, a slot that a request is about to use."""
-    with House(tmp_path).both() as running:
+    with Deployment(tmp_path).both() as running:
         engine = running.engine
         running.settled()
         ask(running.port, "GET", "/evoke/ready")

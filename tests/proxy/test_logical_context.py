@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from conversation import Talk
+from conversation import ChatClient
 from harness import llama_server, proxy, server_binary
 
 from bench.random_models import SHAPES, ensure
@@ -31,7 +31,7 @@ def passage(turn: int, words: int) -> str:
 
 def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "long")
+        talk = ChatClient(running.port, "long")
         turns = [talk.say(passage(turn, 4800)).books for turn in range(TURNS)]
         for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
             assert running.metric(untouched) == 0
@@ -48,7 +48,7 @@ def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
 def test_what_the_engine_evicted_by_itself_is_known_to_the_session(long_port: int) -> None:
     """No budget: the server evicts when its cells are full, and the proxy learns what."""
     with proxy(long_port) as running:
-        talk = Talk(running.port, "free")
+        talk = ChatClient(running.port, "free")
         first = talk.say(passage(0, 9000)).books
         again = talk.say("And then?").books
         (known,) = [known for known in running.engine.conversations if known.name == "free"]
@@ -66,7 +66,7 @@ def test_what_the_engine_evicted_by_itself_is_known_to_the_session(long_port: in
 
 def test_a_prompt_beyond_the_logical_context_gets_upstreams_own_error(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "endless")
+        talk = ChatClient(running.port, "endless")
         kept = talk.say(passage(0, 300)).books
         talk.messages.append({"role": "user", "content": passage(1, LOGICAL)})
         answer = talk.post()

@@ -19,7 +19,7 @@ import virtual_time
 from conversation import endless
 from fault_injector import wire
 from harness import Answer, RunningProxy, any_server, ask, process_on, proxy, server_binary, until
-from stock_deployment import QUICK, House, long_chat
+from stock_deployment import QUICK, Deployment, long_chat
 from test_model_probe import _Steady, told
 
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
@@ -129,9 +129,9 @@ def test_a_prefill_up_to_a_boundary_shows_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StockApi, "prefill", _slow(StockApi.prefill, 0.4))
-    house, chat = House(tmp_path), long_chat(300)
+    deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
-    with house.server() as port:
+    with deployment.server() as port:
         quick = {f"snapshots__{key}": value for key, value in QUICK.items()} | OFTEN
         with proxy(port, snapshots__directory=str(tmp_path), **quick) as running:
             _began_with_comments(_stream(running, {"messages": chat.messages}))
@@ -179,12 +179,12 @@ def test_the_loading_of_a_model_shows_life(tmp_path: Path) -> None:
 
 
 def test_a_prefill_that_hangs_ends_and_the_request_goes_on(tmp_path: Path) -> None:
-    house, chat = House(tmp_path), long_chat(300)
+    deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     body = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
     settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
     settings |= {"snapshots__directory": str(tmp_path), "upstream__long_call_timeout_s": 0.5}
-    with house.server() as port, wire(port) as line, proxy(line.port, **settings) as running:
+    with deployment.server() as port, wire(port) as line, proxy(line.port, **settings) as running:
         server, hello = process_on(port), b'{"messages":[{"role":"user","content":"Hello."}]}'
         ask(running.port, "POST", "/v1/chat/completions", hello, JSON)
         running.settled()  # it has found out what llama-server is
@@ -212,8 +212,11 @@ def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
         return replace(await prefill(calls, *given), slot=taken[0])
 
     taken: list[int] = []
-    house, chat = House(tmp_path, "", ("-np", "2", "--no-cache-idle-slots")), long_chat(300)
-    with house.server() as port:
+    deployment, chat = (
+        Deployment(tmp_path, "", ("-np", "2", "--no-cache-idle-slots")),
+        long_chat(300),
+    )
+    with deployment.server() as port:
         settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
         settings |= {"snapshots__directory": str(tmp_path), "limits__queue_timeout_s": 1.0}
         with proxy(port, **settings) as running, endless(running.port):

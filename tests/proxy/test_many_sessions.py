@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from conversation import FILLER, Said, Talk
+from conversation import FILLER, ChatClient, TurnResult
 from harness import RunningProxy, ask, llama_server, proxy, server_binary
 
 from evoke_proxy.demo.session import SYSTEM, paragraph
@@ -30,22 +30,22 @@ def _turns(number: int) -> list[str]:
     return [fact, *others, f"What is my {attribute}?"]
 
 
-def _talks(port: int) -> list[Talk]:
+def _talks(port: int) -> list[ChatClient]:
     system = {"role": "system", "content": SYSTEM}
-    return [Talk(port, f"session-{i}", {"max_tokens": 16}, [system]) for i in range(SESSIONS)]
+    return [ChatClient(port, f"session-{i}", {"max_tokens": 16}, [system]) for i in range(SESSIONS)]
 
 
-def _interleave(talks: Sequence[Talk]) -> list[list[Said]]:
+def _interleave(talks: Sequence[ChatClient]) -> list[list[TurnResult]]:
     """Every session's turns, round by round in another order each time."""
     rng = random.Random(1)
-    said: list[list[Said]] = [[] for _ in talks]
+    said: list[list[TurnResult]] = [[] for _ in talks]
     for turn in range(TURNS + 1):
         for number in rng.sample(range(len(talks)), len(talks)):
             said[number].append(talks[number].say(_turns(number)[turn]))
     return said
 
 
-def _check(said: list[list[Said]], budget: int | None) -> None:
+def _check(said: list[list[TurnResult]], budget: int | None) -> None:
     for number, turns in enumerate(said):
         others = {_marker(other) for other in range(SESSIONS)} - {_marker(number)}
         assert not any(other in turn.text for turn in turns for other in others)
@@ -104,7 +104,7 @@ def test_sixteen_at_once_wait_for_two_slots(two_slots: int) -> None:
         assert sorted(known["turns"] for known in sessions) == [2] * SESSIONS
 
 
-def _all_at_once(talks: Sequence[Talk], turn: int) -> None:
+def _all_at_once(talks: Sequence[ChatClient], turn: int) -> None:
     threads = [
         threading.Thread(target=talk.say, args=(_turns(number)[turn],))
         for number, talk in enumerate(talks)
@@ -119,7 +119,7 @@ def _all_at_once(talks: Sequence[Talk], turn: int) -> None:
 def test_rows_that_another_proxy_evicted_are_not_missing(patched_port: int) -> None:
     messages = _holed(patched_port)
     with proxy(patched_port) as running:
-        said = Talk(running.port, "long", messages=messages).say("Go on.")
+        said = ChatClient(running.port, "long", messages=messages).say("Go on.")
         assert said.books["marker"] == "ok"
         assert said.books["omitted"] == 0
         # What was there before the first gap is gone on from.
@@ -129,10 +129,10 @@ def test_rows_that_another_proxy_evicted_are_not_missing(patched_port: int) -> N
 
 def test_rows_that_a_neighbour_evicted_are_not_missing(patched_proxy: RunningProxy) -> None:
     system = [{"role": "system", "content": f"You are an agent. {FILLER * 9}"}]
-    one = Talk(patched_proxy.port, "one", {"evoke_budget": BUDGET}, list(system))
+    one = ChatClient(patched_proxy.port, "one", {"evoke_budget": BUDGET}, list(system))
     one.say("Hello.")
     assert one.say("Go on.").books["omitted"] > 0
-    other = Talk(patched_proxy.port, "other", messages=list(system)).say("Who are you?")
+    other = ChatClient(patched_proxy.port, "other", messages=list(system)).say("Who are you?")
     assert other.books["omitted"] == 0
     assert other.books["marker"] == "ok"
 
@@ -140,7 +140,7 @@ def test_rows_that_a_neighbour_evicted_are_not_missing(patched_proxy: RunningPro
 def _holed(port: int) -> list[dict[str, str]]:
     """A conversation that has lost rows in the only slot."""
     with proxy(port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "long")
+        talk = ChatClient(running.port, "long")
         turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
         running.quiet()
     assert turns[-1].books["omitted"] > 0

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from conversation import Said, Talk
+from conversation import ChatClient, TurnResult
 from harness import ask, llama_server, proxy, server_binary
 
 from bench.random_models import SHAPES, ensure
@@ -30,7 +30,7 @@ def fact(number: int) -> str:
     return SAYS.format(f"place{number}", 1000 + number) + " the quick brown fox jumps over it." * 6
 
 
-def checked(said: Said) -> Said:
+def checked(said: TurnResult) -> TurnResult:
     books = said.books
     assert books["marker"] == "ok"
     assert books["n_resident_peak"] <= BUDGET
@@ -40,7 +40,7 @@ def checked(said: Said) -> Said:
 
 def test_a_session_keeps_its_budget_and_what_it_asks_for_comes_back(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "long")
+        talk = ChatClient(running.port, "long")
         turns = [checked(talk.say(fact(number))) for number in range(8)]
         turns += [checked(talk.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
         assert turns[-1].books["n_prompt"] > 3 * BUDGET
@@ -57,7 +57,7 @@ def test_a_session_keeps_its_budget_and_what_it_asks_for_comes_back(port: int) -
 def test_a_session_that_lost_its_slot_is_decoded_again_unless_copies_do(port: int) -> None:
     adopts = "adopt" in json.loads(ask(port, "GET", "/props").body)["evoke"]["features"]
     with proxy(port, policy__budget=BUDGET) as running:
-        one, other = Talk(running.port, "one"), Talk(running.port, "other")
+        one, other = ChatClient(running.port, "one"), ChatClient(running.port, "other")
         for number in range(4):
             before = checked(one.say(fact(number)))
         assert running.metric("evoke_tokens_decoded_again_total") < 32
@@ -77,12 +77,12 @@ def test_a_session_that_lost_its_slot_is_decoded_again_unless_copies_do(port: in
 
 def test_holes_that_somebody_else_made_are_decoded(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as first:
-        talk = Talk(first.port, "holes")
+        talk = ChatClient(first.port, "holes")
         turns = [talk.say(fact(number)) for number in range(6)]
         assert turns[-1].books["omitted"] > 0
         first.quiet()
     with proxy(port) as second:
-        said = Talk(second.port, "holes", messages=talk.messages).say("Go on.")
+        said = ChatClient(second.port, "holes", messages=talk.messages).say("Go on.")
         assert said.books["marker"] == "ok"
         assert said.books["omitted"] == 0
         assert second.metric("evoke_degraded_total", stage="decide") == 0

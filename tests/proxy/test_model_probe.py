@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from conversation import Talk
+from conversation import ChatClient
 from harness import RunningProxy
 
 from evoke_proxy.core.policy.probe import DecodeSpeed
@@ -20,17 +20,17 @@ def _prober(running: RunningProxy) -> Any:
     return running.engine.server.strategies.budgeted._planner._prober
 
 
-def told(port: int, name: str, recall: str) -> Talk:
+def told(port: int, name: str, recall: str) -> ChatClient:
     """A fact, and so much behind it that it has left."""
     fields = {"evoke_budget": BUDGET, "evoke_recall": recall}
-    talk = Talk(port, name, fields)
+    talk = ChatClient(port, name, fields)
     talk.say("My residence is amber falcon.", max_tokens=4)
     for _ in range(8):
         talk.say(STORY, max_tokens=4)
     return talk
 
 
-def asked(talk: Talk, question: str) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
+def asked(talk: ChatClient, question: str) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
     """What is answered, the books in the usage, and those of llama-server."""
     talk.messages.append({"role": "user", "content": question})
     answer = talk.post(max_tokens=24)
@@ -80,7 +80,7 @@ def test_what_no_word_asks_for_comes_back_because_the_model_looks_for_it(
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
 
-def len_of(talk: Talk, ours: RunningProxy) -> int:
+def len_of(talk: ChatClient, ours: RunningProxy) -> int:
     """The tokens of the conversation's latest prompt."""
     known = next(known for known in ours.engine.conversations if known.name == talk.session)
     return len(known.tokens)

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from fake_upstream import Exchange, fake_upstream
 from harness import RunningProxy, ask, proxy
 
@@ -32,7 +32,7 @@ async def _never(exchange: Exchange) -> None:
 
 
 def test_every_documented_metric_is_exported(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "m", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "m", {"evoke_budget": BUDGET})
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
     talk.say("Not managed.", evoke=False)

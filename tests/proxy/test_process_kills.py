@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from fault_injector import wire
 from harness import (
     PATIENCE_S,
@@ -24,8 +24,8 @@ from harness import (
     server_binary,
     until,
 )
-from proxy_process import Front
-from test_session_restart import BUDGET, KINDS, TURNS, House, house, turn
+from proxy_process import ProxyProcess
+from test_session_restart import BUDGET, KINDS, TURNS, Deployment, deployment, turn
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 
@@ -44,7 +44,7 @@ def _busy(port: int) -> bool:
         return False
 
 
-def _sent(port: int, talk: Talk, text: str, **fields: Any) -> http.client.HTTPConnection:
+def _sent(port: int, talk: ChatClient, text: str, **fields: Any) -> http.client.HTTPConnection:
     """A request under way, for a turn that its client will not hear the end of."""
     messages = [*talk.messages, {"role": "user", "content": text}]
     body = talk.body(**{"messages": messages, **fields})
@@ -54,7 +54,7 @@ def _sent(port: int, talk: Talk, text: str, **fields: Any) -> http.client.HTTPCo
     return connection
 
 
-def _in_prefill(subject: House, talk: Talk) -> None:
+def _in_prefill(subject: Deployment, talk: ChatClient) -> None:
     """While it decodes a long message: the client is told that the server is gone."""
     assert subject.running is not None
     connection = _sent(subject.running.port, talk, FILLER * 48)
@@ -64,7 +64,7 @@ def _in_prefill(subject: House, talk: Talk) -> None:
     connection.close()
 
 
-def _in_generation(subject: House, talk: Talk) -> None:
+def _in_generation(subject: Deployment, talk: ChatClient) -> None:
     """While it answers: the answer ends, and not as if it were whole."""
     assert subject.running is not None
     options = {"stream": True, "max_tokens": 6000, "ignore_eos": True}
@@ -79,10 +79,10 @@ def _in_generation(subject: House, talk: Talk) -> None:
     connection.close()
 
 
-def _in_call(*actions: str) -> Callable[[House, Talk], None]:
+def _in_call(*actions: str) -> Callable[[Deployment, ChatClient], None]:
     """In the moment that it is asked for one of these."""
 
-    def strike(subject: House, talk: Talk) -> None:
+    def strike(subject: Deployment, talk: ChatClient) -> None:
         running = subject.running
         assert running is not None
         killed, original = threading.Event(), BlockApi.run
@@ -103,7 +103,7 @@ def _in_call(*actions: str) -> Callable[[House, Talk], None]:
     return strike
 
 
-POINTS: dict[str, Callable[[House, Talk], None]] = {
+POINTS: dict[str, Callable[[Deployment, ChatClient], None]] = {
     "prefill": _in_prefill,
     "generation": _in_generation,
     "plan": _in_call("block-plan"),
@@ -111,7 +111,7 @@ POINTS: dict[str, Callable[[House, Talk], None]] = {
 }
 
 
-def _revive(subject: House) -> None:
+def _revive(subject: Deployment) -> None:
     """Another server on that port, with the files of the one that was killed."""
     assert subject.running is not None
     subject.running.settled()
@@ -122,8 +122,8 @@ def _revive(subject: House) -> None:
 
 
 def test_a_server_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -> None:
-    with house(tmp_path / "house") as subject:
-        running, talk = subject.running, Talk(0, "chat")
+    with deployment(tmp_path / "deployment") as subject:
+        running, talk = subject.running, ChatClient(0, "chat")
         assert running is not None
         for text in TURNS:
             turn(talk, running.port, text)
@@ -154,26 +154,26 @@ def _errors(running: RunningProxy) -> float:
 
 def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -> None:
     """In prefill, while a plan is run, in generation."""
-    with house(tmp_path / "house") as subject, wire(subject.port) as line:
+    with deployment(tmp_path / "deployment") as subject, wire(subject.port) as line:
         assert subject.running is not None
-        settings, talk = tmp_path / "evoke.yaml", Talk(0, "chat")
+        settings, talk = tmp_path / "evoke.yaml", ChatClient(0, "chat")
         where = {"directory": str(subject.folder / "index")}
         settings.write_text(json.dumps({"snapshots": where, "policy": {"budget": BUDGET}}))
         for text in TURNS:
             turn(talk, subject.running.port, text)
         subject.running.settled()
         subject._proxy.close()
-        with Front(subject.port, settings) as front:
+        with ProxyProcess(subject.port, settings) as front:
             connection = _sent(front.port, talk, FILLER * 48)
             until(lambda: _busy(subject.port))
         connection.close()
-        with Front(line.port, settings) as front:
+        with ProxyProcess(line.port, settings) as front:
             assert MARKER in turn(talk, front.port, ASKS)["text"]
             line.at(b"action=block-plan", front.kill)
             connection = _sent(front.port, talk, FILLER)
             assert line.struck.wait(PATIENCE_S), "no plan was run"
         connection.close()
-        with Front(subject.port, settings) as front:
+        with ProxyProcess(subject.port, settings) as front:
             assert MARKER in turn(talk, front.port, ASKS)["text"]
             connection = _sent(
                 front.port, talk, "Count.", stream=True, max_tokens=6000, ignore_eos=True

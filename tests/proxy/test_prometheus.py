@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, proxy
 
 from evoke_proxy.demo.processes import free_port
@@ -32,7 +32,7 @@ _BOUNDED = re.compile(r"[a-z0-9_/{}.+-]{0,48}|\+Inf|[0-9.]+[a-z0-9.+]*")
 def busy(patched_port: int) -> Iterator[RunningProxy]:
     """A proxy with turns behind it."""
     with proxy(patched_port, policy__budget=320) as running:
-        talk = Talk(running.port, "a-session-of-somebody")
+        talk = ChatClient(running.port, "a-session-of-somebody")
         for number in range(4):
             talk.say(f"Turn {number}. {FILLER}")
         ask(running.port, "GET", "/v1/no/such/path")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, llama_server, proxy, server_binary
 from test_dialects import KINDS, PATHS, STREAM, body_of, post, told
 
@@ -79,7 +79,7 @@ def test_text_comes_back_in_the_last_message(noting: Noting, path: str, stream: 
 def test_the_next_turn_decodes_the_quoting_exchange_again(patched_proxy: RunningProxy) -> None:
     decoded = {}
     for recovery in ("discard", "breadcrumb"):
-        talk = Talk(patched_proxy.port, recovery, {"evoke_budget": BUDGET})
+        talk = ChatClient(patched_proxy.port, recovery, {"evoke_budget": BUDGET})
         talk.fields = talk.fields | {"evoke_recovery": recovery}  # type: ignore[operator]
         talk.say(FACT)
         for number in range(6):
@@ -148,9 +148,9 @@ def strict_port(request: pytest.FixtureRequest) -> Iterator[int]:
         yield port
 
 
-def _task(port: int, fields: Json) -> Talk:
+def _task(port: int, fields: Json) -> ChatClient:
     """An agent at work: a file read early, many steps since; its first messages are evicted."""
-    talk = Talk(port, "task", {"evoke_budget": BUDGET} | fields)
+    talk = ChatClient(port, "task", {"evoke_budget": BUDGET} | fields)
     talk.say("Please read src/config.py.")
     talk.messages[-1:] = [_call(0, "src/config.py"), _result(0, "retry limit = 17")]
     assert talk.post().status == 200
@@ -221,7 +221,7 @@ def test_what_cannot_come_back_is_said(patched_proxy: RunningProxy) -> None:
 
 def test_a_name_of_the_clients_own_comes_back_as_text_too(noting: Noting) -> None:
     running, sent = noting
-    talk = Talk(running.port, "own", {"evoke_budget": BUDGET, "evoke_recovery": "breadcrumb"})
+    talk = ChatClient(running.port, "own", {"evoke_budget": BUDGET, "evoke_recovery": "breadcrumb"})
     talk.messages.append({"role": "user", "content": FACT, "evoke_name": "vault"})
     talk.messages.append({"role": "assistant", "content": "Noted."})
     for number in range(6):
@@ -246,7 +246,7 @@ def test_the_oracle_is_told_where_the_answer_is(
 
 @pytest.mark.parametrize("name", ["evoke", "infllm", "discard", "recency", "streaming"])
 def test_every_policy_holds_the_budget(patched_proxy: RunningProxy, name: str) -> None:
-    talk = Talk(patched_proxy.port, name, {"evoke_budget": BUDGET, "evoke_policy": name})
+    talk = ChatClient(patched_proxy.port, name, {"evoke_budget": BUDGET, "evoke_policy": name})
     talk.say(FACT)
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(7)]
     turns.append(talk.say(ASKS))

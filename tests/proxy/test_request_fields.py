@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from fake_upstream import Exchange, fake_upstream, whole
 from harness import Answer, RunningProxy, ask, proxy
 
@@ -174,7 +174,7 @@ def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy, path: str) -
 
 
 def test_pins_that_add_up_are_refused_and_those_before_stay(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
     talk.say("The code is 7741.", evoke_pinned=True)
     for number in range(4):
         said = talk.say(f"Turn {number}. {FILLER}")
@@ -189,7 +189,7 @@ def test_pins_that_add_up_are_refused_and_those_before_stay(patched_proxy: Runni
 
 
 def test_recovery_is_the_requests_own(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "own", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(6):
         talk.say(f"Turn {number}. {FILLER}")
@@ -205,14 +205,14 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
     patched_port: int, asked: int | None, kept: int
 ) -> None:
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "low", {"evoke_budget": asked})
+        talk = ChatClient(running.port, "low", {"evoke_budget": asked})
         turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(4)]
     assert [said.books["budget"] for said in turns] == [kept] * 4
     assert max(said.books["n_resident_peak"] for said in turns) <= kept
 
 
 def test_a_policy_is_the_requests_own(patched_proxy: RunningProxy) -> None:
-    talk = Talk(patched_proxy.port, "own", {"evoke_budget": BUDGET})
+    talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
     names = [name for name in policy_names(False) if "_" not in name]  # without variants
     for number, name in enumerate([*names, "evoke"]):
         said = talk.say(f"Turn {number}. {FILLER}", evoke_policy=name)

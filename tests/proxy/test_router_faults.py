@@ -30,7 +30,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(slots=True)
-class House:
+class Deployment:
     """A router for two models, of which it has one at a time, and a proxy in front of it."""
 
     folder: Path
@@ -92,12 +92,12 @@ def _end(process: int) -> None:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
     for name in ("models", "slots"):
         (tmp_path / name).mkdir()
     for name in (ONE, TWO):
         (tmp_path / "models" / f"{name}.gguf").symlink_to(bundled_model())
-    made = House(tmp_path, free_port())
+    made = Deployment(tmp_path, free_port())
     settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
     made.start()
     try:
@@ -120,10 +120,10 @@ def _chat(model: str, number: int = 68285, n_turns: int = 5) -> Chat:
     return Chat(messages, {"model": model})
 
 
-def _recalls(house: House, chat: Chat, number: int = 68285) -> tuple[int, int]:
+def _recalls(deployment: Deployment, chat: Chat, number: int = 68285) -> tuple[int, int]:
     """One turn that is answered rightly: with the number of this conversation and no other."""
-    cost = chat.ask(house.proxy.port, ASKS)
-    house.rested()
+    cost = chat.ask(deployment.proxy.port, ASKS)
+    deployment.rested()
     assert str(number) in chat.said["content"], chat.said
     chat.hear()
     return cost
@@ -146,64 +146,68 @@ def _begun(port: int, chat: Chat) -> Iterator[http.client.HTTPResponse]:
         connection.close()
 
 
-def _unload(house: House) -> None:
-    answer = ask(house.port, "POST", "/models/unload", json.dumps({"model": ONE}).encode(), JSON)
+def _unload(deployment: Deployment) -> None:
+    answer = ask(
+        deployment.port, "POST", "/models/unload", json.dumps({"model": ONE}).encode(), JSON
+    )
     assert answer.status == 200
-    until(lambda: ONE not in house.loaded())
+    until(lambda: ONE not in deployment.loaded())
 
 
-def _kill_model(house: House) -> None:
-    (server,) = house.model_servers()
+def _kill_model(deployment: Deployment) -> None:
+    (server,) = deployment.model_servers()
     os.kill(server, signal.SIGKILL)
-    until(lambda: ONE not in house.loaded())
+    until(lambda: ONE not in deployment.loaded())
 
 
 @pytest.mark.parametrize("end", [_unload, _kill_model])
 def test_a_model_unloaded_during_a_turn_is_reloaded_with_its_conversation(
-    house: House, end: Any
+    deployment: Deployment, end: Any
 ) -> None:
     chat = _chat(ONE)
-    _recalls(house, chat)
-    with _begun(house.proxy.port, chat) as answer:
-        end(house)
+    _recalls(deployment, chat)
+    with _begun(deployment.proxy.port, chat) as answer:
+        end(deployment)
         with contextlib.suppress(OSError, http.client.HTTPException):
             while answer.read1():
                 pass
-    cached, new = _recalls(house, chat)
+    cached, new = _recalls(deployment, chat)
     assert cached > 5 * new, "its snapshot was restored"
-    assert house.proxy.metric("evoke_snapshot_restores_total", result="useful") >= 1
-    end(house)  # between two turns, too
-    cached, new = _recalls(house, chat)
+    assert deployment.proxy.metric("evoke_snapshot_restores_total", result="useful") >= 1
+    end(deployment)  # between two turns, too
+    cached, new = _recalls(deployment, chat)
     assert cached > 5 * new
 
 
-def test_clients_that_disconnect_during_loading_leave_no_state(house: House) -> None:
+def test_clients_that_disconnect_during_loading_leave_no_state(deployment: Deployment) -> None:
     how, chats = random.Random(3), {ONE: _chat(ONE, 41937, 1), TWO: _chat(TWO, 73920, 1)}
     for number in range(8):
         chat = chats[(ONE, TWO)[number % 2]]
         body = json.dumps({"messages": chat.messages, "max_tokens": 2, **chat.fields}).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", house.proxy.port)
+        connection = http.client.HTTPConnection("127.0.0.1", deployment.proxy.port)
         connection.request("POST", "/v1/chat/completions", body, JSON)
         connection.sock.settimeout(how.choice((0.001, 0.02, 0.1, 0.3)))
         with contextlib.suppress(OSError):
             connection.sock.recv(1)
         connection.close()
-    house.rested()
-    _recalls(house, chats[ONE], 41937)
-    _recalls(house, chats[TWO], 73920)
-    router = house.proxy.engine.server
-    models = [server for server in house.proxy.engines if server is not router]
+    deployment.rested()
+    _recalls(deployment, chats[ONE], 41937)
+    _recalls(deployment, chats[TWO], 73920)
+    router = deployment.proxy.engine.server
+    models = [server for server in deployment.proxy.engines if server is not router]
     assert len(models) == 2, "each model was entered once"
 
 
-def test_concurrent_requests_for_two_models_get_their_own_conversations(house: House) -> None:
+def test_concurrent_requests_for_two_models_get_their_own_conversations(
+    deployment: Deployment,
+) -> None:
     """The router unloads one for the other, whatever runs there: that costs an answer at most."""
 
     def turns(number: int, model: str) -> tuple[Chat, int]:
         chat, answered = _chat(model, number, 2), 0
         for _ in range(3):
             try:
-                chat.ask(house.proxy.port, ASKS)
+                chat.ask(deployment.proxy.port, ASKS)
             except (AssertionError, OSError, http.client.HTTPException):
                 chat.messages.pop()
                 continue
@@ -216,24 +220,24 @@ def test_concurrent_requests_for_two_models_get_their_own_conversations(house: H
     with ThreadPoolExecutor(4) as clients:
         running = [clients.submit(turns, n, (ONE, TWO)[at % 2]) for at, n in enumerate(numbers)]
         talked = [one.result() for one in running]
-    house.rested()
+    deployment.rested()
     assert sum(answered for _, answered in talked) >= 1  # on a slow machine most lose their model
     for number, (chat, _) in zip(numbers, talked, strict=True):
-        until(house.is_settled, "the router loads and unloads nothing")
-        _recalls(house, chat, number)
+        until(deployment.is_settled, "the router loads and unloads nothing")
+        _recalls(deployment, chat, number)
 
 
-def test_conversations_survive_a_restart_of_the_router(house: House) -> None:
+def test_conversations_survive_a_restart_of_the_router(deployment: Deployment) -> None:
     chat = _chat(ONE)
-    _recalls(house, chat)
-    with _begun(house.proxy.port, chat) as answer:
-        house.kill_router()
+    _recalls(deployment, chat)
+    with _begun(deployment.proxy.port, chat) as answer:
+        deployment.kill_router()
         with contextlib.suppress(OSError, http.client.HTTPException):
             while answer.read1():
                 pass
-    house.proxy.settled()
-    refused = ask(house.proxy.port, "POST", "/v1/chat/completions", b'{"messages":[]}', JSON)
+    deployment.proxy.settled()
+    refused = ask(deployment.proxy.port, "POST", "/v1/chat/completions", b'{"messages":[]}', JSON)
     assert refused.status == 503
-    house.start()
-    cached, new = _recalls(house, chat)
+    deployment.start()
+    cached, new = _recalls(deployment, chat)
     assert cached > 5 * new

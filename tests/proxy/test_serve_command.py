@@ -23,7 +23,7 @@ from conversation import FILLER
 from fake_upstream import Exchange, chunked, fake_upstream
 from fault_injector import wire
 from harness import PATIENCE_S, ask, nobody, until
-from stock_deployment import Chat, House
+from stock_deployment import Chat, Deployment
 
 from evoke_proxy.demo.processes import free_port
 
@@ -128,10 +128,10 @@ def test_snapshots_are_on_disk_before_the_proxy_exits(
     kept = {"directory": tmp_path, "stall_share": "0.000001", "min_tokens": 64, "min_gain": 0.0}
     for key, value in (kept | {"min_free_mib": 0}).items():
         monkeypatch.setenv(f"EVOKE_SNAPSHOTS_{key.upper()}", str(value))
-    house = House(tmp_path)
+    deployment = Deployment(tmp_path)
     ahead = threading.Event()
     with (
-        house.server() as server,
+        deployment.server() as server,
         wire(server) as line,
         _serving("--upstream", f"http://127.0.0.1:{line.port}") as (process, port),
     ):
@@ -144,10 +144,10 @@ def test_snapshots_are_on_disk_before_the_proxy_exits(
         chat.ask(port)
         assert ahead.wait(PATIENCE_S)
         time.sleep(0.5)  # for that look to be taken
-        before = house.files()
+        before = deployment.files()
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
-        assert len(before) == 1 and len(house.files()) == 2
+        assert len(before) == 1 and len(deployment.files()) == 2
 
 
 def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) -> None:

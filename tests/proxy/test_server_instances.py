@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk, endless
-from fault_injector import Wire, wire
+from conversation import FILLER, ChatClient, endless
+from fault_injector import FaultInjector, wire
 from harness import (
     RunningProxy,
     ask,
@@ -29,7 +29,7 @@ from harness import (
     server_binary,
     until,
 )
-from stock_deployment import QUICK, House, decoded, long_chat
+from stock_deployment import QUICK, Deployment, decoded, long_chat
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.demo.processes import free_port
@@ -40,13 +40,13 @@ OPTIONS = ("-np", "2", "-no-kvu", "--evoke-ram", "64")
 
 
 @pytest.fixture(scope="module")
-def line(two_slots_port: int) -> Iterator[Wire]:
+def line(two_slots_port: int) -> Iterator[FaultInjector]:
     """A wire to a patched server with two slots."""
     with wire(two_slots_port) as made:
         yield made
 
 
-def _break_one(running: RunningProxy, line: Wire) -> None:
+def _break_one(running: RunningProxy, line: FaultInjector) -> None:
     """A client's request is sent to llama-server, and its connection breaks."""
     line.break_at(b"GET /v1/models?break")
     assert ask(running.port, "GET", "/v1/models?break").status == 503
@@ -69,7 +69,7 @@ def _watched(running: RunningProxy) -> Iterator[None]:
     yield
 
 
-def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: Wire) -> None:
+def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: FaultInjector) -> None:
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
         with endless(running.port) as first:
             (known,) = running.engine.conversations
@@ -77,12 +77,12 @@ def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: Wire) -> No
             assert epoch is not None and slot is not None
             _break_one(running, line)
             # any request makes the engine ask what the server is
-            Talk(running.port, "other").say("Hello.")
+            ChatClient(running.port, "other").say("Hello.")
             assert (known.budgeted.epoch, running.engine.server.slots.pool.slot_of(known.id)) == (
                 epoch,
                 slot,
             )
-            second = Talk(running.port, "endless")
+            second = ChatClient(running.port, "endless")
             second.messages.append({"role": "user", "content": "hello"})
             with ThreadPoolExecutor(1) as others:
                 answer = others.submit(second.post)
@@ -96,9 +96,9 @@ def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: Wire) -> No
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 1
 
 
-def test_a_broken_connection_costs_a_conversation_nothing(line: Wire) -> None:
+def test_a_broken_connection_costs_a_conversation_nothing(line: FaultInjector) -> None:
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
-        talk = Talk(running.port, "kept")
+        talk = ChatClient(running.port, "kept")
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
             running.settled()
@@ -110,9 +110,11 @@ def test_a_broken_connection_costs_a_conversation_nothing(line: Wire) -> None:
         assert running.metric("evoke_sessions") >= 1
 
 
-def test_a_request_that_fails_in_planning_and_in_forwarding_is_one_failure(line: Wire) -> None:
+def test_a_request_that_fails_in_planning_and_in_forwarding_is_one_failure(
+    line: FaultInjector,
+) -> None:
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
-        talk = Talk(running.port, "kept")
+        talk = ChatClient(running.port, "kept")
         talk.say("Hello.")
         running.settled()
         line.break_at(b"POST ")
@@ -166,7 +168,7 @@ def _send_raw(port: int, data: bytes) -> None:
 def test_no_request_of_a_client_makes_llama_server_another_one() -> None:
     with llama_server(server_binary(patched=True), *OPTIONS) as port:
         with proxy(port, policy__budget=BUDGET) as running, _watched(running):
-            talk = Talk(running.port, "kept")
+            talk = ChatClient(running.port, "kept")
             for number in range(6):
                 talk.say(f"Turn {number}. {FILLER}")
             for _ in range(3):
@@ -175,7 +177,7 @@ def test_no_request_of_a_client_makes_llama_server_another_one() -> None:
                 books = talk.say("Go on.").books
                 assert books["marker"] == "ok" and books["decoded"] < 30
             assert _started(running) == 0
-            kept = Talk(running.port, "kept")
+            kept = ChatClient(running.port, "kept")
             kept.messages = talk.messages
             assert ask(running.port, "GET", "/evoke/ready").status == 200
 
@@ -189,7 +191,7 @@ def test_no_request_of_a_client_opens_a_breaker(stock_port: int, two_slots_port:
                 hostile = {"X-Evoke-Server": name, "X-Large": "a" * 50_000}
                 with contextlib.suppress(OSError, http.client.HTTPException):
                     ask(running.port, "GET", "/health", headers=hostile)
-            Talk(running.port).say("Hello.")
+            ChatClient(running.port).say("Hello.")
         rows = json.loads(ask(running.port, "GET", "/evoke/servers").body)["servers"]
         assert [(row["breaker"], row["takes"]) for row in rows] == [("closed", True)] * 2
         for name in ports:
@@ -219,7 +221,7 @@ def test_another_process_on_the_same_port_is_found_before_anything_is_planned() 
     with contextlib.ExitStack() as first:
         first.enter_context(llama_server(server_binary(patched=True), *OPTIONS, port=port))
         with proxy(port, policy__budget=BUDGET) as running, _watched(running):
-            talk = Talk(running.port, "kept")
+            talk = ChatClient(running.port, "kept")
             for number in range(6):
                 talk.say(f"Turn {number}. {FILLER}")
             running.settled()
@@ -238,11 +240,11 @@ def test_another_process_on_the_same_port_is_found_before_anything_is_planned() 
 def test_a_stock_server_that_restarts_unseen_is_found_by_its_task_counter(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    house = House(tmp_path_factory.mktemp("slots"), "", ("--cache-ram", "0"))
+    deployment = Deployment(tmp_path_factory.mktemp("slots"), "", ("--cache-ram", "0"))
     port = free_port()
     with contextlib.ExitStack() as first:
-        first.enter_context(house.server(port))
-        with house.proxy(port, look_ahead=False) as running, _watched(running):
+        first.enter_context(deployment.server(port))
+        with deployment.proxy(port, look_ahead=False) as running, _watched(running):
             chat = long_chat(300)
             chat.ask(running.port, "So what is it?")
             running.settled()
@@ -254,7 +256,7 @@ def test_a_stock_server_that_restarts_unseen_is_found_by_its_task_counter(
             running.settled()
             chat.hear()
             first.close()
-            with house.server(port) as again:
+            with deployment.server(port) as again:
                 before = decoded(again)
                 cached, new = chat.ask(running.port, "And after that?")
                 assert cached > new and decoded(again) - before < 100, "it was restored"
@@ -316,18 +318,18 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def _stock(folder: Path) -> Iterator[tuple[Wire, dict[str, object]]]:
+def _stock(folder: Path) -> Iterator[tuple[FaultInjector, dict[str, object]]]:
     """A wire to a stock server with two slots, settings of a proxy that keeps them."""
     settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
     settings |= {"snapshots__directory": str(folder), "snapshots__min_tokens": 32}
-    house = House(folder, "", ("-np", "2", "--no-cache-idle-slots"))
-    with house.server() as port, wire(port) as line:
+    deployment = Deployment(folder, "", ("-np", "2", "--no-cache-idle-slots"))
+    with deployment.server() as port, wire(port) as line:
         yield line, settings
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("patched", 1), ("patched", 2), ("stock", 3)])
 def test_two_turns_of_a_session_never_run_at_once(
-    line: Wire, kind: str, seed: int, tmp_path: Path
+    line: FaultInjector, kind: str, seed: int, tmp_path: Path
 ) -> None:
     """Whatever breaks beside them: connections of others and their own, and clients that leave."""
     with contextlib.ExitStack() as servers:
@@ -339,13 +341,13 @@ def test_two_turns_of_a_session_never_run_at_once(
         _interleave(line, call, settings, seed)
 
 
-def _interleave(line: Wire, call: bytes, settings: dict[str, object], seed: int) -> None:
+def _interleave(line: FaultInjector, call: bytes, settings: dict[str, object], seed: int) -> None:
     """Turns of three sessions, two clients each, while connections break, those of a call too."""
     names = [f"session-{number}-{seed}" for number in range(3)]
     how = random.Random(seed)
 
     def turns(name: str, each: random.Random) -> None:
-        talk = Talk(running.port, name)
+        talk = ChatClient(running.port, name)
         for number in range(8):
             said = f"{name}: {FILLER if each.random() < 0.5 else number}"
             body = talk.body(messages=[*talk.messages, {"role": "user", "content": said}])
@@ -382,7 +384,7 @@ def _interleave(line: Wire, call: bytes, settings: dict[str, object], seed: int)
         running.settled()
         assert max(turns_of.values()) > 2 and _started(running) == 0
         for name in names:
-            assert Talk(running.port, name).say("Still there?").text
+            assert ChatClient(running.port, name).say("Still there?").text
         running.settled()
         assert "*" not in repr(running.engine.server.slots.pool), "every slot was given back"
 
@@ -392,7 +394,7 @@ def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(
 ) -> None:
     """As after a proxy was killed: llama-server has not noticed yet that nobody listens."""
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "kept")
+        talk = ChatClient(running.port, "kept")
         talk.say(FILLER)
         running.settled()
         looked, planned = list[object](), list[object]()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from chromium import browser, tab
-from conversation import FILLER, Talk, endless
+from conversation import FILLER, ChatClient, endless
 from fake_upstream import Exchange, fake_upstream, whole
 from harness import (
     Answer,
@@ -30,7 +30,7 @@ from harness import (
     until,
 )
 from prometheus_client.parser import text_string_to_metric_families
-from stock_deployment import QUICK, House, decoded
+from stock_deployment import QUICK, Deployment, decoded
 
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.processes import free_port
@@ -63,18 +63,18 @@ class Pair:
 
 @contextmanager
 def _two(start: Callable[[int], Any]) -> Iterator[Pair]:
-    house = Pair(start)
-    starting = [threading.Thread(target=house.up, args=(name,)) for name in ("a", "b")]
-    house.ports = {"a": free_port(), "b": free_port()}
+    deployment = Pair(start)
+    starting = [threading.Thread(target=deployment.up, args=(name,)) for name in ("a", "b")]
+    deployment.ports = {"a": free_port(), "b": free_port()}
     for thread in starting:
         thread.start()
     for thread in starting:
         thread.join()
     try:
-        yield house
+        yield deployment
     finally:
-        for name in list(house.running):
-            house.running[name].close()
+        for name in list(deployment.running):
+            deployment.running[name].close()
 
 
 def _say(port: int, messages: list[dict[str, Any]], text: str, session: str = "") -> Answer:
@@ -118,11 +118,11 @@ def _cached(answer: Answer) -> float:
 def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.mkdir()
-    kept = House(slots, "", ("--cache-ram", "0"))
+    kept = Deployment(slots, "", ("--cache-ram", "0"))
     settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
     settings |= {"snapshots__directory": str(slots), "snapshots__min_tokens": 64}
     settings |= {"snapshots__look_ahead": False, **EAGER}
-    with _two(kept.server) as house, pool(house.ports, **settings) as running:
+    with _two(kept.server) as deployment, pool(deployment.ports, **settings) as running:
         port = running.port
         # Of conversations that nobody has bound yet each server gets its share; they stay.
         talks: dict[str, list[dict[str, Any]]] = {name: [] for name in ("", "s1", "s2", "s3")}
@@ -137,20 +137,20 @@ def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Pat
 
         # Killed between two turns: the next is the other's, from the snapshot.
         gone = at["s1"]
-        house.kill(gone)
-        other = house.other(gone)
-        before = decoded(house.ports[other])
+        deployment.kill(gone)
+        other = deployment.other(gone)
+        before = decoded(deployment.ports[other])
         answer = _say(port, talks["s1"], "And then?", "s1")
         assert _at(answer) == other and _cached(answer) > 0.5
         timings = json.loads(answer.body)["timings"]
         n_prompt = timings["cache_n"] + timings["prompt_n"]
-        assert decoded(house.ports[other]) - before < n_prompt / 2
+        assert decoded(deployment.ports[other]) - before < n_prompt / 2
         assert _restored(running) >= 1
         assert running.metric("evoke_server_failovers_total", server=gone) >= 1
         running.settled()
         asked = {"messages": talks["s1"][:-1], "max_tokens": 12, "temperature": 0}
         alone = json.dumps(asked | {"ignore_eos": True, "cache_prompt": False}).encode()
-        said = ask(house.ports[other], "POST", "/v1/chat/completions", alone, JSON)
+        said = ask(deployment.ports[other], "POST", "/v1/chat/completions", alone, JSON)
         content = json.loads(said.body)["choices"][0]["message"]["content"]
         assert content == talks["s1"][-1]["content"]
         (row,) = [s for s in _sessions(running) if s["name"] == "s1"]
@@ -159,7 +159,7 @@ def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Pat
         # Its breaker opens, is tried again and again, and closes when it is back.
         until(lambda: _server(running, gone)["breaker"] == "open")
         assert ask(port, "GET", "/evoke/ready").status == 200
-        house.up(gone)
+        deployment.up(gone)
         until(lambda: _server(running, gone)["breaker"] == "closed")
         assert running.metric("evoke_server_breaker_openings_total", server=gone) >= 1
         assert running.metric("evoke_server_up", server=gone) == 1
@@ -176,7 +176,7 @@ def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Pat
         assert not _drain(running, other, False)["draining"]
 
         for name in ("a", "b"):
-            house.kill(name)
+            deployment.kill(name)
         _turned_away(running)
 
 
@@ -356,7 +356,7 @@ def test_a_migrated_session_keeps_its_budget_and_decodes_its_holes() -> None:
         return llama_server(server_binary(patched=True), *options, port=port)
 
     with _two(start) as pair, pool(pair.ports, **EAGER) as running:
-        talk = Talk(running.port, "held", {"evoke_budget": 320, "evoke_pinned": False})
+        talk = ChatClient(running.port, "held", {"evoke_budget": 320, "evoke_pinned": False})
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
         assert said.books["omitted"] > 0
@@ -406,7 +406,7 @@ def test_a_migrated_hybrid_session_is_restored_from_its_snapshot(tmp_path: Path)
 
     settings = {"snapshots__directory": str(tmp_path), "policy__budget": 384, **EAGER}
     with _two(start) as pair, pool(pair.ports, **settings) as running:
-        talk = Talk(running.port, "held")
+        talk = ChatClient(running.port, "held")
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
         assert said.books["omitted"] > 0

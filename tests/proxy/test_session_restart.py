@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from admin_client import fact_block, operate
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, llama_server, process_on, proxy, server_binary
 
 from bench.random_models import SHAPES, ensure
@@ -30,7 +30,7 @@ KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
 @dataclass(slots=True)
-class House:
+class Deployment:
     """A patched server with a disk tier, a proxy in front of it; either may be started again."""
 
     folder: Path
@@ -65,17 +65,17 @@ class House:
         self._server.close()
 
 
-def rested(*houses: House) -> None:
+def rested(*houses: Deployment) -> None:
     """Wait until what follows an answer is done: copies, files, the record."""
-    for house in houses:
-        assert house.running is not None
-        house.running.settled()
+    for deployment in houses:
+        assert deployment.running is not None
+        deployment.running.settled()
 
 
 @contextmanager
-def house(folder: Path, shape: str = "") -> Iterator[House]:
+def deployment(folder: Path, shape: str = "") -> Iterator[Deployment]:
     (folder / "index").mkdir(parents=True)
-    made = House(folder, shape)
+    made = Deployment(folder, shape)
     try:
         made.start("both")
         yield made
@@ -83,7 +83,7 @@ def house(folder: Path, shape: str = "") -> Iterator[House]:
         made.close()
 
 
-def turn(talk: Talk, port: int, text: str, **fields: object) -> dict[str, Any]:
+def turn(talk: ChatClient, port: int, text: str, **fields: object) -> dict[str, Any]:
     """One more turn: what was said, with probabilities, and the engine's books."""
     talk.port = port
     talk.messages.append({"role": "user", "content": text})
@@ -107,8 +107,8 @@ def resident(port: int) -> object:
 def test_a_killed_server_a_new_proxy_and_both_cost_a_session_nothing(tmp_path: Path) -> None:
     events = ["server", "proxy", "both"]
     texts = [*TURNS, "What is my favorite number?", "Go on.", "And once more?"]
-    with house(tmp_path / "restarted") as subject, house(tmp_path / "never") as control:
-        talks = [Talk(0, "chat") for _ in range(2)]
+    with deployment(tmp_path / "restarted") as subject, deployment(tmp_path / "never") as control:
+        talks = [ChatClient(0, "chat") for _ in range(2)]
         for number, text in enumerate(texts):
             event = events[number - len(TURNS)] if number >= len(TURNS) else ""
             if event:
@@ -147,8 +147,8 @@ def ordered(running: RunningProxy, budget: int) -> None:
 
 def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Path) -> None:
     own = BUDGET - 64
-    with house(tmp_path / "restarted") as subject, house(tmp_path / "never") as control:
-        talks = [Talk(0, "chat") for _ in range(2)]
+    with deployment(tmp_path / "restarted") as subject, deployment(tmp_path / "never") as control:
+        talks = [ChatClient(0, "chat") for _ in range(2)]
         for text in TURNS:
             for it, talk in zip((subject, control), talks, strict=True):
                 rested(it)
@@ -179,15 +179,18 @@ def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Pat
 @pytest.mark.parametrize("shape", [HYBRID, "tiny-gemma"])
 def test_a_slot_comes_back_whole_where_copies_are_not_all_of_it(shape: str, tmp_path: Path) -> None:
     """Copies of blocks bring neither a recurrent state nor windows back: the slot's file does."""
-    with house(tmp_path / "restarted", shape) as subject, house(tmp_path / "n", shape) as control:
-        talks = [Talk(0, "chat") for _ in range(2)]
+    with (
+        deployment(tmp_path / "restarted", shape) as subject,
+        deployment(tmp_path / "n", shape) as control,
+    ):
+        talks = [ChatClient(0, "chat") for _ in range(2)]
         for number, text in enumerate([*TURNS[:6], "Go on.", "And once more?", "And then?"]):
             if number in (6, 7):
                 subject.start("server" if number == 6 else "both")
             if number == 8:  # another conversation takes its slot
                 rested(subject)
                 assert subject.running is not None
-                turn(Talk(0, "other"), subject.running.port, TURNS[1])
+                turn(ChatClient(0, "other"), subject.running.port, TURNS[1])
             rested(subject, control)
             assert subject.running is not None and control.running is not None
             fields = FORCED if number >= 6 else {}

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, proxy
 
 JSON = {"Content-Type": "application/json"}
@@ -48,7 +48,7 @@ def test_the_only_slot_is_handed_back_with_everything_in_it(
     patched_port: int, budget: int | None
 ) -> None:
     with proxy(patched_port, policy__budget=budget) as running:
-        talk = Talk(running.port)
+        talk = ChatClient(running.port)
         for number in range(4):
             talk.say(f"Number {number}. {FILLER}")
         for path, body in ASIDE:
@@ -67,7 +67,7 @@ def test_the_only_slot_is_handed_back_with_everything_in_it(
 
 def test_a_spare_slot_is_used_and_stays_spare(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "talk")
+        talk = ChatClient(running.port, "talk")
         talk.say(f"Hello. {FILLER}")
         slot = _sessions(running)[0]["slot"]
         for path, body in ASIDE[:4] + ASIDE[6:8]:
@@ -76,7 +76,7 @@ def test_a_spare_slot_is_used_and_stays_spare(two_slots_port: int) -> None:
             assert said.books["recovered"] == 0, path
             assert said.books["decoded"] < 64, path
         assert [(known["name"], known["slot"]) for known in _sessions(running)] == [("talk", slot)]
-        second = Talk(running.port, "second")
+        second = ChatClient(running.port, "second")
         second.say(f"Something else. {FILLER}")
         assert talk.say("Go on.").books["recovered"] == 0
         assert {known["slot"] for known in _sessions(running)} == {0, 1}
@@ -86,7 +86,7 @@ def test_a_spare_slot_is_used_and_stays_spare(two_slots_port: int) -> None:
 def test_copies_of_a_side_request_are_dropped(patched_port: int) -> None:
     ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk = Talk(running.port, "talk")
+        talk = ChatClient(running.port, "talk")
         talk.say(FILLER)
         long = {"messages": [{"role": "user", "content": f"### Task: title of {FILLER * 9}"}]}
         body = json.dumps(long | {"max_tokens": 8}).encode()
@@ -105,7 +105,7 @@ def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
         system = {"role": "system", "content": f"You are an agent. {FILLER * 4}"}
         tools = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]
         agents = [
-            Talk(running.port, None, {"prompt_cache_key": "shared", "tools": tools}, [system])
+            ChatClient(running.port, None, {"prompt_cache_key": "shared", "tools": tools}, [system])
             for _ in range(2)
         ]
         for agent, task in zip(agents, ("Look at the left.", "Look at the right."), strict=True):
@@ -123,7 +123,7 @@ def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
 def test_a_person_has_many_conversations_and_is_no_name_for_one(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
         fields = {"user": "ann", "max_tokens": 80}
-        talks = [Talk(running.port, None, fields) for _ in range(2)]
+        talks = [ChatClient(running.port, None, fields) for _ in range(2)]
         for number in range(3):
             for topic, talk in enumerate(talks):
                 said = talk.say(f"Topic {topic}, {number}. {FILLER}")

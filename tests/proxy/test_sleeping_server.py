@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from fake_upstream import Exchange, fake_upstream, whole
 from harness import RunningProxy, ask, llama_server, proxy, server_binary, until
 
@@ -115,7 +115,7 @@ def test_what_was_copied_before_it_slept_comes_back_by_a_copy() -> None:
 
 def _over_a_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...]:
     """What the server says of a conversation's last turn before it slept, and of the two after."""
-    talk = Talk(running.port, "dream", {"evoke_budget": BUDGET})
+    talk = ChatClient(running.port, "dream", {"evoke_budget": BUDGET})
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
     before = _timings(talk, "Still here?")
@@ -123,7 +123,7 @@ def _over_a_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...
     return before, _timings(talk, "Are you awake?"), _timings(talk, "Go on.")
 
 
-def _timings(talk: Talk, text: str) -> dict[str, Any]:
+def _timings(talk: ChatClient, text: str) -> dict[str, Any]:
     """One more turn, and what the server says about it."""
     talk.messages.append({"role": "user", "content": text})
     answer = talk.post()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from comparison import comparable
-from conversation import FILLER, Talk, endless, events
+from conversation import FILLER, ChatClient, endless, events
 from harness import Answer, RunningProxy, ask, llama_server, proxy, server_binary, until
 
 BUDGET = 320
@@ -38,9 +38,9 @@ def two_slots(port: int) -> Iterator[RunningProxy]:
         yield running
 
 
-def _conversations(running: RunningProxy) -> list[Talk]:
+def _conversations(running: RunningProxy) -> list[ChatClient]:
     """One in each slot, with rows of its last answer that have no copy yet."""
-    talks = [Talk(running.port, name) for name in ("left", "right")]
+    talks = [ChatClient(running.port, name) for name in ("left", "right")]
     for number in range(3):
         for talk in talks:
             talk.say(f"{talk.session} {number}. {FILLER}")
@@ -54,7 +54,7 @@ def _slots(running: RunningProxy) -> dict[str, int]:
     return {known["name"]: known["slot"] for known in sessions}
 
 
-def _lost_nothing(running: RunningProxy, talk: Talk) -> None:
+def _lost_nothing(running: RunningProxy, talk: ChatClient) -> None:
     """The next turn decodes what is new in it, and the budget holds."""
     said = talk.say("Go on.")
     assert said.books["marker"] == "ok"
@@ -149,7 +149,7 @@ def test_a_conversation_goes_where_it_is_told_to(two_slots: RunningProxy) -> Non
 
 @pytest.mark.parametrize("named", [7, -1, None, "0", 10**30])
 def test_a_slot_that_is_not_there_is_none_at_all(two_slots: RunningProxy, named: object) -> None:
-    talk = Talk(two_slots.port, "any", {"id_slot": named})
+    talk = ChatClient(two_slots.port, "any", {"id_slot": named})
     talk.say("hello")
     assert talk.say("Go on.").books["resident_before"] > 0
     raw = _post(two_slots.port, "/completion", prompt="The river", n_predict=3, id_slot=named)
@@ -159,7 +159,7 @@ def test_a_slot_that_is_not_there_is_none_at_all(two_slots: RunningProxy, named:
 def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
     raw = {"prompt": "A", "n_predict": 3, "id_slot": 1}
     with endless(two_slots.port, id_slot=1) as slow, ThreadPoolExecutor(1) as pool:
-        beside = Talk(two_slots.port, "beside")
+        beside = ChatClient(two_slots.port, "beside")
         assert beside.say("hello").books["marker"] == "ok"
         asked = pool.submit(_post, two_slots.port, "/completion", **raw)
         until(lambda: two_slots.engine.server.slots.pool.queued)
@@ -175,6 +175,6 @@ def test_who_cannot_have_all_its_slots_gives_back_what_it_has(port: int) -> None
             fields = {"messages": HELLO, "max_tokens": 4, "n": 2}
             refused = _post(running.port, "/v1/chat/completions", **fields)
             assert (refused.status, "retry-after" in refused.headers) == (503, True)
-            beside = Talk(running.port, "beside", {"id_slot": 0})
+            beside = ChatClient(running.port, "beside", {"id_slot": 0})
             assert beside.say("hello").books["marker"] == "ok"
             assert [known for known in running.engine.conversations if known.in_use]

@@ -16,8 +16,8 @@ import pytest
 from damage import damage
 from fault_injector import wire
 from harness import PATIENCE_S, RunningProxy, ask, process_on, until
-from proxy_process import Front
-from stock_deployment import QUICK, Chat, House, decoded, long_chat
+from proxy_process import ProxyProcess
+from stock_deployment import QUICK, Chat, Deployment, decoded, long_chat
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
@@ -28,23 +28,23 @@ SMALL = {"min_tokens": 64, "look_ahead": False, "max_count": 8}
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> House:
-    return House(tmp_path_factory.mktemp("slots"), "", ("--cache-ram", "0"))
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    return Deployment(tmp_path_factory.mktemp("slots"), "", ("--cache-ram", "0"))
 
 
 @pytest.fixture(scope="module")
-def running(house: House) -> Iterator[tuple[int, RunningProxy]]:
+def running(deployment: Deployment) -> Iterator[tuple[int, RunningProxy]]:
     """A stock server's port, and a proxy in front of it that saves small chats too.
 
     It has learnt that a slot found empty was not emptied into memory, which it tries first.
     """
-    with house.server() as port, house.proxy(port, **SMALL) as proxied:
+    with deployment.server() as port, deployment.proxy(port, **SMALL) as proxied:
         chat = _chat(9)
         for _ in range(2):
             chat.ask(proxied.port)
             proxied.settled()
             _erase(port)
-        command = SnapshotRepository(SnapshotsConfig(directory=str(house.folder)))
+        command = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
         command.open(claim=False)
         for snapshot in list(command.snapshots):
             command.delete(snapshot, "test")
@@ -71,7 +71,7 @@ def _corrupt(running: RunningProxy) -> float:
 
 
 def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
-    house: House, running: tuple[int, RunningProxy]
+    deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:
     port, proxied = running
     chat, how = _chat(0), random.Random(7)
@@ -79,7 +79,7 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
     proxied.settled()
     wanted, before = chat.said, _corrupt(proxied)
     for _ in range(DAMAGES):
-        (path,) = house.files()
+        (path,) = deployment.files()
         damage(path, how)
         _erase(port)
         cached, new = chat.ask(proxied.port)
@@ -98,14 +98,14 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
 
 
 def test_a_file_that_is_gone_is_not_asked_for_so_nothing_is_wiped(
-    house: House, running: tuple[int, RunningProxy]
+    deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:
     port, proxied = running
     chat = long_chat(300, 5)  # long enough to be worth a restore
     chat.messages.pop()
     chat.ask(proxied.port)
     proxied.settled()
-    for path in house.files():
+    for path in deployment.files():
         path.unlink()
     _erase(port)
     asked = _noting(proxied, "restore")
@@ -116,10 +116,10 @@ def test_a_file_that_is_gone_is_not_asked_for_so_nothing_is_wiped(
 
 
 def test_a_slot_emptied_before_its_save_makes_no_snapshot(
-    house: House, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, proxied = running
-    save, before = StockApi.save, house.files()
+    save, before = StockApi.save, deployment.files()
 
     async def emptied(calls: StockApi, slot: int, name: str, client: Any) -> Any:
         await calls.erase(slot, client)
@@ -130,14 +130,14 @@ def test_a_slot_emptied_before_its_save_makes_no_snapshot(
         _chat(2).ask(proxied.port)
     proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="emptied") == 1
-    assert house.files() == before and not list(house.folder.glob("*.evoke-part"))
+    assert deployment.files() == before and not list(deployment.folder.glob("*.evoke-part"))
 
 
 def test_a_full_disk_costs_the_snapshot_only(
-    house: House, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, proxied = running
-    part, before = house.folder / "full.evoke-part", house.files()
+    part, before = deployment.folder / "full.evoke-part", deployment.files()
     part.symlink_to("/dev/full")
     chat = _chat(3)
     with monkeypatch.context() as patch:
@@ -147,11 +147,11 @@ def test_a_full_disk_costs_the_snapshot_only(
         chat.ask(proxied.port)
         proxied.settled()
     assert proxied.metric("evoke_snapshot_saves_total", result="failed") == 1
-    assert house.files() == before and not part.is_symlink()
+    assert deployment.files() == before and not part.is_symlink()
 
 
 def test_no_save_is_begun_without_room_for_it(tmp_path: Path) -> None:
-    with House(tmp_path).both(**SMALL | {"min_free_mib": 1 << 30}) as proxied:
+    with Deployment(tmp_path).both(**SMALL | {"min_free_mib": 1 << 30}) as proxied:
         _chat(4).ask(proxied.port)
         proxied.settled()
         assert proxied.metric("evoke_snapshot_saves_total", result="skipped_room") == 1
@@ -163,13 +163,13 @@ def test_a_state_is_for_servers_whose_cache_is_laid_out_alike(
 ) -> None:
     """No answer of a stock server says how its is: a file of it does."""
     chat = long_chat(300)
-    alike = House(tmp_path, "", ("-fa", "on"))
+    alike = Deployment(tmp_path, "", ("-fa", "on"))
     with alike.both(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
         proxied.settled()
-    for house, useful in ((House(tmp_path, "", other), 0), (alike, 1)):
+    for deployment, useful in ((Deployment(tmp_path, "", other), 0), (alike, 1)):
         again = long_chat(300)
-        with house.both(look_ahead=False) as proxied:
+        with deployment.both(look_ahead=False) as proxied:
             cached, new = again.ask(proxied.port, "Begin.")
             proxied.settled()
             assert cached + new > 900 and again.said
@@ -180,8 +180,8 @@ def test_a_state_is_for_servers_whose_cache_is_laid_out_alike(
 
 @pytest.mark.parametrize("during", ["save", "restore"])
 def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_path: Path) -> None:
-    house, chat = House(tmp_path, "", ("--cache-ram", "0")), long_chat(300)
-    with house.server() as port, house.proxy(port, look_ahead=False) as proxied:
+    deployment, chat = Deployment(tmp_path, "", ("--cache-ram", "0")), long_chat(300)
+    with deployment.server() as port, deployment.proxy(port, look_ahead=False) as proxied:
         if during == "restore":
             chat.ask(proxied.port, "Begin.")
             proxied.settled()
@@ -197,18 +197,18 @@ def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_pat
         answer = ask(proxied.port, "POST", "/v1/chat/completions", body)
         assert answer.status == 503 and len(asked) == 1
         proxied.settled()
-        assert house.files() == [] and not list(tmp_path.glob("*.evoke-part"))
+        assert deployment.files() == [] and not list(tmp_path.glob("*.evoke-part"))
         died = proxied.metric("evoke_snapshot_corrupt_total", reason="upstream_died")
         assert died == (during == "restore")
         failed = proxied.metric("evoke_snapshot_saves_total", result="failed")
         assert failed == (during == "save")
         assert proxied.metric("evoke_upstream_errors_total", kind="upstream_unavailable") >= 1
-        with house.server(port):
+        with deployment.server(port):
             again = ask(proxied.port, "POST", "/v1/chat/completions", body)
             assert again.status == 200
             proxied.settled()
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
-            assert restored == 0 and len(house.files()) == 1
+            assert restored == 0 and len(deployment.files()) == 1
             _erase(port)
             direct = ask(port, "POST", "/v1/chat/completions", body)
             said = [json.loads(one.body)["choices"][0]["message"] for one in (again, direct)]
@@ -232,12 +232,12 @@ def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
 
 
 def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) -> None:
-    house, chat = House(tmp_path), long_chat(400)
-    with house.both(look_ahead=False) as proxied:
+    deployment, chat = Deployment(tmp_path), long_chat(400)
+    with deployment.both(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
         proxied.settled()
         chat.hear()
-    with house.both(look_ahead=False) as proxied:
+    with deployment.both(look_ahead=False) as proxied:
         given = chat.messages + [{"role": "user", "content": "And then?"}]
         body = json.dumps({"messages": given, "stream": True, "max_tokens": 200}).encode()
         for wait_s in (0.005, 0.02, 0.05, 0.1, 0.3):
@@ -248,7 +248,7 @@ def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) ->
         proxied.settled()
         look = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         look.open(claim=False)
-        assert house.files() and not any(item.suspect for item in look.snapshots)
+        assert deployment.files() and not any(item.suspect for item in look.snapshots)
         look.close()
         assert proxied.metric("evoke_snapshot_restores_total", result="wasted") == 0
         assert not list(tmp_path.glob("*.evoke-part"))
@@ -262,21 +262,21 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
     """In the moment that it has asked for a save or a restore, which llama-server goes on with."""
     folder = tmp_path / "slots"
     folder.mkdir()
-    house, chat = House(folder, "", ("--cache-ram", "0")), long_chat(300)
+    deployment, chat = Deployment(folder, "", ("--cache-ram", "0")), long_chat(300)
     settings = tmp_path / "evoke.yaml"
     kept = {"directory": str(folder), "look_ahead": False, **QUICK}
     settings.write_text(json.dumps({"snapshots": kept}))
-    with house.server() as port, wire(port) as line:
-        with Front(line.port, settings) as front:
+    with deployment.server() as port, wire(port) as line:
+        with ProxyProcess(line.port, settings) as front:
             chat.ask(front.port, "Begin.")
-            until(house.files)
+            until(deployment.files)
             for _ in range(2):  # the first time it looks whether llama-server has it in memory
                 front.quiet()
                 _erase(port)
                 chat.ask(front.port)
             front.quiet()
             chat.hear()
-            before = {path.name for path in house.files()}
+            before = {path.name for path in deployment.files()}
             if during == "restore":
                 _erase(port)
             line.at(f"action={during}".encode(), front.kill)
@@ -284,31 +284,33 @@ def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
                 chat.ask(front.port, "And then?")
             assert line.struck.wait(PATIENCE_S)
         _erase(port)  # answers when llama-server is through with what it was asked for
-        with house.proxy(port, look_ahead=False) as proxied:
+        with deployment.proxy(port, look_ahead=False) as proxied:
             # Whether llama-server has died of what was being restored, nobody can tell any more.
             suspect = proxied.metric("evoke_snapshot_corrupt_total", reason="suspect")
             assert suspect == (during == "restore") == _corrupt(proxied)
-            assert {path.name for path in house.files()} == (before if during == "save" else set())
+            assert {path.name for path in deployment.files()} == (
+                before if during == "save" else set()
+            )
             chat.ask(proxied.port)
             said = chat.said
             proxied.settled()
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
             assert restored == (during == "save")
             assert proxied.metric("evoke_snapshot_saves_total", result="saved") >= 1
-            _trusted(house)
+            _trusted(deployment)
             assert ask(proxied.port, "GET", "/evoke/ready").status == 200
         _erase(port)
         chat.ask(port)
         assert chat.said == said
 
 
-def _trusted(house: House) -> None:
+def _trusted(deployment: Deployment) -> None:
     """The index knows all files that are there, and they are as it says."""
-    look = SnapshotRepository(SnapshotsConfig(directory=str(house.folder)))
+    look = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
     look.open(claim=False)
     known = {f"{item.id}.evoke-kv": item for item in look.snapshots}
-    assert known.keys() == {path.name for path in house.files()} != set()
+    assert known.keys() == {path.name for path in deployment.files()} != set()
     for name, item in known.items():
         look.files.verify(name, item.n_bytes, item.checksum)
     look.close()
-    assert not list(house.folder.glob("*.evoke-part"))
+    assert not list(deployment.folder.glob("*.evoke-part"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from harness import ask, until
-from stock_deployment import Chat, House, decoded, long_chat, quiet_metric, template
+from stock_deployment import Chat, Deployment, decoded, long_chat, quiet_metric, template
 
 QWEN = tuple(template("Qwen3.5-4B"))
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -41,19 +41,19 @@ def new_tokens(port: int, text: str) -> int:
 def test_after_a_restart_of_both_only_what_is_new_is_decoded(
     shape: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    house, chat = House(tmp_path, shape, options), long_chat(1100)
-    with house.both() as running:
+    deployment, chat = Deployment(tmp_path, shape, options), long_chat(1100)
+    with deployment.both() as running:
         first = sum(chat.ask(running.port, "So what is it?"))
         assert first > 4000
         running.settled()
         chat.hear()
-    with house.both() as running:
+    with deployment.both() as running:
         limit = new_tokens(running.port, NEW) + SLACK
         before = decoded(running.port)
         chat.ask(running.port, NEW)
         assert decoded(running.port) - before <= limit
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
-    with house.both() as running:  # the same once more: the client regenerates
+    with deployment.both() as running:  # the same once more: the client regenerates
         before = decoded(running.port)
         chat.ask(running.port)
         assert decoded(running.port) - before <= SLACK
@@ -64,12 +64,12 @@ def test_after_a_restart_of_both_only_what_is_new_is_decoded(
 def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahead(
     tmp_path: Path,
 ) -> None:
-    house = House(tmp_path, HYBRID, QWEN)
+    deployment = Deployment(tmp_path, HYBRID, QWEN)
     costs = {}
     for look_ahead in (False, True):
         chat = long_chat(1100)
         chat.fields = NO_THINKING | {"max_tokens": 300, "seed": 1}
-        with house.both(look_ahead=look_ahead) as running:
+        with deployment.both(look_ahead=look_ahead) as running:
             chat.ask(running.port, "So what is it?")
             running.settled()
             chat.hear()
@@ -78,7 +78,7 @@ def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahe
             costs[look_ahead] = decoded(running.port) - before
             wanted = "done" if look_ahead else "none"
             assert quiet_metric(running, "evoke_look_aheads_total", result=wanted) == 2 * look_ahead
-        for file in house.files():
+        for file in deployment.files():
             file.unlink()
     assert costs[True] <= costs[False] / 5
 
@@ -86,9 +86,9 @@ def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahe
 def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: Path) -> None:
     """A branch keeps two: its newest step, and the history up to what its user said last, because
     the template rewrites the steps when the user speaks again."""
-    house, chat = House(tmp_path, HYBRID, QWEN), long_chat(400)
+    deployment, chat = Deployment(tmp_path, HYBRID, QWEN), long_chat(400)
     chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
-    with house.both(look_ahead=False) as running:
+    with deployment.both(look_ahead=False) as running:
         chat.ask(running.port, "Look twice.")
         running.settled()
         for id in ("c0", "c1"):
@@ -99,11 +99,11 @@ def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: 
             chat.messages.append(seen)
             chat.ask(running.port)
             running.settled()
-        assert len(house.files()) == 2
+        assert len(deployment.files()) == 2
     for goes_on, most in ((True, SLACK), (False, 500)):
         if not goes_on:
             chat.messages.append({"role": "assistant", "content": "Done."})
-        with house.both(look_ahead=False) as running:
+        with deployment.both(look_ahead=False) as running:
             before = decoded(running.port)
             cached, _ = chat.ask(running.port, None if goes_on else NEW)
             assert cached > 1000 and decoded(running.port) - before <= most
@@ -112,8 +112,8 @@ def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: 
 
 def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -> None:
     """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
-    house = House(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
-    with house.both(look_ahead=False) as running:
+    deployment = Deployment(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
+    with deployment.both(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         for turn in range(3):
             for chat in chats:
@@ -131,16 +131,16 @@ def test_what_parts_from_restored_windows_is_answered_as_if_nothing_had_been_res
     tmp_path: Path,
 ) -> None:
     """With --swa-full llama-server would go on from windows that it has not got whole."""
-    house = House(tmp_path, WINDOWED, (*QWEN, "--swa-full", "--cache-ram", "0"))
+    deployment = Deployment(tmp_path, WINDOWED, (*QWEN, "--swa-full", "--cache-ram", "0"))
     chat = long_chat(300)
     chat.fields = NO_THINKING
     fields = NO_THINKING | {"logprobs": True, "top_logprobs": 4, "max_tokens": 2}
-    with house.both() as running:
+    with deployment.both() as running:
         chat.ask(running.port, "Begin.", max_tokens=50)
         running.settled()
         chat.hear()
     kept = len(chat.messages) - 1
-    with house.server() as port, house.proxy(port) as running:
+    with deployment.server() as port, deployment.proxy(port) as running:
         chat.ask(running.port, NEW)
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
         chat.messages[kept:] = [{"role": "assistant", "content": "No."}]
@@ -158,8 +158,8 @@ def test_what_parts_from_restored_windows_is_answered_as_if_nothing_had_been_res
 
 
 def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_path: Path) -> None:
-    house = House(tmp_path, HYBRID, (*QWEN, "--cache-ram", "0"))
-    with house.both() as running:
+    deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--cache-ram", "0"))
+    with deployment.both() as running:
         chats = [long_chat(400, start) for start in (0, 7, 13)]
         for chat in chats:
             chat.ask(running.port, "Begin.")
@@ -175,8 +175,8 @@ def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_pa
 
 def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> None:
     """A default server empties idle slots into memory: what it has there is longer than a file."""
-    house = House(tmp_path, "", ("-np", "4", "-kvu"))
-    with house.both(look_ahead=False) as running:
+    deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
+    with deployment.both(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         for chat in chats:
             chat.ask(running.port, "Begin.")
@@ -189,8 +189,8 @@ def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> N
 
 
 def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
-    house = House(tmp_path, "", ("-c", "8192"))
-    with house.both() as running:
+    deployment = Deployment(tmp_path, "", ("-c", "8192"))
+    with deployment.both() as running:
         other, chat = Chat([]), long_chat(300)
         other.ask(running.port, "Nothing of note.")
         running.settled()
@@ -208,7 +208,7 @@ def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
 
 
 def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
-    with House(tmp_path).both() as running:
+    with Deployment(tmp_path).both() as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         upstream, slots, first = running.engine.upstream, running.engine.server.slots, iter([True])
         opened = upstream.open
@@ -237,8 +237,8 @@ def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_res
 ) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir()
-    house, chat = House(theirs), long_chat(300)
-    with house.server() as port, house.proxy(port, directory=str(ours)) as running:
+    deployment, chat = Deployment(theirs), long_chat(300)
+    with deployment.server() as port, deployment.proxy(port, directory=str(ours)) as running:
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
         assert "is not the --slot-save-path" in ready["checks"]["snapshots"]["detail"]
         chat.ask(running.port, "Begin.")
@@ -247,8 +247,8 @@ def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_res
 
 
 def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path) -> None:
-    house, chat = House(tmp_path), long_chat(300)
-    with house.both() as running:
+    deployment, chat = Deployment(tmp_path), long_chat(300)
+    with deployment.both() as running:
         running.settled()  # it decodes something to learn what llama-server is
         calls = running.engine.server.strategies.snapshots._api
 
@@ -263,15 +263,15 @@ def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path)
 
 
 def test_requests_without_a_conversation_are_forwarded_unchanged(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    with house.both() as running:
+    deployment = Deployment(tmp_path)
+    with deployment.both() as running:
         raw = {"prompt": "a b " * 300, "max_tokens": 4, "temperature": 0}
         answer = ask(running.port, "POST", "/v1/completions", json.dumps(raw).encode())
         assert answer.status == 200
         for fields in ({"cache_prompt": False}, {"id_slot": 0}, {"evoke": False}):
             long_chat(300).ask(running.port, "Begin.", **fields)
         running.settled()
-        assert house.files() == []
+        assert deployment.files() == []
         assert len(running.engine.conversations) == 0
 
 
@@ -286,8 +286,8 @@ def test_requests_without_a_conversation_are_forwarded_unchanged(tmp_path: Path)
 def test_the_stability_of_real_templates_is_measured_at_start(
     name: str, plain: tuple[bool, bool], with_tools: tuple[bool, bool], tmp_path: Path
 ) -> None:
-    house = House(tmp_path, "", tuple(template(name)))
-    with house.both() as running:
+    deployment = Deployment(tmp_path, "", tuple(template(name)))
+    with deployment.both() as running:
         assert ask(running.port, "GET", "/evoke/ready").status == 200
         facts = running.engine.server.strategies.snapshots.probe
         found = [facts.stability(tools) for tools in (False, True)]
@@ -301,9 +301,9 @@ def test_concurrent_requests_cost_the_server_little_more_than_directly(
     """Six chats on four slots, three turns each, next to the same sent directly."""
     totals = {}
     for arm in ("direct", "ours"):
-        house = House(tmp_path / arm, "", options)
-        house.folder.mkdir()
-        with house.server() as port, house.proxy(port) as running:
+        deployment = Deployment(tmp_path / arm, "", options)
+        deployment.folder.mkdir()
+        with deployment.server() as port, deployment.proxy(port) as running:
             chats = [long_chat(200, start) for start in (0, 7, 13, 29, 31, 37)]
             with ThreadPoolExecutor(len(chats)) as pool:
                 to = port if arm == "direct" else running.port
@@ -315,9 +315,9 @@ def test_concurrent_requests_cost_the_server_little_more_than_directly(
 
 
 def test_one_at_a_time_is_one_at_a_time_and_keeps_slots_all_the_same(tmp_path: Path) -> None:
-    house = House(tmp_path, "", ("-np", "4", "-kvu"))
+    deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
     busiest = 0
-    with house.server() as port, house.proxy(port, one_at_a_time=True) as running:
+    with deployment.server() as port, deployment.proxy(port, one_at_a_time=True) as running:
         chats = [long_chat(200, start) for start in (0, 7, 13)]
         with ThreadPoolExecutor(3) as pool:
             turns = [pool.submit(_three_turns, chat, running.port) for chat in chats]
@@ -343,9 +343,9 @@ def _three_turns(chat: Chat, port: int) -> None:
 
 
 def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
-    house = House(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
+    deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
     chat = long_chat(400)
-    with house.both() as running:
+    with deployment.both() as running:
         chat.ask(running.port, "Begin.")
         running.settled()
         chat.hear()
@@ -370,24 +370,24 @@ def _message(port: int, messages: list[object], **fields: object) -> dict[str, o
 
 def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
     """Their bodies carry no slot: what is restored is found by llama-server itself."""
-    house = House(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
+    deployment = Deployment(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
     chat: list[object] = [
         {"role": "user", "content": "one two three four " * 300},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USED]},
         {"role": "user", "content": [RESULT, {"type": "text", "text": "So?"}]},
     ]
-    with house.both() as running:
+    with deployment.both() as running:
         said = _message(running.port, chat)
         running.settled()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
     chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": NEW}]
-    with house.both() as running:
+    with deployment.both() as running:
         before = decoded(running.port)
         usage = _message(running.port, chat)["usage"]
         assert decoded(running.port) - before <= 24 + SLACK
         assert usage["cache_read_input_tokens"] > 1000  # type: ignore[index]
         assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
-        files = house.files()
+        files = deployment.files()
 
         async def miscounted(*_: object) -> int:
             return 7
@@ -395,13 +395,13 @@ def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
         running.engine.server.strategies.snapshots._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
         assert _message(running.port, [{"role": "user", "content": "two " * 300}])["content"]
         assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
-        assert house.files() == files
+        assert deployment.files() == files
 
 
 def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path: Path) -> None:
     chat = long_chat(300)
     chat.messages.insert(0, {"role": "system", "content": "You help.\nToday is Monday, 12:00."})
-    with House(tmp_path).both(look_ahead=False) as running:
+    with Deployment(tmp_path).both(look_ahead=False) as running:
         chat.ask(running.port, "Begin.")
         running.settled()
         chat.hear()
@@ -421,7 +421,7 @@ def _respond(port: int, items: list[object], **fields: object) -> dict[str, obje
 
 
 def test_responses_keep_their_cache_too(tmp_path: Path) -> None:
-    house = House(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
+    deployment = Deployment(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a":1}'}
     items: list[object] = [
         {"role": "user", "content": "one two three four " * 300},
@@ -431,12 +431,12 @@ def test_responses_keep_their_cache_too(tmp_path: Path) -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "x"},
         {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
     ]
-    with house.both() as running:
+    with deployment.both() as running:
         said = _respond(running.port, items)
         running.settled()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
     items += [*said["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
-    with house.both() as running:
+    with deployment.both() as running:
         before = decoded(running.port)
         usage = _respond(running.port, items)["usage"]
         assert decoded(running.port) - before <= 24 + SLACK

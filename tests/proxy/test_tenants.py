@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import RunningProxy, ask, proxy
-from stock_deployment import House
+from stock_deployment import Deployment
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig
@@ -81,7 +81,7 @@ def test_on_a_budget_and_one_slot_nothing_crosses(patched_port: int, tmp_path: P
 def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
-    house = House(folder, "", ("--cache-ram", "0"))
+    deployment = Deployment(folder, "", ("--cache-ram", "0"))
     settings: dict[str, Any] = {
         "directory": str(folder),
         "min_free_mib": 0,
@@ -92,7 +92,7 @@ def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
     settings["key_file"] = str(tmp_path / "at-rest")
     named = {f"snapshots__{key}": value for key, value in settings.items()}
     with (
-        house.server() as port,
+        deployment.server() as port,
         keyed(port, tmp_path, snapshots__min_tokens=32, **named) as running,
     ):
         for seed in range(3):

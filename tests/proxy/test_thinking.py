@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from conversation import FILLER, Talk
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, llama_server, proxy, server_binary
 
 from bench.overhead import qwen_template
@@ -50,7 +50,7 @@ class Thinker:
 
     running: RunningProxy
     keeps: bool
-    talk: Talk
+    talk: ChatClient
     prompts: list[Tokens] = field(default_factory=list)
 
     def ask(self, grammar: str) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ def thinker(
     """One whose template shows old thoughts or not; the session is the same to the end."""
     with proxy(port, policy__budget=BUDGET) as running:
         keeps = request.param == "preserving"
-        thinker = Thinker(running, keeps, Talk(running.port))
+        thinker = Thinker(running, keeps, ChatClient(running.port))
         render = BlockApi.render
 
         async def noting(*given: Any) -> Any:

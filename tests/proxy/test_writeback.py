@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from conversation import FILLER, Said, Talk
+from conversation import FILLER, ChatClient, TurnResult
 from harness import RunningProxy, ask, llama_server, proxy, server_binary
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
@@ -27,7 +27,7 @@ def _settled(running: RunningProxy) -> float:
     return running.metric(WRITTEN)
 
 
-def _grown(talk: Talk, running: RunningProxy) -> Said:
+def _grown(talk: ChatClient, running: RunningProxy) -> TurnResult:
     """Turns until the budget is nearly full; the last of them."""
     said = talk.say(f"Turn 0. {FILLER}")
     while said.books["n_resident"] < BUDGET - 150:
@@ -43,7 +43,7 @@ def test_what_was_copied_behind_is_evicted_without_a_copy(
 ) -> None:
     ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all": true}')
     with proxy(patched_port, policy__writeback=writeback) as running:
-        talk = Talk(running.port, "idle", {"evoke_budget": BUDGET})
+        talk = ChatClient(running.port, "idle", {"evoke_budget": BUDGET})
         _grown(talk, running)
         copied = _settled(running)
         known = _blocks(patched_port)
@@ -63,7 +63,7 @@ def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch)
     """Sixteen conversations on one slot, all at once."""
     options = ("-np", "1", "--evoke-ram", "64")
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
-        talks = [Talk(running.port, f"s{i}", {"evoke_budget": BUDGET}) for i in range(16)]
+        talks = [ChatClient(running.port, f"s{i}", {"evoke_budget": BUDGET}) for i in range(16)]
         pool = running.engine.server.slots.pool
         run, idle = BlockApi.run, list[bool]()
 
@@ -74,7 +74,7 @@ def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(BlockApi, "run", noted)
 
-        def chat(talk: Talk) -> None:
+        def chat(talk: ChatClient) -> None:
             for turn in range(2):
                 talk.say(f"{talk.session}, turn {turn}. {FILLER}", max_tokens=2)
 
@@ -92,7 +92,7 @@ def test_copies_never_push_out_what_is_only_in_memory() -> None:
     """Host memory three quarters full: nothing more is copied ahead, nothing is lost for it."""
     options = ("-np", "1", "--evoke-ram", "1")
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
-        talk = Talk(running.port, "small", {"evoke_budget": BUDGET})
+        talk = ChatClient(running.port, "small", {"evoke_budget": BUDGET})
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
             _settled(running)
