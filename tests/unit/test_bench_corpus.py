@@ -48,14 +48,16 @@ def test_every_known_probe_was_told_and_its_last_value_is_expected(task: str) ->
         for probe in session.probes:
             said = [m["content"] for m in session.messages if m["role"] in ("user", "tool")]
             # The last sentence or line about the key is the one with the expected value.
-            about = re.compile(re.escape(probe.fact.told.split(" is ")[0].split(" = ")[0]) + r"\b")
+            about = re.compile(
+                re.escape(probe.fact.statement.split(" is ")[0].split(" = ")[0]) + r"\b"
+            )
             last = max(
                 (index, at.start())
                 for index, content in enumerate(said)
                 for at in about.finditer(content)
                 if not content.startswith("What is")
             )
-            assert said[last[0]][last[1] :].startswith(probe.fact.told)
+            assert said[last[0]][last[1] :].startswith(probe.fact.statement)
             assert probe.value == probe.fact.value
             assert probe.answer.removesuffix(".").endswith(probe.fact.value)
 
@@ -97,7 +99,7 @@ def test_the_probes_of_the_paraphrase_task_are_paraphrases() -> None:
     for session in sessions(3, "paraphrase", 1000, 10):
         for probe in session.probes:
             assert probe.question == probe.fact.paraphrase
-            assert not _words(probe.question) & _words(probe.fact.told)
+            assert not _words(probe.question) & _words(probe.fact.statement)
 
 
 def test_codes_have_sixteen_characters_and_no_letter_twice() -> None:
@@ -151,7 +153,7 @@ def test_a_finished_cell_is_not_asked_again(
 
     def tokens(identity: str, task: str, length: int) -> list[int]:
         kept = Journal(tmp_path / "cells", identity)
-        return [row["tokens"] for row in ruler._cell(ports, kept, 3, task, length, 1)]
+        return [row["tokens"] for row in ruler._Runner(ports, kept, 3, 1).cell(task, length)]
 
     assert tokens("one", "needle", 1000) == [11]
     for cell in (("other", "needle", 1000), ("one", "needle", 500), ("one", "codes", 1000)):

@@ -20,10 +20,10 @@ from bench.scripted import Relay, relayed
 from evoke_proxy.demo.client import events
 
 
-@pytest.mark.parametrize("way", growth.WAYS)
-def test_a_turn_is_planned_and_measured(way: str) -> None:
-    row = asyncio.run(growth.measure(way, 200, 2))
-    assert row["sessions"] == (1 if way == "one" else 2)
+@pytest.mark.parametrize("arm", growth.ARMS)
+def test_a_turn_is_planned_and_measured(arm: str) -> None:
+    row = asyncio.run(growth.measure(arm, 200, 2))
+    assert row["sessions"] == (1 if arm == "one" else 2)
     assert row["saved"] >= 140
     assert 0 < row["reading_ms"] < row["own_ms"] and row["bytes_ms"] > 0
     assert row["index_mib"] > 0
@@ -31,7 +31,7 @@ def test_a_turn_is_planned_and_measured(way: str) -> None:
 
 def test_growth_is_measured_from_each_number_to_the_next() -> None:
     taken = ((2, 1), (3, 2), (4, 20))
-    made = [{"way": "one", "blocks": 10**i, "own_ms": ms, "planning_ms": ms / 2} for i, ms in taken]
+    made = [{"arm": "one", "blocks": 10**i, "own_ms": ms, "planning_ms": ms / 2} for i, ms in taken]
     summary = growth.summarise(made)
     assert summary["one_own_exponents"] == summary["one_planning_exponents"] == [0.3, 1.0]
     assert summary["one_1000_ms"] == 2
@@ -71,7 +71,7 @@ def test_a_row_that_came_back_otherwise_is_seen() -> None:
     assert witness.look(first, 0, 3) == frozenset()
     witness.look({0: b"a"}, 3, 3)
     assert witness.look(first, 3, 3) == {1, 2}
-    assert (witness.came_back, witness.differ) == (2, 0)
+    assert (witness.n_returned, witness.differ) == (2, 0)
     witness.look({0: b"a", 1: b"B", 4: b"!"}, 5, 5)
     assert (witness.unseen, witness.differ) == (1, 1)
     # What is decoded again may be anything.
@@ -82,8 +82,8 @@ def test_a_row_that_came_back_otherwise_is_seen() -> None:
 def test_an_agent_reads_before_it_edits_and_again_after() -> None:
     steps = agent.script(1, 30)
     assert steps == agent.script(1, 30)
-    known = [step.path for step in steps if step.kind == "read"]
-    assert len(known) > len(set(known))
+    probe_of = [step.path for step in steps if step.kind == "read"]
+    assert len(probe_of) > len(set(probe_of))
     for at, step in enumerate(steps):
         if step.kind == "edit":
             before = [one for one in steps[:at] if one.kind == "read" and one.path == step.path]
@@ -156,7 +156,7 @@ def test_a_long_session_asks_for_every_fact_once() -> None:
     planned = long.sections(long.SEED)
     asked = [section.probe.fact.key for section in planned if section.probe]
     assert len(asked) == len(set(asked)) == long.FACTS
-    told = ""
+    text = ""
     for section in planned:
-        assert section.probe is None or section.probe.fact.told in told
-        told += "" if section.probe else section.said
+        assert section.probe is None or section.probe.fact.statement in text
+        text += "" if section.probe else section.said

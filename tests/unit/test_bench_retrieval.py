@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from bench.retrieval import find, haystack, mistyped, recall
-from bench.retrieval_texts import TOLD
+from bench.retrieval_texts import FACTS
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, terms_of
 
 
@@ -14,10 +14,10 @@ def content(text: str) -> set[str]:
 
 
 def test_no_paraphrase_shares_a_content_word_and_every_lexical_question_does() -> None:
-    assert len(TOLD) >= 40
-    for told in TOLD:
-        assert not content(told.fact) & content(told.paraphrase), told
-        assert content(told.fact) & content(told.lexical), told
+    assert len(FACTS) >= 40
+    for fact in FACTS:
+        assert not content(fact.fact) & content(fact.paraphrase), fact
+        assert content(fact.fact) & content(fact.lexical), fact
 
 
 def test_a_typing_error_changes_every_longer_content_word() -> None:

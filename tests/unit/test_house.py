@@ -21,6 +21,12 @@ SOURCES = {
     ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]): path.read_text("utf-8")
     for path in sorted(ROOT.rglob("*.py"))
 }
+# The benches follow the rules for names, parameters and calls, without exceptions.
+BENCH = ROOT.parent / "bench"
+BENCH_SOURCES = {
+    ".".join(["bench", *path.relative_to(BENCH).with_suffix("").parts]): path.read_text("utf-8")
+    for path in sorted(BENCH.rglob("*.py"))
+}
 MAX_PARAMETERS = 5
 MAX_COLLABORATORS = 7
 FORBIDDEN = frozenset(
@@ -188,6 +194,14 @@ def test_no_assertion_tells_stages_apart() -> None:
 def test_identifiers_use_standard_terms() -> None:
     found = {m: names for m, text in SOURCES.items() if (names := forbidden_names(m, text))}
     assert sum(map(len, found.values())) <= PENDING["names"], found
+
+
+def test_benches_follow_the_rules_for_names_parameters_and_calls() -> None:
+    assert BENCH_SOURCES
+    for module, text in BENCH_SOURCES.items():
+        assert forbidden_names(module, text) == [], module
+        assert wide_functions(text) == [], module
+        assert starred_literals(text) == [] == stage_asserts(text), module
 
 
 def test_every_exception_is_used_and_has_a_reason() -> None:

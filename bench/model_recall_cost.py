@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for script in scripts(TUNING.start + args.seed, task, _TOKENS, args.sessions)
     ]
     rows = []
-    logs = Path("out/bench/asking-logs")
+    logs = Path("out/bench/model_recall_cost-logs")
     with stack(args.server or ensure_server(), bundled_model(), {}, logs) as running:
         for number, script in enumerate(drawn):
             turn = number % len(arms)
@@ -111,17 +111,17 @@ _NAMES = ("task", "session", "arm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/asking.json`; 0 when every turn's books were right."""
+    """Measure, print, write `out/bench/model_recall_cost.json`; 0 when no turn has a fault."""
     args = _parser().parse_args(argv)
     rows = measure(args)
     summary = {"arms": summed(rows), "faults": sum(row["faults"] for row in rows)}
     print(record.table(summary["arms"], _COLUMNS))
-    print(f"written: {record.write('asking', rows, summary, args.out)}")
+    print(f"written: {record.write('model_recall_cost', rows, summary, args.out)}")
     return 1 if summary["faults"] else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("asking", __doc__, "--sessions 2 --ratio 16")
+    parser = record.parser("model_recall_cost", __doc__, "--sessions 2 --ratio 16")
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--sessions", type=int, default=4, help="of each task (4)")
     parser.add_argument("--seed", type=int, default=40, help="which sessions for tuning (40)")
