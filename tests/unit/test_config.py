@@ -265,6 +265,8 @@ def test_the_api_key_is_stripped_of_line_ends() -> None:
         ("listen", ["127.0.0.1:²"]),
         ("listen", ["127.0.0.1:٣"]),
         ("listen", ["127.0.0.1:" + "9" * 5000]),
+        ("pool.upstreams", ["h:1"]),
+        ("pool.upstreams", ["a=http://h:1", "a=http://h:2"]),
     ),
 )
 def test_values_that_would_fail_later_are_refused_at_start(key: str, value: object) -> None:
