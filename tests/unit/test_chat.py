@@ -30,8 +30,8 @@ def query(*messages: tuple[str, str]) -> str:
 def test_a_plain_request_has_the_defaults() -> None:
     request = chat()
     assert request == ChatRequest(
-        "chat", request.messages, None, False, 1, False, cache_prompt=True, tags=RequestOptions(),
-        keys=request.keys,
+        "chat", request.messages, None, False, 1, False, cache_prompt=True,
+        options=RequestOptions(), keys=request.keys,
     )  # fmt: skip
     assert [message.role for message in request.messages] == [Role.USER]
     assert request.bypass == ""
@@ -130,20 +130,20 @@ def test_tags_are_read() -> None:
         evoke_pinned=True,
         evoke_task_boundary=True,
         evoke_session="a/b:1",
-    ).tags
+    ).options
     assert tags == RequestOptions(
-        True, 512, "discard", "discard", 2.0, True, True, "a/b:1", given=True
+        True, 512, "discard", "discard", 2.0, True, True, "a/b:1", is_set=True
     )
 
 
 @pytest.mark.parametrize("field", TOP_LEVEL_FIELDS)
 def test_a_null_tag_is_no_tag_or_an_error_but_never_a_value(field: str) -> None:
     try:
-        tags = chat(**{field: None}).tags
+        tags = chat(**{field: None}).options
     except RequestError as error:
         assert error.code == f"{field}_invalid"
     else:
-        assert tags == RequestOptions(given=True)
+        assert tags == RequestOptions(is_set=True)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_a_wrong_mark_is_a_request_error(field: str, value: Any, dialect: str) -
 @pytest.mark.parametrize("field", MESSAGE_FIELDS)
 def test_a_mark_on_a_message_counts_as_a_tag(field: str) -> None:
     item = {"role": "user", "content": "hi", field: "pin"}
-    assert parse_chat("chat", {"messages": [item]}).tags.given
-    assert not chat().tags.given
+    assert parse_chat("chat", {"messages": [item]}).options.is_set
+    assert not chat().options.is_set
 
 
 @pytest.mark.parametrize("messages", [None, 3, ["text"], [None], [{"role": 3, "content": {}}]])

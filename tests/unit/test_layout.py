@@ -194,15 +194,15 @@ def test_learning_and_losing_copies() -> None:
 def test_after_one_wrong_guess_all_later_ones_are_wrong() -> None:
     more = (GENERATED, SavedRange("auto/4", Span(264, 300)))
     guess = continued(more, slot(0))
-    assert guess.guessed == {"auto/1", "auto/4"}
+    assert guess.unverified == {"auto/1", "auto/4"}
     assert guess.without_saved({"auto/4"}).saved == {"auto/1"}
     assert guess.without_saved({"auto/4"}).stale == {"auto/4"}
     assert guess.without_saved({"auto/1"}).saved == frozenset()
     assert guess.without_saved({"auto/1"}).stale == {"auto/1", "auto/4"}
     assert guess.without_saved({"other"}).saved == {"auto/1", "auto/4"}
-    assert continued(more, slot(300, (0, 200))).guessed == frozenset()
+    assert continued(more, slot(300, (0, 200))).unverified == frozenset()
     again = reconciled(guess, rendered(guess.tokens.tolist(), 40, 200, 301, 303), slot(0), turn=2)
-    assert again.guessed == {"auto/1", "auto/4"}
+    assert again.unverified == {"auto/1", "auto/4"}
 
 
 def test_where_the_copies_end() -> None:

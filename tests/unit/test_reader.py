@@ -30,7 +30,9 @@ def test_only_plain_requests_are_cached() -> None:
     more = {"role": "user", "content": "And then?"}
     first = _parse(parser, marked)
     longer = _parse(parser, [*marked, more])
-    assert first.chat.keeps == longer.chat.keeps == {0: "pin"} and longer.cached_body is None
+    assert (
+        first.chat.keep_marks == longer.chat.keep_marks == {0: "pin"} and longer.cached_body is None
+    )
     first = _parse(parser, plain)
     longer = _parse(parser, [*plain, more])
     assert first.cached_body is not None

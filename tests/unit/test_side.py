@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.request.chat import MAX_ANSWER, MAX_TOKENS, is_side_request, parse_chat
+from evoke_proxy.core.request.chat import (
+    MAX_SIDE_ANSWER_TOKENS,
+    MAX_SIDE_PROMPT_TOKENS,
+    is_side_request,
+    parse_chat,
+)
 
 
 def side(
@@ -52,15 +57,15 @@ def test_a_first_turn_is_a_conversation() -> None:
 
 
 def test_a_tiny_answer_beside_a_conversation_is_one() -> None:
-    assert side(HELLO, max_tokens=MAX_ANSWER)
-    assert not side(HELLO, max_tokens=MAX_ANSWER + 1)
-    assert not side(HELLO, max_tokens=MAX_ANSWER, beside=False)
-    assert not side(HELLO, max_tokens=MAX_ANSWER, n_tokens=MAX_TOKENS + 1)
+    assert side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS)
+    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS + 1)
+    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, beside=False)
+    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
 
 
 def test_what_bears_the_id_of_a_conversation_is_one() -> None:
     assert side(HELLO, family=True)
-    assert not side(HELLO, family=True, n_tokens=MAX_TOKENS + 1)
+    assert not side(HELLO, family=True, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
 
 
 def test_agents_and_answered_conversations_are_none() -> None:

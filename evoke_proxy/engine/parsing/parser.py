@@ -62,7 +62,7 @@ class RequestParser:
         return ParsedChat(
             incoming=incoming,
             tenant=tenant,
-            body=strip_own_fields(read.body) if chat.tags.given else read.body,
+            body=strip_own_fields(read.body) if chat.options.is_set else read.body,
             chat=chat,
             model=str(fields.get("model")),
             hint=hint,
