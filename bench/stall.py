@@ -37,7 +37,7 @@ from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.demo.processes import free_port, healthy
 from evoke_proxy.demo.session import paragraph
-from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.parsing.request import tenant_of
 
 MOST_MS = 20.0
 _MIB = 1 << 20
