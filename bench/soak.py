@@ -253,11 +253,11 @@ def _worked(
 def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     """What a run is held to and has not kept; the slope only of one that is `long` enough."""
     none = ("own_5xx", "unbalanced", "over_budget", "other_4xx")
-    found = [f"{row['way']}: {name} {row[name]}" for name in none if row[name]]
+    found = [f"{row['arm']}: {name} {row[name]}" for name in none if row[name]]
     if not row["turns"]:
-        found.append(f"{row['way']}: no turn")
+        found.append(f"{row['arm']}: no turn")
     if long and row["slope"] > SLOPE_MOST:
-        found.append(f"{row['way']}: {row['slope']} MiB a minute")
+        found.append(f"{row['arm']}: {row['slope']} MiB a minute")
     return found
 
 
