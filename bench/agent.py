@@ -68,7 +68,7 @@ class Step:
 def tools() -> list[Json]:
     """Four tools, described as agents describe theirs."""
     path = {"type": "string", "description": "Path of the file, from the root of the repository"}
-    told = {
+    descriptions = {
         "read": ("Reads a file and returns all of its lines with their numbers.", {"path": path}),
         "search": (
             "Looks for a text in all files and returns the lines that have it.",
@@ -89,7 +89,7 @@ def tools() -> list[Json]:
                 "parameters": {"type": "object", "properties": given, "required": list(given)},
             },
         }
-        for name, (about, given) in told.items()
+        for name, (about, given) in descriptions.items()
     ]
 
 
@@ -187,9 +187,9 @@ class Session:
             if step.asks:
                 self.messages.append({"role": "user", "content": step.asks})
                 turns.append(self._turn("asked"))
-            known = self.read.get(step.path, [])[-1:]
+            read_messages = self.read.get(step.path, [])[-1:]
             self._called(number, step)
-            turns.append(self._turn(step.kind, known))
+            turns.append(self._turn(step.kind, read_messages))
         return turns
 
     def _called(self, number: int, step: Step) -> None:
@@ -208,21 +208,21 @@ class Session:
             return given | {"evoke_policy": self.arm}
         return given | {"evoke_policy": self.arm, "evoke_budget": self.budget}
 
-    def _turn(self, kind: str, known: Sequence[int] = ()) -> Json:
+    def _turn(self, kind: str, read_messages: Sequence[int] = ()) -> Json:
         reply = chat(self.front, self._body(), {"X-Evoke-Session": f"agent-{self.arm}"})
-        books = reply.timings["evoke"]
-        turn: Json = {key: int(books[key]) for key in (*TOKEN_KINDS, "n_prompt")}
-        turn |= {"peak": int(books["n_resident_peak"]), "kind": kind, "file_rows": 0}
-        turn |= {"breaches": int(books["budget_breaches"]), "file_there": 0, "file_back": 0}
+        usage = reply.timings["evoke"]
+        turn: Json = {key: int(usage[key]) for key in (*TOKEN_KINDS, "n_prompt")}
+        turn |= {"peak": int(usage["n_resident_peak"]), "kind": kind, "file_rows": 0}
+        turn |= {"breaches": int(usage["budget_breaches"]), "file_there": 0, "file_back": 0}
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
         if self.arm == "evoke":
             kept = turn["n_prompt"] - turn["decoded"]
             now = saved_rows(self.upstream, self.folder)
             back = self.witness.look(now, kept, turn["n_prompt"])
-            if known:
+            if read_messages:
                 given = self._body().items()
                 plain = {key: value for key, value in given if not key.startswith("evoke")}
-                turn |= shown(positions(self.upstream, plain, known), now, back)
+                turn |= file_row_counts(positions(self.upstream, plain, read_messages), now, back)
         return turn
 
 
@@ -243,7 +243,7 @@ def positions(upstream: int, body: Json, indexes: Sequence[int]) -> set[int]:
     return {at for start, end in spans for at in range(start, end)}
 
 
-def shown(wanted: Set[int], now: Mapping[int, bytes], back: Set[int]) -> Json:
+def file_row_counts(wanted: Set[int], now: Mapping[int, bytes], back: Set[int]) -> Json:
     """Of the rows that show a file how many there are, are there, and have come back."""
     there = {"file_there": len(wanted & now.keys()), "file_back": len(wanted & back)}
     return {"file_rows": len(wanted), **there}
@@ -279,7 +279,7 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
     }
     if arm == "evoke":
         row |= {
-            "rows_back": witness.came_back,
+            "rows_back": witness.n_returned,
             "rows_unseen": witness.unseen,
             "rows_differ": witness.differ,
             "named": {kind: _named(turns, kind) for kind in ("edit", "read")},
@@ -342,8 +342,10 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     exact = not ours["rows_differ"] and not ours["refused"]
     whole = all(calls["whole"] == calls["calls"] for calls in ours["named"].values())
     long = ours["turns"] >= 30 and ours["prompt"] >= 5 * ours["budget"]
-    held = all(row["peak"] <= row["budget"] for row in rows if row["budget"])
-    return bool(exact and whole and long and held and not any(row["unbalanced"] for row in rows))
+    within_budget = all(row["peak"] <= row["budget"] for row in rows if row["budget"])
+    return bool(
+        exact and whole and long and within_budget and not any(row["unbalanced"] for row in rows)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

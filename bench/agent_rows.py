@@ -62,7 +62,7 @@ class Witness:
 
     first: dict[int, bytes] = field(default_factory=dict)
     before: frozenset[int] = frozenset()
-    came_back: int = 0
+    n_returned: int = 0
     unseen: int = 0
     differ: int = 0
 
@@ -78,7 +78,7 @@ class Witness:
         back = frozenset(at for at in now if at < kept and at not in self.before)
         self.unseen += sum(at not in self.first for at in back)
         self.differ += sum(row != now.get(at, row) for at, row in self.first.items())
-        self.came_back += len(back)
+        self.n_returned += len(back)
         self.first |= {at: row for at, row in now.items() if at < until and at not in self.first}
         self.before = frozenset(now)
         return back

@@ -26,7 +26,7 @@ LAYERS = (0, 1, 4, 16)
 # Percent of a generated token's time at the short context.
 BARS = {1: 2.0, 4: 4.0, 16: 10.0}
 CASES = ("qwen2.5-0.5b:1536", "qwen2.5-0.5b:16384", "deep-24:1536", "deep-24:16384")
-HELD = CASES[0]
+BOUNDED_CASE = CASES[0]
 _DECODED = 1526
 _COLUMNS = ("case", "fa", "layers", "cpu_ms", "wall_ms", "overhead_percent", "quartiles")
 
@@ -51,13 +51,13 @@ def measure(
     return [
         {
             "layers": count,
-            "cpu_ms": statistics.median(held),
+            "cpu_ms": statistics.median(times_ms),
             "wall_ms": statistics.median(walls[count]),
-            "overhead_percent": 100 * (statistics.median(_ratios(held, times[0])) - 1),
-            "quartiles": _quartiles(_ratios(held, times[0])),
-            "repeats": held,
+            "overhead_percent": 100 * (statistics.median(_ratios(times_ms, times[0])) - 1),
+            "quartiles": _quartiles(_ratios(times_ms, times[0])),
+            "repeats": times_ms,
         }
-        for count, held in times.items()
+        for count, times_ms in times.items()
     ]
 
 
@@ -74,8 +74,8 @@ def _filled(server: Llama, length: int) -> list[int]:
     return prompt[:length]
 
 
-def _ratios(held: Sequence[float], without: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(held, without, strict=True)]
+def _ratios(times_ms: Sequence[float], without: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(times_ms, without, strict=True)]
 
 
 def _quartiles(ratios: Sequence[float]) -> str:
@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for case in args.cases:
         for flash in args.fa:
-            held = _case(server, case, flash, args.rounds, args.tokens)
-            rows += [{"case": case, "fa": flash} | row for row in held]
+            times_ms = _case(server, case, flash, args.rounds, args.tokens)
+            rows += [{"case": case, "fa": flash} | row for row in times_ms]
             print(record.table(rows[-len(LAYERS) :], _COLUMNS), flush=True)
     print(record.table(rows, _COLUMNS))
     missed = [_named(row) for row in rows if _misses(row)]
@@ -128,7 +128,7 @@ def _named(row: dict[str, Any]) -> str:
 
 
 def _misses(row: dict[str, Any]) -> bool:
-    bar = BARS.get(row["layers"]) if row["case"] == HELD else None
+    bar = BARS.get(row["layers"]) if row["case"] == BOUNDED_CASE else None
     return bar is not None and row["overhead_percent"] > bar
 
 

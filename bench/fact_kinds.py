@@ -18,7 +18,7 @@ from bench.ceiling import served, wilson
 from bench.model import vocab
 from bench.model.facts import abstains
 from bench.model.facts import draw as draw_fact
-from bench.model.tasks import exchange, reading, telling
+from bench.model.tasks import exchange, reading, statement_exchange
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.runner import MAX_TOKENS, recalled
 from evoke_proxy.demo.session import draw
@@ -56,14 +56,14 @@ def measure(server: Path, seeds: Sequence[int], threads: int) -> list[dict[str, 
 def _row(port: int, seed: int, kind: str) -> dict[str, Any]:
     script = draw(seed)
     fact = draw_fact(random.Random(f"{seed}-{kind}"), kind)
-    turns = reading(fact.parts[0], [fact]) if kind == "file" else telling(fact)
+    turns = reading(fact.parts[0], [fact]) if kind == "file" else statement_exchange(fact)
     messages = [{"role": "system", "content": script.system}, *turns]
     for said in script.turns[1:-1]:
-        messages += exchange(said, dict(vocab.SMALL_TALK).get(said, vocab.HEARD))
+        messages += exchange(said, dict(vocab.SMALL_TALK).get(said, vocab.CHAT_REPLY))
     messages += exchange(fact.paraphrase or fact.question)
     reply = chat(port, {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}, {})
     right = recalled(reply.text, fact.value)
-    row = {"seed": seed, "kind": kind, "fact": fact.told, "answer": reply.text}
+    row = {"seed": seed, "kind": kind, "fact": fact.statement, "answer": reply.text}
     return {**row, "recalled": right}
 
 

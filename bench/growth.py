@@ -49,13 +49,13 @@ from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.web.garbage_collection import NEW_OBJECTS
 
 SIZES = (100, 1_000, 10_000, 100_000)
-WAYS = ("one", "many")
+ARMS = ("one", "many")
 BLOCK, A_MESSAGE, EACH = 64, 4, 100
 BUDGET = 8192
 MOST_MS = 5.0
 _SENTENCES = 18  # about as many words as four blocks have tokens
 _COLUMNS = (
-    *("way", "blocks", "sessions", "prompt", "turns", "own_ms", "reading_ms", "planning_ms"),
+    *("arm", "blocks", "sessions", "prompt", "turns", "own_ms", "reading_ms", "planning_ms"),
     *("bytes_ms", "after_ms", "first_ms", "rss_mib", "index_mib"),
 )
 
@@ -136,10 +136,10 @@ async def _unanswered(*_: object) -> AsyncIterator[Reply]:
     yield Reply.__new__(Reply)
 
 
-async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
+async def measure(arm: str, blocks: int, turns: int) -> dict[str, Any]:
     """A row: medians over the turns of one conversation when so many blocks have been saved."""
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
-    n_sessions = max(1, blocks // EACH) if way == "many" else 1
+    n_sessions = max(1, blocks // EACH) if arm == "many" else 1
     each = blocks // n_sessions
     given = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
     engine, server = (
@@ -148,7 +148,7 @@ async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
     )
     engine.upstream.call = server.call  # type: ignore[method-assign]
     engine.upstream.open = _unanswered  # type: ignore[method-assign,assignment]
-    bench = Bench(engine, server, random.Random(f"growth-{way}-{blocks}"))
+    bench = Bench(engine, server, random.Random(f"growth-{arm}-{blocks}"))
     async with engine:
         empty, first = _rss_mib(), 0.0
         for number in range(n_sessions):
@@ -161,13 +161,13 @@ async def measure(way: str, blocks: int, turns: int) -> dict[str, Any]:
         for _ in range(turns + 1):
             bench.ask(talk)
             found.append(await bench.turn(talk, f"talk-{n_sessions - 1}"))
-        saved = sum(len(known.labels) for known in engine.conversations)
+        saved = sum(len(conversation.labels) for conversation in engine.conversations)
         if not 0.7 * blocks <= saved:
             raise RuntimeError(f"{saved} of {blocks} blocks are saved")
         rss, index = _rss_mib() - empty, _index_mib(engine)
     middle = {f"{name}_ms": statistics.median(one[name] for one in found[1:]) for name in found[0]}
     spread = {name: record.spread([one[name] for one in found[1:]]) for name in found[0]}
-    row = {"way": way, "blocks": blocks, "sessions": n_sessions, "saved": saved}
+    row = {"arm": arm, "blocks": blocks, "sessions": n_sessions, "saved": saved}
     row |= {"prompt": len(talk.tokens), "turns": turns, **middle, "first_ms": first}
     return row | {"rss_mib": rss, "index_mib": index, "spread": spread}
 
@@ -176,8 +176,8 @@ def _index_mib(engine: ModelRouter) -> float:
     """What an index of all blocks takes: made once more, every byte of it counted."""
     tracemalloc.start()
     made = [Index() for _ in engine.conversations]
-    for index, known in zip(made, engine.conversations, strict=True):
-        index.topic_similarity(None, known.session.layout.blocks)
+    for index, conversation in zip(made, engine.conversations, strict=True):
+        index.topic_similarity(None, conversation.session.layout.blocks)
     size = tracemalloc.get_traced_memory()[0] / 2**20
     tracemalloc.stop()
     return size
@@ -194,13 +194,13 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """By way: the time of a turn at each number, and how it grows: the exponent from each number
     to the next, under 1 where ten times the blocks cost less than ten times as much."""
     summary: dict[str, Any] = {}
-    for way in dict.fromkeys(row["way"] for row in rows):
-        mine = [row for row in rows if row["way"] == way]
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        mine = [row for row in rows if row["arm"] == arm]
         for row in mine:
-            summary[f"{way}_{row['blocks']}_ms"] = round(row["own_ms"], 3)
+            summary[f"{arm}_{row['blocks']}_ms"] = round(row["own_ms"], 3)
         pairs = list(zip(mine, mine[1:], strict=False))
         for key in ("own", "planning"):
-            summary[f"{way}_{key}_exponents"] = [_exponent(a, b, f"{key}_ms") for a, b in pairs]
+            summary[f"{arm}_{key}_exponents"] = [_exponent(a, b, f"{key}_ms") for a, b in pairs]
     return summary
 
 
@@ -208,9 +208,9 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
     """Time of a turn over what is saved."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        name = "one conversation" if row["way"] == "one" else f"conversations of {EACH}"
+        name = "one conversation" if row["arm"] == "one" else f"conversations of {EACH}"
         lines.setdefault(name, []).append((row["blocks"], row["own_ms"]))
-        if row["way"] == "one":
+        if row["arm"] == "one":
             lines.setdefault("of it planning", []).append((row["blocks"], row["planning_ms"]))
     title = "The proxy's own time of a turn, ms, by saved blocks"
     return chart(title, "saved blocks", "ms", lines, log=True)
@@ -222,17 +222,17 @@ def _exponent(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> float:
 
 def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a turn takes 5 ms at most, or grows more slowly than what is saved."""
-    for way in WAYS:
-        mine = [row for row in rows if row["way"] == way]
+    for arm in ARMS:
+        mine = [row for row in rows if row["arm"] == arm]
         for a, b in zip(mine, mine[1:], strict=False):
             if b["own_ms"] > MOST_MS and _exponent(a, b, "own_ms") >= 1:
                 return False
     return True
 
 
-def _apart(way: str, blocks: int, turns: int) -> dict[str, Any]:
+def _measured_in_a_process(arm: str, blocks: int, turns: int) -> dict[str, Any]:
     """A row, measured in a process of its own, so that its memory is its own."""
-    command = [sys.executable, "-m", "bench.growth", "--turns", str(turns), "--only", way]
+    command = [sys.executable, "-m", "bench.growth", "--turns", str(turns), "--only", arm]
     done = subprocess.run([*command, str(blocks)], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -244,13 +244,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/growth.json` and its picture."""
     args = _parser().parse_args(argv)
     if args.only:
-        way, blocks = args.only
-        print(json.dumps(asyncio.run(measure(way, int(blocks), args.turns))))
+        arm, blocks = args.only
+        print(json.dumps(asyncio.run(measure(arm, int(blocks), args.turns))))
         return 0
     rows = []
-    for way in args.ways:
+    for arm in args.arms:
         for blocks in args.sizes:
-            rows.append(_apart(way, blocks, args.turns))
+            rows.append(_measured_in_a_process(arm, blocks, args.turns))
             print(record.table(rows[-1:], _COLUMNS), flush=True)
     summary = summarise(rows)
     print(record.table(rows, _COLUMNS))
@@ -262,8 +262,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = record.parser("growth", __doc__, "--sizes 100 1000 --turns 5")
     parser.add_argument("--turns", type=int, default=20, help="to take the median of (20)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="saved blocks")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--only", nargs=2, metavar=("WAY", "BLOCKS"), help="this row, as JSON")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--only", nargs=2, metavar=("ARM", "BLOCKS"), help="this row, as JSON")
     return parser
 
 

@@ -132,7 +132,7 @@ class SilentServer:
     def _prompt(self) -> Tokens:
         return np.concatenate([self.talk.tokens, _BEGINS])
 
-    def _rendered(self, known: Sequence[Sequence[Any]]) -> bytes:
+    def _rendered(self, cached_edges: Sequence[Sequence[Any]]) -> bytes:
         prompt, talk = self._prompt(), self.talk
         n = min(len(prompt), len(self._tokens))
         differs = prompt[:n] != self._tokens[:n]
@@ -140,8 +140,8 @@ class SilentServer:
         stops = np.zeros(len(prompt), np.bool_)
         stops[talk.stops] = True
         last = talk.ends[-_EDGES:]
-        hashes = _hashes(prompt, {*last, *(end for end, _ in known)})
-        since = max([end for end, said in known if hashes.get(end) == said], default=0)
+        hashes = _hashes(prompt, {*last, *(end for end, _ in cached_edges)})
+        since = max([end for end, said in cached_edges if hashes.get(end) == said], default=0)
         first, count = bisect_right(talk.ends, since) if since else 0, len(talk.ends)
         bits = np.packbits(stops[since:], bitorder="little")
         return orjson.dumps(
@@ -184,15 +184,15 @@ class SilentServer:
         resident, recovered = self._before
         rows = np.ones(len(prompt), np.bool_)
         rows[:n_past] = self._rows[:n_past]
-        evicted = self._held(rows)
+        evicted = self._evict_to_budget(rows)
         self._tokens, self._rows = prompt[: len(self.talk.tokens)], rows[: len(self.talk.tokens)]
-        books = {"marker": "ok", "n_prompt": len(prompt), "decoded": len(prompt) - n_past}
-        books |= {"recovered": recovered, "resident_before": resident, "epoch": self._epoch}
-        books |= {"omitted": n_past - recovered - resident, "auto_evicted": evicted}
+        usage = {"marker": "ok", "n_prompt": len(prompt), "decoded": len(prompt) - n_past}
+        usage |= {"recovered": recovered, "resident_before": resident, "epoch": self._epoch}
+        usage |= {"omitted": n_past - recovered - resident, "auto_evicted": evicted}
         n_rows = int(rows.sum())
-        return {"evoke": books | {"n_resident": n_rows, "n_resident_peak": n_rows}}
+        return {"evoke": usage | {"n_resident": n_rows, "n_resident_peak": n_rows}}
 
-    def _held(self, rows: Rows) -> list[tuple[int, int, str]]:
+    def _evict_to_budget(self, rows: Rows) -> list[tuple[int, int, str]]:
         """Evict in the order that was given, until the budget is held."""
         over = int(rows.sum()) - self._stream.get("budget", 0)
         evicted = []

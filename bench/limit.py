@@ -49,13 +49,13 @@ def length(server: Llama, tokens: int) -> dict[str, Any]:
     while total < tokens:
         total += ask(server, prompt, tokens)["timings"]["predicted_n"]
     used = cpu_s(folder) - began
-    books = timings.get("evoke", {})
-    out = books.get("auto_evicted", [])
+    usage = timings.get("evoke", {})
+    out = usage.get("auto_evicted", [])
     return {
         "asked": tokens,
         "generated": timings["predicted_n"],
         "per_cpu_s": total / used,
-        "n_resident_peak": books.get("n_resident_peak"),
+        "n_resident_peak": usage.get("n_resident_peak"),
         "evicted": sum(p1 - p0 for p0, p1, _ in out),
         "saved": sum(p1 - p0 for p0, p1, name in out if name),
     }

@@ -26,7 +26,7 @@ from bench.ceiling import wilson
 from bench.chat_turns import proxied
 from bench.lines import chart
 from bench.model import text, vocab
-from bench.model.tasks import Message, Probe, draw_facts, exchange, known
+from bench.model.tasks import Message, Probe, draw_facts, exchange, probe_of
 from bench.ruler import right
 from evoke_proxy.demo.client import DemoError, Turn, chat, read_turn
 from evoke_proxy.demo.processes import free_port, server_command, serving
@@ -64,7 +64,7 @@ def sections(seed: int) -> list[Section]:
     sentences = [text.sentence(rng) for _ in range(_TOKENS // _TOKENS_A_SENTENCE)]
     for number, fact in reversed(list(enumerate(drawn))):
         place = (number + rng.uniform(0.2, 0.8)) / FACTS
-        sentences.insert(round(place * len(sentences)), fact.told)
+        sentences.insert(round(place * len(sentences)), fact.statement)
     said = [
         " ".join(sentences[start : start + _SENTENCES_A_MESSAGE])
         for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
@@ -72,19 +72,21 @@ def sections(seed: int) -> list[Section]:
     found: list[Section] = []
     left = list(drawn)
     for number, message in enumerate(said, 1):
-        found.append(Section(message, vocab.HEARD))
+        found.append(Section(message, vocab.CHAT_REPLY))
         if (
             number % (len(said) // (QUARTERS + 1)) == 0
             and len(left) > FACTS - QUARTERS * ASKED_EACH
         ):
-            told = [
-                fact for fact in left if any(fact.told in one for one in said[: number // 2 + 1])
+            stated = [
+                fact
+                for fact in left
+                if any(fact.statement in one for one in said[: number // 2 + 1])
             ]
-            for fact in rng.sample(told, ASKED_EACH):
+            for fact in rng.sample(stated, ASKED_EACH):
                 left.remove(fact)
-                found.append(_asked(known(fact), False))
+                found.append(_asked(probe_of(fact), False))
     rng.shuffle(left)
-    return found + [_asked(known(fact), True) for fact in left]
+    return found + [_asked(probe_of(fact), True) for fact in left]
 
 
 def _asked(probe: Probe, late: bool) -> Section:
@@ -156,8 +158,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         with _front(server, context) as front:
             control = arm in ("wall", "discard")
             for seed in range(SEED, SEED + (args.controls if control else args.sessions)):
-                held = arm in ("evoke", "discard")
-                budget = round(lengths[seed] / RATIO) if held else None
+                budgeted = arm in ("evoke", "discard")
+                budget = round(lengths[seed] / RATIO) if budgeted else None
                 row, _ = run(front, arm, seed, budget)
                 lengths.setdefault(seed, row["tokens"])
                 rows.append(row | {"context": context})

@@ -42,7 +42,7 @@ ARMS = ("evoke", "truncate", "no_eviction")
 BUDGET, STEPS, SEED = 5000, 36, 1
 # Answers of a model with random weights are noise; a little of it is enough.
 ANSWER_TOKENS = 24
-_PATIENCE_S = 600.0
+_TIMEOUT_S = 600.0
 _COLUMNS = (
     *("arm", "budget", "requests", "prompt", "sent", "decoded", "decoded_share", "recovered"),
     *("omitted", "peak", "over", "unbalanced", "mismatches"),
@@ -145,43 +145,43 @@ def measure(args: argparse.Namespace, arm: str, upstream: int, saved: Path) -> d
                 configure(folder, port)
                 for number, (asks, made) in enumerate(calls(folder, script(SEED, args.steps))):
                     relay.calls.extend(made)
-                    again = ["--continue"] if number else ["--title", "repository"]
-                    turn(opencode, folder, *again, asks, limit_s=_PATIENCE_S)
+                    options = ["--continue"] if number else ["--title", "repository"]
+                    turn(opencode, folder, *options, asks, limit_s=_TIMEOUT_S)
             log = proxy.log.read_text(encoding="utf-8", errors="replace")
     if relay.faults or relay.calls:
         raise RuntimeError(f"{len(relay.calls)} calls were never made: {relay.faults}")
-    found = _row(arm, budget, watch.books)
+    found = _row(arm, budget, watch.turns)
     found |= {"calls": relay.made}
     found |= {"mismatches": log.count("plan refused") + log.count("differs from the plan")}
     if arm == "evoke":
         seen = watch.witness
         found |= {
-            "rows_back": seen.came_back,
+            "rows_back": seen.n_returned,
             "rows_unseen": seen.unseen,
             "rows_differ": seen.differ,
         }
-        reread = [one for one in watch.books if one["file_rows"]]
+        reread = [one for one in watch.turns if one["file_rows"]]
         whole = sum(one["file_there"] == one["file_rows"] for one in reread)
         found |= {"files_again": len(reread), "files_whole": whole}
     return found
 
 
-def _row(arm: str, budget: int | None, books: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    sent, decoded = (sum(one[key] for one in books) for key in ("prompt", "decoded"))
+def _row(arm: str, budget: int | None, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sent, decoded = (sum(one[key] for one in turns) for key in ("prompt", "decoded"))
     return {
         "arm": arm,
         "budget": budget,
-        "requests": len(books),
-        "prompt": max(one["prompt"] for one in books),
+        "requests": len(turns),
+        "prompt": max(one["prompt"] for one in turns),
         "sent": sent,
         "decoded": decoded,
         "decoded_share": decoded / sent,
-        "recovered": sum(one["recovered"] for one in books),
-        "omitted": sum(one["omitted"] for one in books),
-        "peak": max(one["peak"] for one in books),
-        "over": sum(one["peak"] > budget for one in books) if budget else 0,
-        "unbalanced": sum(sum(one[kind] for kind in TOKEN_KINDS) != one["prompt"] for one in books),
-        "each": list(books),
+        "recovered": sum(one["recovered"] for one in turns),
+        "omitted": sum(one["omitted"] for one in turns),
+        "peak": max(one["peak"] for one in turns),
+        "over": sum(one["peak"] > budget for one in turns) if budget else 0,
+        "unbalanced": sum(sum(one[kind] for kind in TOKEN_KINDS) != one["prompt"] for one in turns),
+        "each": list(turns),
     }
 
 

@@ -57,12 +57,12 @@ class Session:
         question = _said("user", self.fact.question)
         while True:
             view = self._rendered([*messages, question])
-            told, answered, asked = (view["spans"][i] for i in (1, 2, -1))
+            fact_span, answered, asked = (view["spans"][i] for i in (1, 2, -1))
             if asked["p0"] - answered["p1"] >= distance:
                 break
             messages += [_said("user", paragraph(rng, SENTENCES)), _said("assistant", "I see.")]
         self._tokens: list[int] = view["tokens"]
-        self._told, self._answered = (told["p0"], told["p1"]), answered["p1"]
+        self._fact_span, self._answered = (fact_span["p0"], fact_span["p1"]), answered["p1"]
         self._asked: int = asked["p0"]
 
     def row(self, arm: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Session:
 
     def _evicted(self, arm: str) -> list[int]:
         """The prompt that the slot then stands for, decoded up to the question."""
-        llama, (p0, p1) = self._llama, self._told
+        llama, (p0, p1) = self._llama, self._fact_span
         llama.complete(self._tokens[: self._answered])
         llama.act("block-save", name="fact", p0=p0, p1=p1, evict=True)
         llama.complete(self._tokens[: self._asked])
@@ -97,7 +97,7 @@ class Session:
         return self._moved()
 
     def _moved(self) -> list[int]:
-        (p0, p1), tokens = self._told, self._tokens
+        (p0, p1), tokens = self._fact_span, self._tokens
         return tokens[:p0] + tokens[p1 : self._asked] + tokens[p0:p1] + tokens[self._asked :]
 
     def _rendered(self, messages: list[dict[str, str]]) -> Any:
@@ -110,15 +110,15 @@ def _said(role: str, text: str) -> dict[str, str]:
 
 
 def _summary(rows: Sequence[dict[str, Any]], distance: int, arm: str) -> dict[str, Any]:
-    held = [row for row in rows if row["distance"] == distance and row["arm"] == arm]
-    right = sum(row["recalled"] for row in held)
+    found = [row for row in rows if row["distance"] == distance and row["arm"] == arm]
+    right = sum(row["recalled"] for row in found)
     return {
         "distance": distance,
         "arm": arm,
-        "sessions": len(held),
+        "sessions": len(found),
         "recalled": right,
-        "share": right / len(held),
-        "interval_95": [round(edge, 3) for edge in wilson(right, len(held))],
+        "share": right / len(found),
+        "interval_95": [round(edge, 3) for edge in wilson(right, len(found))],
     }
 
 

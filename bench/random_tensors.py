@@ -45,8 +45,8 @@ def is_recurrent(shape: Shape, layer: int) -> bool:
 def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """What this architecture needs beyond what all of them do."""
     if shape.arch in ("jamba", "lfm2"):
-        held = [0 if is_recurrent(shape, i) else shape.kv_heads for i in range(shape.layers)]
-        writer.add_head_count_kv(held)
+        kv_heads = [0 if is_recurrent(shape, i) else shape.kv_heads for i in range(shape.layers)]
+        writer.add_head_count_kv(kv_heads)
     else:
         writer.add_head_count_kv(shape.kv_heads)
     if shape.window:

@@ -38,9 +38,9 @@ from evoke_proxy.server_build import ensure_server
 WORDS = PolicyConfig().probe_tokens
 PIECE, LATEST, SINKS = 16, 400, 16
 _AT_ONCE = 512  # spans whose bounds are asked for in one call
-PLACES = (1, 4, 8)
+DEPTHS = (1, 4, 8)
 Scores = npt.NDArray[np.float64]
-_COLUMNS = ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in PLACES), "interval_95")
+_COLUMNS = ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in DEPTHS), "interval_95")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,8 +79,8 @@ class Session:
     def ranks(self) -> Iterator[dict[str, int]]:
         """For each question how many blocks are before the one with its fact, by what is asked."""
         reading = read(self.llama.port, self.script)
-        told = self.script.turns[-len(self.script.probes)] - 1
-        end = reading.ends[told - 1]
+        attention = self.script.turns[-len(self.script.probes)] - 1
+        end = reading.ends[attention - 1]
         tokens = self._tokens()
         self.llama.erase()
         self.llama.act("attn-capture", layers=list(self.layers), queries=WORDS + 8)
@@ -135,28 +135,29 @@ class Session:
         self.llama.act("block-plan", ops=[{"op": "probe"}])
         self.llama.complete(prompt, n_predict=WORDS)
         spans = [list(block) for block in blocks]
-        told = self.llama.act("attention", ranges=[], with_queries=True, products=spans)
+        attention = self.llama.act("attention", ranges=[], with_queries=True, products=spans)
         gold = {i for i, (a, b) in enumerate(blocks) for g in reading.gold[number][-1:]
                 if a < g[1] and g[0] < b}  # fmt: skip
-        scored = self._scored(told, len(prompt), blocks, bounds)
+        scored = self._scored(attention, len(prompt), blocks, bounds)
         return {key: _rank(scores, gold) for key, scores in scored}
 
     def _scored(
         self,
-        told: Mapping[str, Any],
+        attention: Mapping[str, Any],
         n_prompt: int,
         blocks: Sequence[Range],
         bounds: Sequence[Float32Array],
     ) -> Iterator[tuple[str, Scores]]:
         """Every way to score the blocks, by its name."""
-        queries = Queries.parse(told["query_rows"], len(self.layers))
-        assert queries is not None
-        words = np.array(told["query_rows"]["pos"]) >= n_prompt - 1
+        queries = Queries.parse(attention["query_rows"], len(self.layers))
+        if queries is None:
+            raise RuntimeError("the server has no queries of the rows of the prompt")
+        words = np.array(attention["query_rows"]["pos"]) >= n_prompt - 1
         starts = np.cumsum([0, *(-(-(b - a) // PIECE) for a, b in blocks)])[:-1]
         alone = {str(layer): [i] for i, layer in enumerate(self.layers)}
         for name, of in {"all": list(range(len(self.layers))), **alone}.items():
             for rows, mask in (("words", words), ("asked", ~words)):
-                product = _of_layers(told["key_products"], of, mask, n_prompt)
+                product = _of_layers(attention["key_products"], of, mask, n_prompt)
                 scores = model_relevance(product, np.arange(len(blocks)), len(blocks), n_prompt)
                 if scores is None:
                     continue
@@ -213,11 +214,11 @@ def summarised(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for key in ranks[0]:
             by, which, layers = key.split("/")
             got = np.array([one[key] for one in ranks])
-            first = {f"first_{k}": float((got < k).mean()) for k in PLACES}
-            low, high = wilson(int((got < PLACES[1]).sum()), len(got))
-            shown = {"interval_95": [round(low, 3), round(high, 3)]}
+            first = {f"first_{k}": float((got < k).mean()) for k in DEPTHS}
+            low, high = wilson(int((got < DEPTHS[1]).sum()), len(got))
+            interval = {"interval_95": [round(low, 3), round(high, 3)]}
             named = {"task": task, "by": by, "rows": which, "layers": layers, "n": len(got)}
-            rows.append({**named, **first, **shown})
+            rows.append({**named, **first, **interval})
     return rows
 
 

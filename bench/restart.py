@@ -86,11 +86,11 @@ class Chat:
         words = [f"w{(i * 7 + seed) % 997}" for i in range(tokens // 4)]
         self.messages = [{"role": "user", "content": f"{seed}: {' '.join(words)}"}]
 
-    def told(self, answer: int) -> None:
+    def append_answer(self, answer: int) -> None:
         """A turn that nobody has had."""
-        self._heard(" ".join(f"a{i * 7 % 97}" for i in range(answer // 3)))
+        self._append(" ".join(f"a{i * 7 % 97}" for i in range(answer // 3)))
 
-    def _heard(self, answer: str) -> None:
+    def _append(self, answer: str) -> None:
         self.messages.append({"role": "assistant", "content": answer})
         self.messages.append({"role": "user", "content": "Go on."})
 
@@ -109,7 +109,7 @@ class Chat:
             if not first and b"data: {" in text:
                 first = time.perf_counter() - began
         link.close()
-        self._heard("".join(map(content, events(iter(text.splitlines())))))
+        self._append("".join(map(content, events(iter(text.splitlines())))))
         return first
 
 
@@ -149,7 +149,7 @@ class Bench:
         """The second turn of one chat."""
         chat, arm, other = Chat(unit.tokens, unit.seed), unit.arm, Chat(_OTHER, unit.seed + 1)
         if arm == "cold":
-            chat.told(self._answer)
+            chat.append_answer(self._answer)
         else:
             with self._server() as port, self._front(arm, port) as front:
                 chat.turn(front, self._answer)
@@ -170,9 +170,9 @@ class Bench:
         return {"ttft_ms": ttft * 1000, "decoded": int(samples(port)[_DECODED] - before)}
 
     def _restored(self, front: int, bytes_per_s: float) -> dict[str, Any]:
-        told = samples(front)
-        seconds = told["evoke_snapshot_restore_seconds_sum"]
-        n_bytes = told["evoke_snapshot_restored_bytes_total"]
+        figures = samples(front)
+        seconds = figures["evoke_snapshot_restore_seconds_sum"]
+        n_bytes = figures["evoke_snapshot_restored_bytes_total"]
         disk = n_bytes / bytes_per_s
         times = {"restore_ms": seconds * 1000, "disk_ms": disk * 1000, "share": disk / seconds}
         return times | {"mib": n_bytes / 2**20}

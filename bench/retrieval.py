@@ -77,20 +77,20 @@ class Haystack:
 def haystack(seed: int, n_blocks: int) -> Haystack:
     """Facts, each in its own block among sentences about nothing; equal for equal arguments."""
     rng = random.Random(f"retrieval-{seed}-{n_blocks}")
-    told = [(fact, _filled(rng, fact.fact)) for fact in texts.TOLD]
+    stated = [(fact, _filled(rng, fact.fact)) for fact in texts.FACTS]
     bent = [(question, _filled(rng, fact)) for fact, question in texts.BENT]
     coded = list(_coded(rng))
-    said = [*(s for _, s in told), *(s for _, s in bent), *(s for _, s in coded)]
-    places = rng.sample(range(n_blocks), len(said))
-    blocks = _blocks(rng, n_blocks, dict(zip(places, said, strict=True)))
-    at = dict(zip(said, places, strict=True))
-    questions = [Asked("lexical", fact.lexical, (at[s],)) for fact, s in told]
-    questions += [Asked("paraphrase", fact.paraphrase, (at[s],)) for fact, s in told]
-    questions += [Asked("typos", mistyped(rng, fact.lexical), (at[s],)) for fact, s in told]
+    said = [*(s for _, s in stated), *(s for _, s in bent), *(s for _, s in coded)]
+    positions = rng.sample(range(n_blocks), len(said))
+    blocks = _blocks(rng, n_blocks, dict(zip(positions, said, strict=True)))
+    at = dict(zip(said, positions, strict=True))
+    questions = [Asked("lexical", fact.lexical, (at[s],)) for fact, s in stated]
+    questions += [Asked("paraphrase", fact.paraphrase, (at[s],)) for fact, s in stated]
+    questions += [Asked("typos", mistyped(rng, fact.lexical), (at[s],)) for fact, s in stated]
     questions += [Asked("inflected", question, (at[s],)) for question, s in bent]
     questions += [Asked("numbers", question, (at[s],)) for question, s in coded]
-    for _ in range(len(told) // 2):
-        three = rng.sample(told, 3)
+    for _ in range(len(stated) // 2):
+        three = rng.sample(stated, 3)
         gold = tuple(at[s] for _, s in three)
         questions.append(Asked("clauses", _joined([fact.lexical for fact, _ in three]), gold))
     return Haystack(BlockTable(blocks), questions)
@@ -194,14 +194,14 @@ def recall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for kind in KINDS:
         for arm in ARMS:
-            places = [row["place"] for row in rows if (row["arm"], row["kind"]) == (arm, kind)]
-            if not places:
+            positions = [row["place"] for row in rows if (row["arm"], row["kind"]) == (arm, kind)]
+            if not positions:
                 continue
-            line: dict[str, Any] = {"kind": kind, "arm": arm, "n": len(places)}
+            line: dict[str, Any] = {"kind": kind, "arm": arm, "n": len(positions)}
             for depth in DEPTHS:
-                hits = sum(0 < place <= depth for place in places)
-                low, high = wilson(hits, len(places))
-                line[f"@{depth}"] = hits / len(places)
+                hits = sum(0 < place <= depth for place in positions)
+                low, high = wilson(hits, len(positions))
+                line[f"@{depth}"] = hits / len(positions)
                 line[f"@{depth} 95%"] = f"{low:.3f}-{high:.3f}"
             found.append(line)
     return found
@@ -217,22 +217,22 @@ def speed(n_blocks: int, turns: int, dimensions: int = 384) -> list[dict[str, An
     blocks = [_drawn(rng, words, number) for number in range(n_blocks + 8 * turns)]
     rows = []
     for kind, signals in (("words", ARMS["+ngrams"]), ("words and vectors", ARMS["fused"])):
-        index, held = Index(signals), BlockTable(blocks[:n_blocks])
-        index.relevance(Query.of("hold them"), held)
+        index, table = Index(signals), BlockTable(blocks[:n_blocks])
+        index.relevance(Query.of("hold them"), table)
         if "vectors" in signals:
-            index.add_vectors((label, _directions(rng, 4, dimensions)) for label in held.labels)
+            index.add_vectors((label, _directions(rng, 4, dimensions)) for label in table.labels)
         for clauses in (1, 3):
             took = []
             for _ in range(turns):
-                held += BlockTable(blocks[len(held) : len(held) + 8])
-                question = _asking(rng, words, clauses, dimensions)
+                table += BlockTable(blocks[len(table) : len(table) + 8])
+                question = _random_query(rng, words, clauses, dimensions)
                 began = time.thread_time()
-                index.relevance(question, held)
+                index.relevance(question, table)
                 took.append(1000 * (time.thread_time() - began))
             row = {"blocks": n_blocks, "signals": kind, "clauses": clauses}
             p90 = sorted(took)[int(0.9 * len(took))]
             rows.append(row | {"median_ms": statistics.median(took), "p90_ms": p90})
-            held = held[:n_blocks]
+            table = table[:n_blocks]
     return rows
 
 
@@ -249,7 +249,9 @@ def _directions(rng: np.random.Generator, count: int, dimensions: int) -> Vector
     return unit
 
 
-def _asking(rng: np.random.Generator, words: Sequence[str], clauses: int, dimensions: int) -> Query:
+def _random_query(
+    rng: np.random.Generator, words: Sequence[str], clauses: int, dimensions: int
+) -> Query:
     """Clauses of ten words each, four of them rare, two of them mistyped."""
     parts = []
     for _ in range(clauses):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class FactTexts:
     """A statement, a question in its words, and one that means the same in others."""
 
     fact: str
@@ -18,8 +18,8 @@ class Told:
     paraphrase: str
 
 
-TOLD = tuple(
-    Told(*line)
+FACTS = tuple(
+    FactTexts(*line)
     for line in (
         ("I live in a small flat in {}.", "Where is the flat I live in?",
          "What is my home address?"),

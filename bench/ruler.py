@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -47,10 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ports: SimpleQueue[int] = SimpleQueue()
         for _ in range(args.servers):
             ports.put(stack.enter_context(served(server, model, args.threads)))
-        kept = Journal(_kept_in(args.out), _identity(server, model, args.seed, args.questions))
-        measured = [
-            pool.submit(_cell, ports, kept, args.seed, *cell, args.questions) for cell in cells
-        ]
+        journal = Journal(
+            _journal_file(args.out), _identity(server, model, args.seed, args.questions)
+        )
+        runner = _Runner(ports, journal, args.seed, args.questions)
+        measured = [pool.submit(runner.cell, task, length) for task, length in cells]
         rows = [row for future in measured for row in future.result()]
     summary = summarise(rows)
     print(json.dumps(summary["all"]))
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if worst >= args.least else 1
 
 
-def _kept_in(out: Path | None) -> Path:
+def _journal_file(out: Path | None) -> Path:
     return (out or Path("out/bench/ruler.json")).with_suffix(".cells.jsonl")
 
 
@@ -72,24 +74,38 @@ def _identity(server: Path, model: Path, seed: int, questions: int) -> str:
     return digest.hexdigest()
 
 
-def _cell(
-    ports: SimpleQueue[int], kept: Journal, seed: int, task: str, length: int, questions: int
-) -> Sequence[Row]:
-    """Ask the sessions of one cell, on a server nobody else uses, until there are enough rows."""
-    key = f"{task} {length}"
-    rows = list(kept.records().get(key, {}).get("rows", ()))
-    if not rows:
-        port = ports.get()
-        try:
-            for index, session in enumerate(sessions(seed, task, length, questions)):
-                if len(rows) >= questions:
-                    break
-                rows += ask(port, session, length, index)
-        finally:
-            ports.put(port)
-        kept.append(key, {"rows": rows})
-    print(_line(task, length, rows), flush=True)
-    return rows
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Measures cells; one call uses one server at a time.
+
+    Attributes:
+        ports: Ports of the servers that no cell uses now.
+        journal: The cells that an earlier, interrupted run finished.
+        seed: Seed of the sessions.
+        questions: Least number of questions in a cell.
+    """
+
+    ports: SimpleQueue[int]
+    journal: Journal
+    seed: int
+    questions: int
+
+    def cell(self, task: str, length: int) -> Sequence[Row]:
+        """Return the rows of one cell, from the journal if it has them."""
+        key = f"{task} {length}"
+        rows = list(self.journal.records().get(key, {}).get("rows", ()))
+        if not rows:
+            port = self.ports.get()
+            try:
+                for index, session in enumerate(sessions(self.seed, task, length, self.questions)):
+                    if len(rows) >= self.questions:
+                        break
+                    rows += ask(port, session, length, index)
+            finally:
+                self.ports.put(port)
+            self.journal.append(key, {"rows": rows})
+        print(_line(task, length, rows), flush=True)
+        return rows
 
 
 def ask(port: int, session: Session, length: int, index: int) -> list[Row]:

@@ -19,7 +19,7 @@ from evoke_proxy.demo.client import events
 Json = dict[str, Any]
 # A stream of one call: from its id, its name and its arguments.
 Calling = Callable[[str, str, Mapping[str, Any]], bytes]
-_PATIENCE_S = 300.0
+_TIMEOUT_S = 300.0
 _OWN = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
 
 
@@ -41,7 +41,7 @@ class Relay:
 
     def answer(self, path: str, sent: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and bytes of the answer to a POST."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.front, timeout=_PATIENCE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.front, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", path, sent, dict(headers))
             response = connection.getresponse()
@@ -92,7 +92,7 @@ def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> byt
     message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
     given = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
     ends = {"stop_reason": "tool_use", "stop_sequence": None}
-    told: list[Json] = [
+    stream_events: list[Json] = [
         {"type": "message_start", "message": message},
         {
             "type": "content_block_start",
@@ -104,7 +104,9 @@ def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> byt
         {"type": "message_delta", "delta": ends, "usage": {"output_tokens": 1}},
         {"type": "message_stop"},
     ]
-    return b"".join(f"event: {it['type']}\ndata: {json.dumps(it)}\n\n".encode() for it in told)
+    return b"".join(
+        f"event: {it['type']}\ndata: {json.dumps(it)}\n\n".encode() for it in stream_events
+    )
 
 
 def relayed(relay: Relay) -> AbstractContextManager[int]:

@@ -39,14 +39,14 @@ from evoke_proxy.server_build import ensure_server
 _TURN_TOKENS = 90  # about what a turn adds to the history
 _SENTENCES, _ANSWER_SENTENCES = 5, 3
 _COLUMNS = (
-    *("part", "way", "repeat", "wall_s", "turns", "generated", "tokens_per_s", "prompt"),
+    *("part", "arm", "repeat", "wall_s", "turns", "generated", "tokens_per_s", "prompt"),
     *("decoded", "recovered", "peak"),
 )
 LONG_MOST, MANY_LEAST = 1.05, 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Arm:
     """How requests get to the server: `fields` go into each, `proxied` says through what."""
 
     name: str
@@ -54,20 +54,20 @@ class Way:
     fields: Mapping[str, Any]
 
 
-def ways(budget: int) -> dict[str, Way]:
+def arms(budget: int) -> dict[str, Arm]:
     """The three that are compared."""
     return {
-        "direct": Way("direct", False, {}),
-        "no_eviction": Way("no_eviction", True, {"evoke_policy": "no_eviction"}),
-        "evoke": Way("evoke", True, {"evoke_policy": "evoke", "evoke_budget": budget}),
+        "direct": Arm("direct", False, {}),
+        "no_eviction": Arm("no_eviction", True, {"evoke_policy": "no_eviction"}),
+        "evoke": Arm("evoke", True, {"evoke_policy": "evoke", "evoke_budget": budget}),
     }
 
 
-def converse(port: int, way: Way, seed: int, turns: int, answer: int) -> dict[str, int]:
+def converse(port: int, arm: Arm, seed: int, turns: int, answer: int) -> dict[str, int]:
     """One conversation, turn by turn; what it took, in tokens."""
     rng = random.Random(f"session-{seed}")
     messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
-    headers = {"X-Evoke-Session": f"{way.name}-{seed}"} if way.proxied else {}
+    headers = {"X-Evoke-Session": f"{arm.name}-{seed}"} if arm.proxied else {}
     total = {"generated": 0, "prompt": 0, "decoded": 0, "recovered": 0, "peak": 0}
     for _ in range(turns):
         messages.append({"role": "user", "content": paragraph(rng, _SENTENCES)})
@@ -76,15 +76,15 @@ def converse(port: int, way: Way, seed: int, turns: int, answer: int) -> dict[st
             "temperature": 0,
             "max_tokens": answer,
             "ignore_eos": True,
-            **way.fields,
+            **arm.fields,
         }
         timings = chat(port, body, headers).timings
-        books = timings.get("evoke") or {}
+        usage = timings.get("evoke") or {}
         total["generated"] += int(timings["predicted_n"])
         total["decoded"] += int(timings["prompt_n"])
-        total["prompt"] = int(books.get("n_prompt", timings["prompt_n"] + timings["cache_n"]))
-        total["recovered"] += int(books.get("recovered", 0))
-        total["peak"] = max(total["peak"], int(books.get("n_resident_peak", total["prompt"])))
+        total["prompt"] = int(usage.get("n_prompt", timings["prompt_n"] + timings["cache_n"]))
+        total["recovered"] += int(usage.get("recovered", 0))
+        total["peak"] = max(total["peak"], int(usage.get("n_resident_peak", total["prompt"])))
         said = paragraph(rng, _ANSWER_SENTENCES)
         messages.append({"role": "assistant", "content": said})
     return total
@@ -94,15 +94,16 @@ def long(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str,
     """The one long conversation, each way on a server of its own, `repeats` times."""
     size = args.turns * _TURN_TOKENS
     options = ["-np", "1", "-c", str(2 * size + 4096), "--evoke-ram", "2048"]
-    known, rows = ways(size // 4), []
+    by_name, rows = arms(size // 4), []
     for repeat in range(args.repeats):
         order = ["evoke", "no_eviction", "direct"]
         for name in order if repeat % 2 else reversed(order):
-            with _server(args, options) as port, _front(port, known[name]) as front:
+            with _server(args, options) as port, _front(port, by_name[name]) as front:
                 began = time.perf_counter()
-                total = converse(front, known[name], repeat, args.turns, args.answer)
+                total = converse(front, by_name[name], repeat, args.turns, args.answer)
                 wall = time.perf_counter() - began
-            rows.append(_row("long", name, repeat, wall, args.turns, total))
+            head = {"part": "long", "arm": name, "repeat": repeat}
+            rows.append(head | _timed(wall, args.turns, total))
             say(rows[-1:])
     return rows
 
@@ -113,37 +114,36 @@ def many(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str,
     cells = args.sessions * (2 * size + 256)
     options = ["-np", str(args.sessions), "-c", str(cells), "-no-kvu", "--evoke-ram", "2048"]
     # Half of the history: enough to evict in every conversation.
-    known, rows = ways(max(320, size // 2)), []
+    by_name, rows = arms(max(320, size // 2)), []
     for repeat in range(args.repeats):
         order = ["evoke", "direct"]
         for name in order if repeat % 2 else reversed(order):
-            with _server(args, options) as port, _front(port, known[name]) as front:
-                wall, total = _at_once(front, known[name], repeat, args)
+            with _server(args, options) as port, _front(port, by_name[name]) as front:
+                wall, total = _at_once(front, by_name[name], repeat, args)
             turns = args.sessions * args.each
-            rows.append(_row("many", name, repeat, wall, turns, total))
+            head = {"part": "many", "arm": name, "repeat": repeat}
+            rows.append(head | _timed(wall, turns, total))
             say(rows[-1:])
     return rows
 
 
 def _at_once(
-    port: int, way: Way, repeat: int, args: argparse.Namespace
+    port: int, arm: Arm, repeat: int, args: argparse.Namespace
 ) -> tuple[float, dict[str, int]]:
     seeds = [1000 * (repeat + 1) + i for i in range(args.sessions)]
     began = time.perf_counter()
     with ThreadPoolExecutor(args.sessions) as pool:
-        jobs = [pool.submit(converse, port, way, s, args.each, args.answer) for s in seeds]
+        jobs = [pool.submit(converse, port, arm, s, args.each, args.answer) for s in seeds]
         found = [job.result() for job in jobs]
     wall = time.perf_counter() - began
     total = {name: sum(one[name] for one in found) for name in found[0]}
     return wall, {**total, "peak": max(one["peak"] for one in found)}
 
 
-def _row(
-    part: str, way: str, repeat: int, wall: float, turns: int, total: Mapping[str, int]
-) -> dict[str, Any]:
+def _timed(wall: float, turns: int, total: Mapping[str, int]) -> dict[str, Any]:
+    """The columns of a row that are measured: `wall` in seconds, counts, tokens per second."""
     speed = total["generated"] / wall
-    head = {"part": part, "way": way, "repeat": repeat, "wall_s": round(wall, 3), "turns": turns}
-    return {**head, **total, "tokens_per_s": round(speed, 2)}
+    return {"wall_s": round(wall, 3), "turns": turns, **total, "tokens_per_s": round(speed, 2)}
 
 
 @contextmanager
@@ -157,8 +157,8 @@ def _server(args: argparse.Namespace, options: Sequence[str]) -> Iterator[int]:
 
 
 @contextmanager
-def _front(port: int, way: Way) -> Iterator[int]:
-    if not way.proxied:
+def _front(port: int, arm: Arm) -> Iterator[int]:
+    if not arm.proxied:
         yield port
         return
     with proxied(port) as proxy:
@@ -184,8 +184,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _ratios(
     rows: Sequence[Mapping[str, Any]], part: str, above: str, below: str, name: str
 ) -> list[float]:
-    values = {(row["part"], row["way"], row["repeat"]): float(row[name]) for row in rows}
-    repeats = sorted({repeat for found, way, repeat in values if (found, way) == (part, above)})
+    values = {(row["part"], row["arm"], row["repeat"]): float(row[name]) for row in rows}
+    repeats = sorted({repeat for found, arm, repeat in values if (found, arm) == (part, above)})
     return [values[part, above, i] / values[part, below, i] for i in repeats]
 
 

@@ -38,7 +38,7 @@ BUDGET, LONGEST = 384, 60
 # month would need to hurt.
 SLOPE_MOST = 2.0
 _COLUMNS = (
-    *("way", "seconds", "requests", "turns", "hung_up", "refused", "own_5xx", "unbalanced"),
+    *("arm", "seconds", "requests", "turns", "hung_up", "refused", "own_5xx", "unbalanced"),
     *("over_budget", "rss_start", "rss_end", "slope"),
 )
 
@@ -70,7 +70,7 @@ class Agent:
     pause_s: float
     tally: Tally
     messages: list[dict[str, Any]] = field(default_factory=list)
-    begun: int = 0
+    n_conversations: int = 0
 
     def work(self, until: float) -> None:
         """Ask and ask, with pauses, until that moment of the monotonic clock."""
@@ -78,7 +78,7 @@ class Agent:
         acts = [self.turn, self.turn, self.tool, self.turn, self.side, self.hang_up, self.wrong]
         while time.monotonic() < until:
             if not self.messages or len(self.messages) > LONGEST:
-                self.begun += 1
+                self.n_conversations += 1
                 self.messages = [{"role": "system", "content": SYSTEM}]
             try:
                 rng.choice(acts)(rng)
@@ -136,20 +136,20 @@ class Agent:
         self.messages.append({"role": "assistant", "content": content})
         self._check(_timings(reply).get("evoke") if reply else None)
 
-    def _check(self, books: Mapping[str, Any] | None) -> None:
+    def _check(self, usage: Mapping[str, Any] | None) -> None:
         """A budgeted turn's books are there, sum to its prompt, and keep the budget."""
         if not self.budgeted:
             return
-        if books is None or sum(books[kind] for kind in TOKEN_KINDS) != books["n_prompt"]:
-            self.tally.note("unbalanced", f"books {books}")
-        elif books["n_resident_peak"] > BUDGET or books["marker"] != "ok":
-            self.tally.note("over_budget", f"books {books}")
+        if usage is None or sum(usage[kind] for kind in TOKEN_KINDS) != usage["n_prompt"]:
+            self.tally.note("unbalanced", f"books {usage}")
+        elif usage["n_resident_peak"] > BUDGET or usage["marker"] != "ok":
+            self.tally.note("over_budget", f"books {usage}")
 
     def _body(self, messages: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
         return {"messages": list(messages), "max_tokens": most, "temperature": 0}
 
     def _headers(self) -> dict[str, str]:
-        return {"X-Evoke-Session": f"agent-{self.number}-{self.begun}"}
+        return {"X-Evoke-Session": f"agent-{self.number}-{self.n_conversations}"}
 
     def _send(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> list[dict[str, Any]]:
         """The JSON objects of the answer; none when it is no answer."""
@@ -204,9 +204,9 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
     return 60 * statistics.median(pairs) if pairs else 0.0
 
 
-def soak(way: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """One way for its time: a row, and failures in words."""
-    patched = way == "patched"
+    patched = arm == "patched"
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         command = [str(ensure_server(patched=patched, progress=False)), "-m", str(bundled_model())]
@@ -224,15 +224,15 @@ def soak(way: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[
         options = ["--config", str(settings), "--admin-listen", "127.0.0.1:0"]
         with serving(command, port, Path(folder) / "server.log"):
             with proxied(port, *options) as proxy:
-                return _worked(way, proxy, port, arguments)
+                return _worked(arm, proxy, port, arguments)
 
 
 def _worked(
-    way: str, proxy: Proxy, upstream: int, arguments: argparse.Namespace
+    arm: str, proxy: Proxy, upstream: int, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[str]]:
     tally, until = Tally(), time.monotonic() + arguments.seconds
     agents = [
-        Agent(proxy.port, upstream, number, way == "patched", arguments.pause, tally)
+        Agent(proxy.port, upstream, number, arm == "patched", arguments.pause, tally)
         for number in range(arguments.agents)
     ]
     threads = [threading.Thread(target=agent.work, args=(until,), daemon=True) for agent in agents]
@@ -243,7 +243,7 @@ def _worked(
         thread.join()
     counts = tally.counts
     row: dict[str, Any] = {name: counts[name] for name in _COLUMNS[3:9]}
-    row |= {"way": way, "seconds": arguments.seconds, "slope": round(slope(samples), 3)}
+    row |= {"arm": arm, "seconds": arguments.seconds, "slope": round(slope(samples), 3)}
     row["requests"] = sum(counts[name] for name in ("turns", "side", "hung_up", "refused"))
     row |= {"other_4xx": counts["other_4xx"], "rss": [round(mib, 1) for _, mib in samples]}
     row |= {"rss_start": row["rss"][len(samples) // 3], "rss_end": row["rss"][-1]}
@@ -253,11 +253,11 @@ def _worked(
 def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     """What a run is held to and has not kept; the slope only of one that is `long` enough."""
     none = ("own_5xx", "unbalanced", "over_budget", "other_4xx")
-    found = [f"{row['way']}: {name} {row[name]}" for name in none if row[name]]
+    found = [f"{row['arm']}: {name} {row[name]}" for name in none if row[name]]
     if not row["turns"]:
-        found.append(f"{row['way']}: no turn")
+        found.append(f"{row['arm']}: no turn")
     if long and row["slope"] > SLOPE_MOST:
-        found.append(f"{row['way']}: {row['slope']} MiB a minute")
+        found.append(f"{row['arm']}: {row['slope']} MiB a minute")
     return found
 
 
@@ -267,12 +267,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="of each way (600)")
     parser.add_argument("--agents", type=int, default=6, help="at once (6)")
     parser.add_argument("--pause", type=float, default=0.1, help="mean seconds between acts (0.1)")
-    parser.add_argument("--way", choices=("patched", "stock"), help="only one of them")
+    parser.add_argument("--arm", choices=("patched", "stock"), help="only one of them")
     arguments = parser.parse_args()
-    ways = [arguments.way] if arguments.way else ["patched", "stock"]
+    arms = [arguments.arm] if arguments.arm else ["patched", "stock"]
     rows, failures, found = [], [], []
-    for way in ways:
-        row, said = soak(way, arguments)
+    for arm in arms:
+        row, said = soak(arm, arguments)
         rows.append(row)
         failures += said
         found += missed(row, arguments.seconds >= 300)

@@ -69,7 +69,7 @@ class Stage:
     times: int = 0
     texts: random.Random = field(default_factory=lambda: random.Random(7))
 
-    def again(self) -> bool:
+    def repeats(self) -> bool:
         """Count one more repetition; False when the time of the arm is over."""
         if self.times and time.monotonic() >= self.until:
             return False
@@ -130,13 +130,13 @@ class Stage:
 
 
 def _idle(stage: Stage) -> None:
-    while stage.again():
+    while stage.repeats():
         time.sleep(0.5)
 
 
 def _prompt(stage: Stage) -> None:
     """One message of 1 MiB."""
-    while stage.again():
+    while stage.repeats():
         text = stage.prose(stage.size(_MIB))
         stage.chat({"messages": [{"role": "user", "content": text}]})
 
@@ -144,14 +144,14 @@ def _prompt(stage: Stage) -> None:
 def _endless_prompt(stage: Stage) -> None:
     """One message of 63 MiB: more tokens than the context of the server holds."""
     text = stage.prose(stage.size(64 * 1024)) * 1008
-    while stage.again():
+    while stage.repeats():
         stage.chat({"messages": [{"role": "user", "content": text}]})
 
 
 def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
     def run(stage: Stage) -> None:
         """A conversation that is new to the proxy, then three more turns of it."""
-        while stage.again():
+        while stage.repeats():
             said = stage.talk(stage.size(tokens), max(3, stage.size(messages) | 1))
             for _ in range(4):
                 stage.chat({"messages": said})
@@ -164,7 +164,7 @@ def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
 
 def _large_body(stage: Stage) -> None:
     """A chat with an image of nearly 64 MiB in its last message."""
-    while stage.again():
+    while stage.repeats():
         noise = base64.b64encode(os.urandom(stage.size(47 * _MIB))).decode()
         image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{noise}"}}
         content = [{"type": "text", "text": "What is this?"}, image]
@@ -175,7 +175,7 @@ def _large_messages(stage: Stage) -> None:
     """A chat of nearly 64 MiB in 4,000 messages, with a member that the proxy sets, too."""
     one = b'{"role":"user","content":"%s"}' % (b"a" * stage.size(63 * _MIB // 4000))
     body = b'{"id_slot":0,"evoke":false,"messages":[%s]}' % b",".join([one] * 4000)
-    while stage.again():
+    while stage.repeats():
         stage.chat(body)
 
 
@@ -183,13 +183,13 @@ def _large_edited(stage: Stage) -> None:
     """A chat of nearly 64 MiB in one message, with members of its own that the proxy replaces."""
     text = b"a" * stage.size(63 * _MIB)
     body = b'{"evoke":false,"id_slot":0,"cache_prompt":false,"messages":[{"role":"user","content":"'
-    while stage.again():
+    while stage.repeats():
         stage.chat(body + text + b'"}]}')
 
 
 def _large_relayed(stage: Stage) -> None:
     """A body of nearly 64 MiB for a path that the proxy does not read."""
-    while stage.again():
+    while stage.repeats():
         data = b'{"input":"' + b"a" * stage.size(63 * _MIB) + b'"}'
         stage.ask("POST", "/embeddings", data)
 
@@ -199,7 +199,7 @@ def _many_messages(stage: Stage) -> None:
     one = b'{"role":"user","content":"a"}'
     first = b'{"role":"user","content":"a","evoke_keep":"pin"}'
     body = b'{"messages":[%s]}' % b",".join([first, *[one] * stage.size(1_000_000)])
-    while stage.again():
+    while stage.repeats():
         stage.chat(body)
 
 
@@ -207,13 +207,13 @@ def _many_strings(stage: Stage) -> None:
     """A chat with as many short strings as `limits.json_elements` and `limits.body_bytes` allow."""
     message = b'{"role":"user","content":"What is this?"}'
     strings = b",".join([b'"%s"' % (b"a" * 100)] * stage.size(499_000))
-    while stage.again():
+    while stage.repeats():
         stage.chat(b'{"messages":[%s],"metadata":[%s]}' % (message, strings))
 
 
 def _many_dates(stage: Stage) -> None:
     """System prompts of 60,000 dates, in lines and in one, where dates are normalised."""
-    while stage.again():
+    while stage.repeats():
         for separator in ("\n", " "):
             dates = separator.join(["2026-11-21"] * stage.size(60_000))
             system = {"role": "system", "content": f"{dates}\nNumber {stage.times}."}
@@ -223,7 +223,7 @@ def _many_dates(stage: Stage) -> None:
 def _white_space(stage: Stage) -> None:
     """A question that is mostly white space, of several kinds."""
     kinds = (" ", "\n", "\t \n", "\u00a0", " .", "now ", "a, ")
-    while stage.again():
+    while stage.repeats():
         for kind in kinds:
             text = f"Is it{kind * stage.size(_MIB // 8)}so?"
             stage.chat({"messages": [{"role": "user", "content": text}]})
@@ -231,7 +231,7 @@ def _white_space(stage: Stage) -> None:
 
 def _large_answer(stage: Stage) -> None:
     """An answer of 64 MiB to a client that asked for the token accounting."""
-    while stage.again():
+    while stage.repeats():
         message = {"role": "user", "content": stage.prose(200)}
         body = {"model": f"bytes-{stage.size(64 * _MIB)}", "messages": [message]}
         stage.chat(body, X_Evoke_Session=uuid.uuid4().hex)
@@ -239,7 +239,7 @@ def _large_answer(stage: Stage) -> None:
 
 def _vectors(stage: Stage) -> None:
     """Sessions of 2,048 blocks whose vectors are embedded and stored after their turns."""
-    while stage.again():
+    while stage.repeats():
         said = stage.talk(stage.size(131072), max(3, stage.size(800) | 1))
         for _ in range(2):
             stage.chat({"messages": said})
@@ -250,13 +250,13 @@ def _vectors(stage: Stage) -> None:
 def _pages(stage: Stage) -> None:
     """Admin pages that show the largest session, while chats make events."""
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
-    shown = max(rows, key=lambda row: row["tokens"] if row["live"] else 0)["id"]
+    listed = max(rows, key=lambda row: row["tokens"] if row["live"] else 0)["id"]
     ended = threading.Event()
 
     def page() -> None:
         """What web/page/page.js asks for at every event, at most once in 150 ms."""
         while not ended.is_set():
-            for path in ("status", "servers", "sessions", f"sessions/{shown}"):
+            for path in ("status", "servers", "sessions", f"sessions/{listed}"):
                 stage.operate("GET", f"/evoke/{path}")
             ended.wait(_PAGE_S)
 
@@ -273,7 +273,7 @@ def _pages(stage: Stage) -> None:
     for thread in threads:
         thread.start()
     try:
-        while stage.again():
+        while stage.repeats():
             stage.chat({"messages": [{"role": "user", "content": stage.prose(400)}]})
     finally:
         ended.set()
@@ -284,7 +284,7 @@ def _pages(stage: Stage) -> None:
 
 def _scrapes(stage: Stage) -> None:
     """Metrics and the list of sessions, with a thousand sessions."""
-    while stage.again():
+    while stage.repeats():
         stage.ask("GET", "/metrics")
         stage.operate("GET", "/evoke/sessions")
 
@@ -294,7 +294,7 @@ def _deletion(stage: Stage) -> None:
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
     ours = [row["id"] for row in rows if not row["tenant"] and row["live"]]
     for id in ours[: max(2, len(ours) // 50)]:
-        if stage.again():
+        if stage.repeats():
             stage.operate("DELETE", f"/evoke/sessions/{id}")
     stage.operate("DELETE", f"/evoke/tenants/{tenant_of(_OTHER)}")
     stage.times += 1
@@ -335,10 +335,12 @@ class Measured:
 
     def tell(self, command: str) -> dict[str, Any]:
         """`begin` or `end` a measurement; what was measured."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        commands, answers = self._process.stdin, self._process.stdout
+        if commands is None or answers is None:
+            raise RuntimeError("a process that measures has no pipes")
+        commands.write(command + "\n")
+        commands.flush()
+        line = answers.readline()
         if not line:
             raise RuntimeError("a process that measures has ended")
         row: dict[str, Any] = json.loads(line)

@@ -114,8 +114,8 @@ def _tried(llama: Llama, case: Case) -> tuple[str, str]:
     for other in range(slot):  # neighbours, with holes of their own
         _talk(llama, other, seed=other, evict=True, load=False)
     # Where rows end up depends on what the cells held before: from the second time on, on the same.
-    _, never, again = (_talk(llama, slot, seed=9, evict=False, load=False) for _ in range(3))
-    if never != again:
+    _, never, repeated = (_talk(llama, slot, seed=9, evict=False, load=False) for _ in range(3))
+    if never != repeated:
         raise RuntimeError(f"{case}: does not repeat itself")
     if _talk(llama, slot, seed=9, evict=True, load=True) != never:
         raise RuntimeError(f"{case}: another answer after evict and load")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.agent import positions, saved_rows, shown
+from bench.agent import file_row_counts, positions, saved_rows
 from bench.agent_rows import Witness
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
@@ -21,29 +21,29 @@ class Watch:
     upstream: int
     saved: Path | None
     witness: Witness = field(default_factory=Witness)
-    books: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, body: dict[str, Any], timings: dict[str, Any]) -> None:
         """A request, answered but not yet passed on."""
-        told = timings["evoke"]
-        one: dict[str, Any] = {kind: int(told[kind]) for kind in TOKEN_KINDS}
-        one |= {"prompt": int(told["n_prompt"]), "peak": int(told["n_resident_peak"])}
+        usage = timings["evoke"]
+        one: dict[str, Any] = {kind: int(usage[kind]) for kind in TOKEN_KINDS}
+        one |= {"prompt": int(usage["n_prompt"]), "peak": int(usage["n_resident_peak"])}
         one |= {"file_rows": 0, "file_there": 0, "file_back": 0}
-        self.books.append(one)
+        self.turns.append(one)
         if self.saved is None:
             return
         now = saved_rows(self.upstream, self.saved)
         back = self.witness.look(now, one["prompt"] - one["decoded"], one["prompt"])
-        known = reading_before(body["messages"])
-        if known is not None:
-            one |= shown(positions(self.upstream, body, [known]), now, back)
+        index = reading_before(body["messages"])
+        if index is not None:
+            one |= file_row_counts(positions(self.upstream, body, [index]), now, back)
 
 
 def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:
     """The index of the message that showed the file before on which the last call was; None when no
     call has just been answered, or its file was never shown before."""
     called: dict[str, tuple[str, str]] = {}
-    shown: dict[str, int] = {}
+    last_reads: dict[str, int] = {}
     found = None
     for index, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
@@ -52,7 +52,7 @@ def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:
         found = None
         if message["role"] == "tool":
             name, path = called[message["tool_call_id"]]
-            found = shown.get(path)
+            found = last_reads.get(path)
             if name == "read":
-                shown[path] = index
+                last_reads[path] = index
     return found

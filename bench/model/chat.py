@@ -107,8 +107,8 @@ class Builder:
         said, spans = before, []
         for index, fact in enumerate(facts):
             said += separator if index else ""
-            spans.append((fact, (len(said), len(said) + len(fact.told))))
-            said += fact.told
+            spans.append((fact, (len(said), len(said) + len(fact.statement))))
+            said += fact.statement
         self.add(role, said + after, USER_W, spans)
 
     def ask(self, fact: Fact, question: str) -> None:
@@ -133,7 +133,7 @@ class Builder:
         self.add("user", user, USER_W)
         self.add("assistant", assistant, CHATTER_W)
 
-    def acknowledge(self, said: str = vocab.TOLD) -> None:
+    def acknowledge(self, said: str = vocab.FACT_REPLY) -> None:
         """Append the assistant's answer to a message that was no question."""
         self.add("assistant", said, ACK_W)
 

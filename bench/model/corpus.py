@@ -12,7 +12,7 @@ from bench.model.facts import Fact
 
 QUESTION_TOKENS = 44
 FACT_TOKENS = 26  # told in a message of its own, with the answer to it
-_MOST_TOLD = 40  # of about 65 facts that are not settings of files
+_MAX_STATED = 40  # of about 65 facts that are not settings of files
 MODES = {"dense": 5, "many": 5, "needle": 2, "sparse": 2}
 
 
@@ -104,7 +104,7 @@ class Writer:
                 before=text.paragraph(rng, before) + " " * bool(before),
                 after=" " * bool(after) + text.paragraph(rng, after),
             )
-            self.builder.acknowledge(vocab.HEARD)
+            self.builder.acknowledge(vocab.CHAT_REPLY)
         while self._room > 400 and rng.random() < 0.9:
             self.builder.fill(rng, rng.choice((8, 15)))
         self._ask_until_full()
@@ -119,13 +119,13 @@ class Writer:
                 self._ask()
 
     def _ask(self) -> None:
-        rng, told = self.rng, list(self.builder.facts.values())
-        if rng.random() < self.unknown or not told:
-            near = rng.choice(told) if told and rng.random() < 0.6 else None
+        rng, stated = self.rng, list(self.builder.facts.values())
+        if rng.random() < self.unknown or not stated:
+            near = rng.choice(stated) if stated and rng.random() < 0.6 else None
             fact = self._new(near)
         else:
-            fresh = [fact for fact in told if fact.key not in self.asked]
-            fact = rng.choice(fresh if fresh and rng.random() < 0.9 else told)
+            fresh = [fact for fact in stated if fact.key not in self.asked]
+            fact = rng.choice(fresh if fresh and rng.random() < 0.9 else stated)
             self.asked.add(fact.key)
         question = fact.question
         if fact.paraphrase and rng.random() < 0.75:
@@ -146,12 +146,12 @@ class Writer:
 
     def _tell(self, count: int) -> None:
         """Tell new facts in one message, or a file or two of them."""
-        rng, told = self.rng, [f for f in self.builder.facts.values() if f.kind != "file"]
-        if rng.random() < 0.35 or len(told) > _MOST_TOLD:
+        rng, stated = self.rng, [f for f in self.builder.facts.values() if f.kind != "file"]
+        if rng.random() < 0.35 or len(stated) > _MAX_STATED:
             return self._read(rng.choice((1, 2, 2)), max(1, min(count, self._room // 90)))
         chosen: dict[str, Fact] = {}
         for _ in range(count):
-            near = rng.choice(told) if told and rng.random() < 0.3 else None
+            near = rng.choice(stated) if stated and rng.random() < 0.3 else None
             fact = self._new(near, ("my", "my", "para"))
             chosen[fact.key] = fact
         before = rng.choice(vocab.STATEMENT_PREFIXES)
@@ -168,10 +168,10 @@ class Writer:
             if fresh:
                 self._show(path, fresh)
 
-    def _show(self, path: str, lines: Sequence[Fact], again: str = "") -> None:
-        self.builder.add("user", f"Read {path}{again}.", USER_W)
+    def _show(self, path: str, lines: Sequence[Fact], suffix: str = "") -> None:
+        self.builder.add("user", f"Read {path}{suffix}.", USER_W)
         self.builder.tell(lines, "tool", separator="\n")
-        self.builder.acknowledge(vocab.READ)
+        self.builder.acknowledge(vocab.FILE_REPLY)
 
     def _update(self) -> None:
         """Change a fact that was told, a setting by reading its file again."""

@@ -42,24 +42,24 @@ class Spelled:
     ids: list[int]
     end: int
     questions: Sequence[Question]
-    places: Mapping[str, Sequence[Span]]
+    spans_by_key: Mapping[str, Sequence[Span]]
 
 
 def spell(session: Session, encode: Encoder) -> Spelled:
     """Return the session's tokens and where its facts stand in them."""
-    builder, places = Builder(encode), defaultdict[str, list[Span]](list)
-    told = [probe.fact for probe in session.probes if probe.value is not None]
+    builder, spans_by_key = Builder(encode), defaultdict[str, list[Span]](list)
+    stated = [probe.fact for probe in session.probes if probe.value is not None]
     for message in session.messages:
         said = message["content"]
-        found = [(fact, said.find(fact.told)) for fact in told]
-        spans = [(fact, (at, at + len(fact.told))) for fact, at in found if at >= 0]
+        found = [(fact, said.find(fact.statement)) for fact in stated]
+        spans = [(fact, (at, at + len(fact.statement))) for fact, at in found if at >= 0]
         builder.add(message["role"], said, 0.0, spans)
         for fact, _ in spans:
-            places[fact.key].append(builder.spans[fact.key])
+            spans_by_key[fact.key].append(builder.spans[fact.key])
     end = len(builder.ids)
     for probe in session.probes:
         builder.ask(probe.fact, probe.question)
-    return Spelled(builder.ids, end, builder.questions, places)
+    return Spelled(builder.ids, end, builder.questions, spans_by_key)
 
 
 def grade(
@@ -90,7 +90,7 @@ def _with_holes(
     starts = [index for index, token in enumerate(ids) if token == START_ID]
     asked = max(start for start in starts if start < question.answer[0] - 3)
     new = ids[asked : question.answer[1] + 1]
-    facts, blocks = spelled.places[question.asked.key], list(_blocks(starts, end))
+    facts, blocks = spelled.spans_by_key[question.asked.key], list(_blocks(starts, end))
     of_fact = [block for block in blocks if any(_touches(block, fact) for fact in facts)]
     own = {place for block in of_fact for place in range(*block)}
     ends = set(range(SINKS)) | set(range(end - RECENT, end))
@@ -106,8 +106,8 @@ def _with_holes(
 
 
 def _blocks(starts: Sequence[int], end: int) -> Iterator[Span]:
-    told = [start for start in starts if start < end]
-    for start, stop in zip(told, [*told[1:], end], strict=True):
+    before = [start for start in starts if start < end]
+    for start, stop in zip(before, [*before[1:], end], strict=True):
         yield from ((at, min(at + BLOCK, stop)) for at in range(start, stop, BLOCK))
 
 

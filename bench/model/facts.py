@@ -53,7 +53,7 @@ class Fact:
         return f"my {self.parts[0]}"
 
     @property
-    def told(self) -> str:
+    def statement(self) -> str:
         """The sentence or the line that tells it."""
         key, verb = self._subject("My"), " now" if self.updated else ""
         if self.kind == "file":

@@ -72,10 +72,10 @@ def main() -> None:
         "--convolved", type=layer_numbers, default=(0, 3), help="places of the new layers (0,3)"
     )
     args = parser.parse_args()
-    grown = grow(load(args.model), args.convolved)
+    hybrid = grow(load(args.model), args.convolved)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    save(args.out, grown, 0, 0)
-    print(args.out, sum(p.numel() for p in grown.parameters()), "parameters")
+    save(args.out, hybrid, 0, 0)
+    print(args.out, sum(p.numel() for p in hybrid.parameters()), "parameters")
 
 
 if __name__ == "__main__":

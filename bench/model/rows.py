@@ -130,8 +130,12 @@ def _size(span: Span) -> int:
 
 
 def _moved(span: Span, place: Ints) -> Span | None:
-    places = place[span[0] : span[1]]
-    return (int(places[0]), int(places[-1]) + 1) if (places >= 0).all() else None
+    token_positions = place[span[0] : span[1]]
+    return (
+        (int(token_positions[0]), int(token_positions[-1]) + 1)
+        if (token_positions >= 0).all()
+        else None
+    )
 
 
 def row(
@@ -170,11 +174,11 @@ def batch(rng: random.Random, length: int, rows: int, encode: Encoder) -> Batch:
     weights, positions = np.zeros((rows, length), np.float32), np.zeros((rows, length), np.int64)
     questions: list[tuple[int, Question]] = []
     for index in range(rows):
-        chat, places = row(rng, length, encode)
+        chat, token_positions = row(rng, length, encode)
         count = len(chat.ids)
         ids[index, :count], weights[index, :count] = chat.ids, chat.weights
-        positions[index, :count] = places
-        positions[index, count:] = places[-1] if count else 0
+        positions[index, :count] = token_positions
+        positions[index, count:] = token_positions[-1] if count else 0
         questions += [(index, question) for question in chat.questions]
     targets, shifted = np.full((rows, length), PAD, np.int64), np.zeros_like(weights)
     targets[:, :-1], shifted[:, :-1] = ids[:, 1:], weights[:, 1:]

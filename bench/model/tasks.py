@@ -57,7 +57,7 @@ class Session:
 class _Plan:
     """Exchanges in the order they are told, the probes, and what no other part may speak of."""
 
-    told: Sequence[Exchange]
+    exchanges: Sequence[Exchange]
     probes: Sequence[Probe]
     about: frozenset[str]
 
@@ -68,26 +68,26 @@ def exchange(*said: str) -> Exchange:
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(said)]
 
 
-def telling(*told: Fact) -> Exchange:
+def statement_exchange(*stated: Fact) -> Exchange:
     """Return how the user tells facts, and what the assistant answers."""
-    return exchange(" ".join(fact.told for fact in told), vocab.TOLD)
+    return exchange(" ".join(fact.statement for fact in stated), vocab.FACT_REPLY)
 
 
-def reading(path: str, lines: Sequence[Fact], again: bool = False) -> Exchange:
+def reading(path: str, lines: Sequence[Fact], repeated: bool = False) -> Exchange:
     """Return how a file is read: the request, the tool's message and the assistant's answer."""
-    request = f"Read {path} again." if again else f"Read {path}."
-    shown = {"role": "tool", "content": "\n".join(fact.told for fact in lines)}
-    first, last = exchange(request, vocab.READ)
-    return [first, shown, last]
+    request = f"Read {path} again." if repeated else f"Read {path}."
+    content = {"role": "tool", "content": "\n".join(fact.statement for fact in lines)}
+    first, last = exchange(request, vocab.FILE_REPLY)
+    return [first, content, last]
 
 
-def known(fact: Fact, paraphrased: bool = False) -> Probe:
+def probe_of(fact: Fact, paraphrased: bool = False) -> Probe:
     """Return the probe for a fact that was told, in other words where it has any."""
     question = fact.paraphrase if paraphrased and fact.paraphrase else fact.question
     return Probe(fact, question, fact.answer, fact.value)
 
 
-def unknown(fact: Fact) -> Probe:
+def unknown_probe(fact: Fact) -> Probe:
     """Return the probe for a fact that was never told."""
     return Probe(fact, fact.question, fact.unknown_answer, None)
 
@@ -105,16 +105,16 @@ def session(rng: random.Random, task: str, tokens: int, times: int = 1) -> Sessi
     if task == "needle":
         return _needle(rng, tokens)
     plan = _together(rng, task, times) if times > 1 else _PLANS[task](rng)
-    room = tokens - sum(estimated_tokens(part) for part in plan.told)
+    room = tokens - sum(estimated_tokens(part) for part in plan.exchanges)
     fillers: list[Exchange] = []
     while room > 0:
         sentences = min(15, room // 13)
         fillers.append(exchange(*text.filler(rng, sentences if rng.random() < 0.8 else 0)))
         room -= estimated_tokens(fillers[-1])
     # The order of what is told stays: a change comes behind what it changes.
-    places = sorted(rng.sample(range(len(fillers) + len(plan.told)), len(plan.told)))
+    positions = sorted(rng.sample(range(len(fillers) + len(plan.exchanges)), len(plan.exchanges)))
     parts = fillers
-    for place, part in zip(places, plan.told, strict=True):
+    for place, part in zip(positions, plan.exchanges, strict=True):
         parts.insert(place, part)
     return Session(task, _with_system(rng, parts), plan.probes)
 
@@ -150,9 +150,9 @@ def _needle(rng: random.Random, tokens: int) -> Session:
     for start in range(0, sentences, 40):
         said = [text.sentence(rng) for _ in range(min(40, sentences - start))]
         if start <= depth < start + 40:
-            said.insert(min(depth - start, len(said)), fact.told)
-        parts.append(exchange(" ".join(said), vocab.HEARD))
-    return Session("needle", _with_system(rng, parts), [known(fact)])
+            said.insert(min(depth - start, len(said)), fact.statement)
+        parts.append(exchange(" ".join(said), vocab.CHAT_REPLY))
+    return Session("needle", _with_system(rng, parts), [probe_of(fact)])
 
 
 def _together(rng: random.Random, task: str, times: int) -> _Plan:
@@ -164,9 +164,9 @@ def _together(rng: random.Random, task: str, times: int) -> _Plan:
         if not plan.about & about:
             plans.append(plan)
             about |= plan.about
-    order = [which for which, plan in enumerate(plans) for _ in plan.told]
+    order = [which for which, plan in enumerate(plans) for _ in plan.exchanges]
     rng.shuffle(order)
-    left = [iter(plan.told) for plan in plans]
+    left = [iter(plan.exchanges) for plan in plans]
     probes = [probe for plan in plans for probe in plan.probes]
     return _Plan([next(left[which]) for which in order], rng.sample(probes, len(probes)), about)
 
@@ -178,15 +178,15 @@ def _about(chosen: Iterable[Fact]) -> frozenset[str]:
     )
 
 
-def _told(fact: Fact) -> Exchange:
-    return reading(fact.parts[0], [fact]) if fact.kind == "file" else telling(fact)
+def _exchange_of(fact: Fact) -> Exchange:
+    return reading(fact.parts[0], [fact]) if fact.kind == "file" else statement_exchange(fact)
 
 
 def _facts(count: int, type_: str | None = None) -> Callable[[random.Random], _Plan]:
     def plan(rng: random.Random) -> _Plan:
         chosen = draw_facts(rng, count, type_=type_)
-        probes = [known(fact) for fact in rng.sample(chosen, count)]
-        return _Plan([_told(fact) for fact in chosen], probes, _about(chosen))
+        probes = [probe_of(fact) for fact in rng.sample(chosen, count)]
+        return _Plan([_exchange_of(fact) for fact in chosen], probes, _about(chosen))
 
     return plan
 
@@ -197,8 +197,8 @@ def _updates(rng: random.Random) -> _Plan:
     changed = {fact.key for fact in new}
     asked = [*new, next(fact for fact in chosen if fact.key not in changed)]
     rng.shuffle(asked)
-    told = [telling(fact) for fact in [*chosen, *new]]
-    return _Plan(told, [known(fact) for fact in asked], _about(chosen))
+    exchanges = [statement_exchange(fact) for fact in [*chosen, *new]]
+    return _Plan(exchanges, [probe_of(fact) for fact in asked], _about(chosen))
 
 
 def _two_files(rng: random.Random) -> Mapping[str, list[Fact]]:
@@ -212,22 +212,22 @@ def _two_files(rng: random.Random) -> Mapping[str, list[Fact]]:
 def _files(rng: random.Random) -> _Plan:
     files = _two_files(rng)
     lines = [line for path in files for line in files[path]]
-    told = [reading(path, lines) for path, lines in files.items()]
-    return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
+    exchanges = [reading(path, lines) for path, lines in files.items()]
+    return _Plan(exchanges, [probe_of(line) for line in rng.sample(lines, 4)], _about(lines))
 
 
 def _rereads(rng: random.Random) -> _Plan:
     files = _two_files(rng)
-    told = [reading(path, lines) for path, lines in files.items()]
+    exchanges = [reading(path, lines) for path, lines in files.items()]
     path = rng.choice(list(files))
     changed = rng.sample(files[path], rng.choice((1, 2)))
     files[path][:] = [facts.update(rng, f) if f in changed else f for f in files[path]]
-    told.append(reading(path, files[path], again=True))
+    exchanges.append(reading(path, files[path], repeated=True))
     lines = [line for path in files for line in files[path]]
-    return _Plan(told, [known(line) for line in rng.sample(lines, 4)], _about(lines))
+    return _Plan(exchanges, [probe_of(line) for line in rng.sample(lines, 4)], _about(lines))
 
 
-def _rereads_apart(rng: random.Random) -> _Plan:
+def _distinct_rereads(rng: random.Random) -> _Plan:
     while True:
         names = rng.sample(_NUMBERS, 2)
         lines = [facts.setting(rng, facts.file_name(rng), name) for name in names]
@@ -239,16 +239,16 @@ def _rereads_apart(rng: random.Random) -> _Plan:
         each = (parts, *values)
         if all(len(set(one)) == len(one) for one in each):
             break
-    told = [reading(line.parts[0], [line]) for line in lines]
-    told += [reading(new.parts[0], [new], again=True)] * 2
+    exchanges = [reading(line.parts[0], [line]) for line in lines]
+    exchanges += [reading(new.parts[0], [new], repeated=True)] * 2
     asked = rng.sample([new if line is old else line for line in lines], 2)
-    return _Plan(told, [known(line) for line in asked], frozenset(parts) | _about(lines))
+    return _Plan(exchanges, [probe_of(line) for line in asked], frozenset(parts) | _about(lines))
 
 
 def _paraphrase(rng: random.Random) -> _Plan:
     chosen = draw_facts(rng, 5, ("para",))
-    probes = [known(fact, paraphrased=True) for fact in rng.sample(chosen, 5)]
-    return _Plan([telling(fact) for fact in chosen], probes, _about(chosen))
+    probes = [probe_of(fact, paraphrased=True) for fact in rng.sample(chosen, 5)]
+    return _Plan([statement_exchange(fact) for fact in chosen], probes, _about(chosen))
 
 
 def _unknown(rng: random.Random, kinds: Sequence[str] = facts.KINDS) -> _Plan:
@@ -259,9 +259,9 @@ def _unknown(rng: random.Random, kinds: Sequence[str] = facts.KINDS) -> _Plan:
         other = facts.near_miss(rng, rng.choice(chosen))
         if other.key not in keys:
             keys.add(other.key)
-            probes.append(unknown(other))
+            probes.append(unknown_probe(other))
     about = _about([*chosen, *(probe.fact for probe in probes)])
-    return _Plan([_told(fact) for fact in chosen], probes, about)
+    return _Plan([_exchange_of(fact) for fact in chosen], probes, about)
 
 
 _NUMBERS = [name for name in vocab.SETTINGS if name not in vocab.CODE_SETTINGS]
@@ -275,7 +275,7 @@ _PLANS: Mapping[str, Callable[[random.Random], _Plan]] = {
     "rereads": _rereads,
     "paraphrase": _paraphrase,
     "unknown": _unknown,
-    "rereads-apart": _rereads_apart,
+    "rereads-apart": _distinct_rereads,
     "unknown-said": partial(_unknown, kinds=("my", "para")),
 }
 TASKS = ("needle", *_PLANS)

@@ -68,9 +68,9 @@ def filler(rng: random.Random, sentences: int = 0) -> tuple[str, str]:
     """
     shape = rng.random()
     if sentences:
-        return paragraph(rng, sentences), vocab.HEARD
+        return paragraph(rng, sentences), vocab.CHAT_REPLY
     if shape < 0.3:
         return rng.choice(vocab.SMALL_TALK)
     if shape < 0.45:
         return f"Tell me about the {rng.choice(vocab.NOUNS)}.", paragraph(rng, rng.choice((1, 2)))
-    return paragraph(rng, rng.choice((2, 3, 5, 8))), vocab.HEARD
+    return paragraph(rng, rng.choice((2, 3, 5, 8))), vocab.CHAT_REPLY

@@ -118,5 +118,9 @@ SYSTEM_PROMPTS = [
     "You are a small assistant. Be brief.",
 ]
 STATEMENT_PREFIXES = ["", "", "", "", "", "", "", "Remember: ", "Note: ", "By the way, "]
-TOLD, HEARD, READ = "Got it.", "I see.", "Done."  # answers to facts, to anything else, to files
+FACT_REPLY, CHAT_REPLY, FILE_REPLY = (
+    "Got it.",
+    "I see.",
+    "Done.",
+)  # answers to facts, to anything else, to files
 UNKNOWN = "I don't know."

@@ -21,7 +21,7 @@ from typing import Any
 from bench import record
 from bench.quality import misses, plots, tables
 from bench.quality.arms import CEILING, RATIOS
-from bench.quality.drive import BOOKS
+from bench.quality.drive import TURN_FIELDS
 from bench.quality.journal import Journal, chosen, fingerprint
 from bench.quality.plan import FULL, HEADLINES, QUICK, Batch, Cell, batches, part
 from bench.quality.sessions import REPORTING, TUNING
@@ -119,7 +119,7 @@ def _write(
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     """A record without what only the journal needs to hold: 1 is a right answer, 0 a wrong one."""
     kept = ("cell", "session", "arm", "tokens", "budget", "again", "faults", "wall_s")
-    turns = dict(zip(BOOKS, zip(*row["turns"], strict=True), strict=True))
+    turns = dict(zip(TURN_FIELDS, zip(*row["turns"], strict=True), strict=True))
     return {
         **{name: row[name] for name in kept},
         "answers": "".join(str(int(probe["right"])) for probe in row["probes"]),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bench.quality.arms import Arm
@@ -23,7 +24,7 @@ from evoke_proxy.demo.client import Reply, Turn, chat, read_turn
 
 ANSWER_TOKENS = 40
 ORACLE = "oracle"
-BOOKS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
+TURN_FIELDS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
 
 
 def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, Any]:
@@ -35,9 +36,9 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
     turns: list[Turn] = []
     probes: list[dict[str, Any]] = []
     faults: list[str] = []
-    asking = len(script.turns) - len(script.probes)
+    first_probe = len(script.turns) - len(script.probes)
     for number, end in enumerate(script.turns):
-        probing = number >= asking
+        probing = number >= first_probe
         if probing and not stack.settle():
             faults.append(f"turn {number + 1}: blocks without vectors")
         body = {
@@ -47,7 +48,7 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
             **arm.body(tokens),
         }
         if probing and arm.policy == ORACLE:
-            body["evoke_oracle"] = _gold_names(reading, number - asking)
+            body["evoke_oracle"] = _gold_names(reading, number - first_probe)
         reply = chat(stack.front, body, headers)
         turns.append(read_turn(number + 1, reply))
         planned = reply.headers.get("x-evoke-policy", "no plan")
@@ -58,7 +59,8 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
             faults.append(f"turn {number + 1}: a prompt of {turns[-1].prompt}, sent {sent}")
         if probing:
             seen = _seen(stack, reply)
-            probes.append(_probe(script, reading, number - asking, end, turns[-1], reply, seen))
+            answer = _Answer(number - first_probe, end, turns[-1], reply.text, seen)
+            probes.append(_probe(script, reading, answer))
     return {
         "session": script.name,
         "task": script.task,
@@ -68,8 +70,8 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         "tokens": tokens,
         "budget": budget,
         "probes": probes,
-        "turns": [[getattr(turn, name) for name in BOOKS] for turn in turns],
-        "again": _again(turns),
+        "turns": [[getattr(turn, name) for name in TURN_FIELDS] for turn in turns],
+        "again": _redecoded_tokens(turns),
         "faults": [*faults, *_faults(turns, budget)],
         "wall_s": round(time.perf_counter() - began, 3),
     }
@@ -83,33 +85,45 @@ def _headers(script: Script, arm: Arm) -> dict[str, str]:
 
 def _gold_names(reading: Reading, index: int) -> list[str]:
     """What the proxy calls the blocks in which the probe's fact was told last."""
-    places = [Span(*place) for place in reading.gold[index][-1:]]
-    return [block.display_name for block in reading.blocks if clipped(places, block.span)]
+    spans = [Span(*place) for place in reading.gold[index][-1:]]
+    return [block.display_name for block in reading.blocks if clipped(spans, block.span)]
 
 
 def _seen(stack: Stack, reply: Reply) -> tuple[Span, ...]:
     """What the answer could see: rows there at its end, and those evicted while it was made."""
-    books = reply.timings.get("evoke") or {}
-    evicted = [(item[0], item[1]) for item in books.get("auto_evicted", ())]
+    usage = reply.timings.get("evoke") or {}
+    evicted = [(item[0], item[1]) for item in usage.get("auto_evicted", ())]
     return merged(Span(int(a), int(b)) for a, b in [*stack.resident(), *evicted])
 
 
-def _probe(
-    script: Script,
-    reading: Reading,
-    index: int,
-    end: int,
-    turn: Turn,
-    reply: Reply,
-    seen: Sequence[Span],
-) -> dict[str, Any]:
-    probe = script.probes[index]
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer to a probe.
+
+    Attributes:
+        index: Which probe of the script it answers.
+        end: Number of messages of the script that the request had.
+        turn: The token counts of the turn.
+        text: The text of the answer.
+        seen: The spans of the prompt whose rows were resident during the turn.
+    """
+
+    index: int
+    end: int
+    turn: Turn
+    text: str
+    seen: Sequence[Span]
+
+
+def _probe(script: Script, reading: Reading, answer: _Answer) -> dict[str, Any]:
+    """Return the record of one probe: its answer, and whether the rows of its fact were there."""
+    probe, turn, seen, index = script.probes[answer.index], answer.turn, answer.seen, answer.index
     # What was left out of the request itself stood right behind the system message.
-    left_out = reading.prompt(end) - turn.prompt
+    left_out = reading.prompt(answer.end) - turn.prompt
     gold = _moved(reading.gold[index], reading.ends[0], left_out)
     cursor = turn.prompt - turn.decoded
     visible = [span for span in gold if count(clipped(seen, Span(*span))) == span[1] - span[0]]
-    correct = right(reply.text, probe)
+    correct = right(answer.text, probe)
     return {
         "question": probe.question,
         "expected": probe.answer,
@@ -117,7 +131,7 @@ def _probe(
         "type": probe.fact.type,
         "known": probe.value is not None,
         "depth": script.depths[index] if script.depths else None,
-        "answer": reply.text,
+        "answer": answer.text,
         "right": correct,
         "gold": [list(span) for span in reading.gold[index]],
         "visible": bool(visible),
@@ -145,7 +159,7 @@ def _described(reading: Reading, seen: Sequence[Span], cursor: int) -> list[str]
     ]
 
 
-def _again(turns: Sequence[Turn]) -> int:
+def _redecoded_tokens(turns: Sequence[Turn]) -> int:
     """Tokens decoded that an earlier turn's prompt had already."""
     pairs = zip(turns, turns[1:], strict=False)
     return sum(max(0, now.decoded - max(0, now.prompt - before.prompt)) for before, now in pairs)

@@ -194,9 +194,9 @@ def report(
 def _written(found: Mapping[str, Any], count: int, tuning: bool) -> str:
     about = f"{count} sessions x arms, {'tuning' if tuning else 'reporting'} seeds"
     parts = ["# What finds a block", f"{about}; {record.checkout()}; {record.machine()}."]
-    shown = [_effect(row) for row in found["effects"]]
+    effects = [_effect(row) for row in found["effects"]]
     columns = ("cell", "", "factor", "effect, points", "with text", "without text")
-    parts += ["## Effects", table(columns, shown), "## Recall"]
+    parts += ["## Effects", table(columns, effects), "## Recall"]
     lines = [
         (row["cell"], row["arm"], row["n"], f"{100 * row['recall']:.1f}", _edges(row["recall_95"]),
          f"{100 * row['ceiling']:.1f}", f"{100 * row['visible']:.1f}")

@@ -12,7 +12,7 @@ from bench.quality.tables import table
 from evoke_proxy.core.model.blocks import Span, clipped, count
 
 Record = Mapping[str, Any]
-_SHOWN = 160
+_MAX_CHARACTERS = 160
 _ROWS = 60
 _CAUSES = ("not chosen", "cut in two", "there, answered otherwise", "should not be known")
 
@@ -86,5 +86,5 @@ def _cells(record: Record, probe: Mapping[str, Any]) -> list[str]:
         probe["answer"].replace("|", "\\|").replace("\n", " "),
         ", ".join(f"{a}-{b}" for a, b in probe["gold"]) or "-",
         ", ".join(f"{there} of {length}" for there, length in _there(probe)) or "-",
-        seen[:_SHOWN],
+        seen[:_MAX_CHARACTERS],
     ]

@@ -17,7 +17,7 @@ from bench.model.tasks import (
     Session,
     draw_facts,
     exchange,
-    known,
+    probe_of,
     sessions,
 )
 
@@ -87,15 +87,15 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
     depths = [depth for depth in DEPTHS for _ in range(AT_A_DEPTH)]
     needles = draw_facts(rng, len(depths), ("my", "my", "para"))
     sentences = [text.sentence(rng) for _ in range(tokens // _TOKENS_A_SENTENCE)]
-    places = sorted(depth + rng.uniform(-JITTER, JITTER) for depth in depths)
-    for fact, place in reversed(list(zip(needles, places, strict=True))):
-        sentences.insert(round(place * len(sentences)), fact.told)
+    positions = sorted(depth + rng.uniform(-JITTER, JITTER) for depth in depths)
+    for fact, place in reversed(list(zip(needles, positions, strict=True))):
+        sentences.insert(round(place * len(sentences)), fact.statement)
     said = [
-        exchange(" ".join(sentences[start : start + _SENTENCES_A_MESSAGE]), vocab.HEARD)
+        exchange(" ".join(sentences[start : start + _SENTENCES_A_MESSAGE]), vocab.CHAT_REPLY)
         for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
     ]
     system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
     asked = rng.sample(range(len(depths)), len(depths))
     messages = [system, *(message for part in said for message in part)]
-    session = Session(NEEDLE, messages, [known(needles[i]) for i in asked])
+    session = Session(NEEDLE, messages, [probe_of(needles[i]) for i in asked])
     return _script(name, seed, session, [depths[i] for i in asked])

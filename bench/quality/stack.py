@@ -116,32 +116,34 @@ def read(upstream: int, script: Script) -> Reading:
     if len(ends) != len(script.messages) - 1:
         raise ValueError(f"{script.name}: {len(ends)} of {len(script.messages) - 1} messages found")
     first_probe = script.turns[-len(script.probes)] - 1
-    told = "".join(pieces[: ends[first_probe - 1]])
+    history = "".join(pieces[: ends[first_probe - 1]])
     starts = [0, *accumulate(len(piece) for piece in pieces)]
     gold = []
     for probe in script.probes:
-        found = _places(told, probe.fact.told, starts) if probe.value is not None else []
+        found = (
+            _occurrences(history, probe.fact.statement, starts) if probe.value is not None else []
+        )
         if not found and probe.value is not None:
-            raise ValueError(f"{script.name}: {probe.fact.told!r} is not in the prompt")
+            raise ValueError(f"{script.name}: {probe.fact.statement!r} is not in the prompt")
         gold.append(found)
     generation = len(pieces) - rendered["generation"]
     return Reading(pieces, ends, generation, gold, _blocks(rendered, body["body"]))
 
 
 def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:
-    known, policy = Rendered.parse(rendered), PolicyConfig()
+    parsed, policy = Rendered.parse(rendered), PolicyConfig()
     options = CutOptions(policy.block_tokens, [policy.sink_tokens])
-    return cut(known, parse_chat("chat", body).messages, options)
+    return cut(parsed, parse_chat("chat", body).messages, options)
 
 
-def _places(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
-    places = []
+def _occurrences(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
+    occurrences = []
     at = text.find(wanted)
     while at >= 0:
         last = at + len(wanted) - 1
-        places.append((bisect_right(starts, at) - 1, bisect_right(starts, last)))
+        occurrences.append((bisect_right(starts, at) - 1, bisect_right(starts, last)))
         at = text.find(wanted, at + 1)
-    return places
+    return occurrences
 
 
 def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:

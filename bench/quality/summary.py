@@ -24,7 +24,7 @@ _DISCARD_SLACK = 0.05
 # How near to the ceiling the oracle must be: answers change both ways where the model is unsure.
 _ORACLE_LEAST, _ORACLE_P = 0.99, 0.05
 # Where the model does not know what nobody has evicted, nothing can be said of evicting.
-_CEILING_LEAST, _ENOUGH = 0.98, 50
+_CEILING_LEAST, _MIN_QUESTIONS = 0.98, 50
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def checks(found: Mapping[str, Any]) -> list[Row]:
 def _tells_ceiling(row: Row) -> bool:
     """Whether a cell, or several that are one, has questions enough to say what the model knows."""
     parts = {cell for cells in HEADLINES.values() for cell in cells} - HEADLINES.keys()
-    return row["arm"] == CEILING and row["cell"] not in parts and row["n"] >= _ENOUGH
+    return row["arm"] == CEILING and row["cell"] not in parts and row["n"] >= _MIN_QUESTIONS
 
 
 def _of_ceiling(row: Row) -> Row:
@@ -213,16 +213,16 @@ def _of_ceiling(row: Row) -> Row:
 def _checks_of(rows: Sequence[Row], cell: str, ratio: float, least: float) -> list[Row]:
     here = {row["policy"]: row for row in rows if _plain(row, cell, ratio)}
     made: list[Row] = []
-    ours, best, gone = (here.get(name) for name in ("evoke", "oracle", "discard"))
+    ours, best, discarded = (here.get(name) for name in ("evoke", "oracle", "discard"))
     if ours is not None and ours["share"] is not None:
         made.append(_reached(ours, least))
     if best is not None and best["share"] is not None:
         ok = best["share"] >= _ORACLE_LEAST and best["p"] > _ORACLE_P
         made.append(_check(best, "the ceiling: >= 99%, p > 0.05", ok))
-    if gone is not None:
-        said = f"recall <= gold resident {gone['visible']:.1%} + 5 points"
-        ok = gone["recall"] <= gone["visible"] + _DISCARD_SLACK
-        made.append({**_check(gone, said, ok), "measured": f"{gone['recall']:.1%}"})
+    if discarded is not None:
+        said = f"recall <= gold resident {discarded['visible']:.1%} + 5 points"
+        ok = discarded["recall"] <= discarded["visible"] + _DISCARD_SLACK
+        made.append({**_check(discarded, said, ok), "measured": f"{discarded['recall']:.1%}"})
     return made
 
 

@@ -94,11 +94,11 @@ def _matrix(rows: Sequence[Row], policy: str) -> str:
     lines = []
     for cell in dict.fromkeys(row["cell"] for row in plain):
         here = {row["ratio"]: row for row in plain if row["cell"] == cell}
-        shown = (
+        cells = (
             f"{_percent(r['share'])} (there: {_percent(r['visible'])}, n = {r['n']})" if r else "-"
             for r in (here.get(ratio) for ratio in ratios)
         )
-        lines.append((cell, _percent(next(iter(here.values()))["ceiling"]), *shown))
+        lines.append((cell, _percent(next(iter(here.values()))["ceiling"]), *cells))
     return table(("cell", "ceiling", *(f"{ratio:g}x" for ratio in ratios)), lines)
 
 

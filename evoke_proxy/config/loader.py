@@ -381,8 +381,8 @@ def _check(config: Config) -> None:
     _check_admin(config)
     url = config.upstream.url
     _require(is_url(url), "upstream.url", f"{url!r} is not http://HOST:PORT")
-    pool = config.pool
-    is_ordered = pool.backoff_max_s >= pool.backoff_s or not pool.servers
+    pool, servers = config.pool, config.pool.servers  # raises ConfigError for a malformed entry
+    is_ordered = pool.backoff_max_s >= pool.backoff_s or not servers
     _require(is_ordered, "pool.backoff_max_s", "must be pool.backoff_s or more")
     _check_choices(config)
     _check_bodies(config)
@@ -428,7 +428,7 @@ def _check_choices(config: Config) -> None:
         value = value_at(config, key)
         is_valid = not item.choices or value is None or value in item.choices
         _require(is_valid, key, f"{value!r} is not one of {', '.join(item.choices)}")
-    check_policy_name(config.policy.name, config.policy.bench_fields)
+    check_policy_name(config.policy.name)
 
 
 def _check_bodies(config: Config) -> None:

@@ -1,1 +1,1 @@
-"""What the proxy decides, and nothing it does: no asyncio, clock, logging or I/O in here."""
+"""Pure decisions of the proxy: no asyncio, clock, logging or I/O."""

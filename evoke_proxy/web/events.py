@@ -18,7 +18,7 @@ _HEADERS = {
 
 
 async def listen(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """DecodeBudget every event from now on, or those after the one that `Last-Event-ID` names.
+    """Stream every event from now on, or those after the one that `Last-Event-ID` names.
 
     A client that reads too slowly is cut off; all streams end when the proxy stops.
     """

@@ -20,7 +20,7 @@ def test_an_agents_files_come_back_bit_by_bit() -> None:
     for turn in turns:
         assert turn["peak"] <= BUDGET
         assert sum(turn[kind] for kind in TOKEN_KINDS) == turn["n_prompt"]
-    assert session.witness.came_back > 200
+    assert session.witness.n_returned > 200
     assert session.witness.differ == 0
     again = [turn for turn in turns if turn["file_rows"]]
     assert {turn["kind"] for turn in again} == {"edit", "read"}

@@ -16,7 +16,7 @@ from bench import soak
 def test_a_minute_of_mixed_agents(soaked: dict[str, Any]) -> None:
     rows = soaked["rows"]
     assert soaked["code"] == 0, soaked["summary"]
-    assert [row["way"] for row in rows] == ["patched", "stock"]
+    assert [row["arm"] for row in rows] == ["patched", "stock"]
     for row in rows:
         # Beside other tests a machine may be slow; a few of everything there must have been.
         assert row["turns"] > 10 and row["hung_up"] and row["refused"], row
@@ -32,7 +32,7 @@ def test_a_slope_is_what_most_pairs_say() -> None:
 
 
 def test_what_a_run_is_held_to() -> None:
-    row = {"way": "patched", "turns": 3, "own_5xx": 0, "unbalanced": 0, "over_budget": 0}
+    row = {"arm": "patched", "turns": 3, "own_5xx": 0, "unbalanced": 0, "over_budget": 0}
     fine = {**row, "other_4xx": 0, "slope": 9.0}
     assert soak.missed(fine, long=False) == []
     assert soak.missed(fine, long=True) == ["patched: 9.0 MiB a minute"]

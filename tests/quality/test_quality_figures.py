@@ -254,7 +254,7 @@ def test_a_request_is_made_for_every_answer_and_the_last_are_the_probes() -> Non
         assert sorted(script.depths) == sorted(DEPTHS * AT_A_DEPTH)
         said = " ".join(message["content"] for message in script.messages)
         for depth, probe in zip(script.depths, script.probes, strict=True):
-            assert abs(said.index(probe.fact.told) / len(said) - depth) < 0.1
+            assert abs(said.index(probe.fact.statement) / len(said) - depth) < 0.1
 
 
 @pytest.mark.parametrize("task", ["updates", "files", "rereads", "unknown", "paraphrase"])
@@ -265,7 +265,7 @@ def test_a_session_of_several_asks_of_each_and_tells_nothing_twice(task: str) ->
     assert len({probe.question for probe in many.probes}) == len(many.probes)
     history = many.messages[: many.turns[-len(many.probes)] - 1]
     for probe in many.probes:
-        said = [m["content"] for m in history if probe.fact.told in m["content"]]
+        said = [m["content"] for m in history if probe.fact.statement in m["content"]]
         if probe.value is not None:
             # A file that is read again says what has not changed once more.
             assert 1 <= len(said) <= (2 if task == "rereads" else 1)

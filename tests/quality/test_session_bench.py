@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from bench.session import reached, summarise, ways
+from bench.session import arms, reached, summarise
 
 
-def run(part: str, way: str, repeat: int, wall: float, speed: float) -> dict[str, Any]:
-    return {"part": part, "way": way, "repeat": repeat, "wall_s": wall, "tokens_per_s": speed}
+def run(part: str, arm: str, repeat: int, wall: float, speed: float) -> dict[str, Any]:
+    return {"part": part, "arm": arm, "repeat": repeat, "wall_s": wall, "tokens_per_s": speed}
 
 
 def test_ratios_are_those_of_pairs_and_the_median_counts() -> None:
@@ -38,8 +38,8 @@ def test_both_bars_count(long: float, many: float, good: bool) -> None:
     assert reached(summary) is good
 
 
-def test_only_a_way_through_the_proxy_carries_our_fields() -> None:
-    known = ways(512)
-    assert known["direct"].fields == {}
-    assert known["evoke"].fields == {"evoke_policy": "evoke", "evoke_budget": 512}
-    assert "evoke_budget" not in known["no_eviction"].fields
+def test_only_the_arms_through_the_proxy_send_evoke_fields() -> None:
+    by_name = arms(512)
+    assert by_name["direct"].fields == {}
+    assert by_name["evoke"].fields == {"evoke_policy": "evoke", "evoke_budget": 512}
+    assert "evoke_budget" not in by_name["no_eviction"].fields

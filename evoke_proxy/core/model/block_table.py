@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
 _CODE = {role: code for code, role in enumerate(ROLES)}
-# Labels are compared in strides: nearly all are equal, and equal slices compare fast.
+# Number of labels compared at once. Most slices are equal, and equal slices compare fast.
 _STRIDE = 512
 
 
@@ -59,8 +59,8 @@ class _Columns(NamedTuple):
 class BlockTable(Sequence[Block]):
     """Blocks in ascending order that do not overlap.
 
-    Tables are immutable; slices, sums and tables with other copies or labels are new tables that
-    share what they have in common. Nobody may write to the arrays.
+    A table is immutable. Slices, sums and tables with other copies or labels are new tables that
+    share the unchanged parts. Callers must not write to the arrays.
 
     Attributes:
         starts, ends: token positions of each block [n].
@@ -80,7 +80,7 @@ class BlockTable(Sequence[Block]):
         self._set(own, labels, _Columns.of(own), np.zeros(len(own), np.bool_))
 
     @classmethod
-    def _made_of(
+    def _from_parts(
         cls, blocks: tuple[Block, ...], labels: tuple[str, ...], columns: _Columns, copied: Mask
     ) -> BlockTable:
         table = cls.__new__(cls)
@@ -95,12 +95,12 @@ class BlockTable(Sequence[Block]):
 
     @property
     def starts(self) -> Positions:
-        """First position of each block [n]."""
+        """First token position of each block [n]."""
         return self._columns.starts
 
     @property
     def ends(self) -> Positions:
-        """Position after the last of each block [n]."""
+        """Token position after the last token of each block [n]."""
         return self._columns.ends
 
     @property
@@ -160,12 +160,12 @@ class BlockTable(Sequence[Block]):
         if len(blocks) == len(self) and at.step in (None, 1):
             return self
         columns, copied = self._columns.sliced(at), self.copied[at]
-        return self._made_of(blocks, self._labels[at], columns, copied)
+        return self._from_parts(blocks, self._labels[at], columns, copied)
 
     def __add__(self, more: BlockTable) -> BlockTable:
         if not more or not self:
             return self if self else more
-        table = self._made_of(
+        table = self._from_parts(
             self._blocks + more._blocks,
             self._labels + more._labels,
             self._columns.followed_by(more._columns),
@@ -181,17 +181,17 @@ class BlockTable(Sequence[Block]):
         return self._blocks is other._blocks
 
     def with_copies(self, copied: Mask) -> BlockTable:
-        """The same blocks; `copied` says which of them have a copy in the host pool [n]."""
-        table = self._made_of(self._blocks, self._labels, self._columns, copied)
+        """Replace the mask `copied` [n] of blocks that have a copy in the host pool."""
+        table = self._from_parts(self._blocks, self._labels, self._columns, copied)
         table._indexes = self._indexes
         return table
 
     def relabelled(self, labels: Mapping[int, str]) -> BlockTable:
-        """The same blocks and copies, with other labels for the blocks of these indexes."""
+        """Replace the labels of the blocks at these indexes; the copies stay."""
         blocks, names = list(self._blocks), list(self._labels)
         for i, label in labels.items():
             blocks[i], names[i] = replace(blocks[i], label=label), label
-        return self._made_of(tuple(blocks), tuple(names), self._columns, self.copied)
+        return self._from_parts(tuple(blocks), tuple(names), self._columns, self.copied)
 
     @property
     def lengths(self) -> Positions:
@@ -232,7 +232,7 @@ class BlockTable(Sequence[Block]):
         return self._indexes
 
     def crossing(self, positions: Iterable[int]) -> list[int]:
-        """Indexes, ascending, of the blocks that one of these positions would split."""
+        """Ascending indexes of the blocks that one of these positions would split."""
         at = np.array(sorted(positions), np.int64)
         if not len(self) or not len(at):
             return []
@@ -246,13 +246,13 @@ class BlockTable(Sequence[Block]):
         return at if at < len(self) and self._blocks[at].span == span else None
 
     def adjacent(self) -> Positions:
-        """Indexes of blocks that touch the next one and belong to the same message."""
+        """Indexes of the blocks whose successor adjoins them in the same message."""
         touch = self.ends[:-1] == self.starts[1:]
         return np.flatnonzero(touch & (self.messages[:-1] == self.messages[1:]))
 
 
 def shared_labels(one: BlockTable, other: BlockTable) -> int:
-    """How many labels, from the first on, two tables have in common."""
+    """Length of the common prefix of two tables' labels."""
     count = min(len(one), len(other))
     if one.same_blocks(other):
         return count
@@ -264,7 +264,7 @@ def shared_labels(one: BlockTable, other: BlockTable) -> int:
 
 
 def blocks_named(blocks: BlockTable, names: Collection[str | int]) -> Mask:
-    """Which blocks these names mean.
+    """Mask of the blocks that one of these names refers to [n].
 
     A name is a block's display name (`file:config.py#2`), its part before the number
     (`file:config.py`, `user:7`, or the `evoke_name` that the client gave), or one of its aliases:
@@ -278,7 +278,7 @@ def blocks_named(blocks: BlockTable, names: Collection[str | int]) -> Mask:
 
 
 def unknown_names(blocks: BlockTable, names: Collection[str]) -> list[str]:
-    """The names that mean no block, in their order."""
+    """The names that refer to no block, in their order."""
     existing = {name for block in blocks for name in _names_of(block)} if names else set()
     return [name for name in names if name not in existing]
 

@@ -57,20 +57,20 @@ def parse_role(name: str) -> Role:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A range of a prompt with a name: the unit of scoring, eviction and recovery.
+    """A named range of a prompt: the unit of scoring, eviction and recovery.
 
     Attributes:
         display_name: name for people, such as `user:7#0`.
-        label: unique name in calls to llama-server; it changes with the tokens up to the end.
+        label: unique name in calls to llama-server; includes a hash of all tokens up to its end.
         span: token positions in the prompt.
-        role: who the message is from.
+        role: author of the message.
         turn: number of the session's turn that cut the block.
         message: index of the message in the request.
-        text: roughly the text of these tokens.
+        text: approximate text of these tokens.
         aliases: other names that a text may use: path, file name, tool, ids.
-        pinned: whether it must stay resident.
-        preferred: whether the client marked it "prefer".
-        priority: factor of its keep-score, set by the client for the turn.
+        pinned: whether the block must stay resident.
+        preferred: whether the client marked its message "prefer".
+        priority: factor of its keep-score, which the client sets for a turn.
     """
 
     display_name: str

@@ -1,4 +1,4 @@
-"""Reads counts from untrusted JSON, and averages measured rates."""
+"""Validates counts in untrusted JSON, and averages measured rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NEW_SHARE = 0.3
 
 
 def token_count(value: object) -> int:
-    """A JSON value as a count; 0 when it is None or no count."""
+    """Convert a JSON value to a count; 0 for a value that is not a count."""
     return int(value) if is_count(value) and isinstance(value, int | float) else 0
 
 
@@ -32,7 +32,7 @@ def seconds_of(value: object) -> float:
 
 @dataclass(slots=True)
 class Rate:
-    """Moving mean of measured units per second; `value` is 0 before the first measurement."""
+    """Moving mean of a rate in units per second; 0 before the first measurement."""
 
     value: float = 0.0
 

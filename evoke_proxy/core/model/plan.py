@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from evoke_proxy.core.model.blocks import Block, Span
 
-# Most ranges and blocks that llama-server accepts in one `stream` op (patches/API.md, "How much one
-# call may have"). Blocks beyond the limit are evicted by age.
-MOST_PROTECTED = 4096
-MOST_ORDERED = 16_384
+# Limits on the ranges and blocks of one `stream` op (patches/API.md, "How much one call may have").
+# llama-server evicts blocks beyond the limit by age.
+MAX_PROTECTED = 4096
+MAX_ORDERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Delete a saved copy; an unknown label is no error."""
+    """Delete a saved copy; an unknown label is ignored."""
 
     label: str
 
@@ -100,7 +100,7 @@ class Plan:
         saves, evicts, loads, drops: actions on blocks.
         stream: decode budget to set; None leaves it unchanged.
         adopt: replacement of the slot's content; None keeps it.
-        reuse: most tokens of the slot that the next request may continue from; None: no limit.
+        reuse: most tokens of the slot that the next request may reuse; None for no limit.
         infeasible: tail and reserve do not fit beside what must stay; the plan frees what it can
             and the decode budget does the rest.
         crowded: tail and reserve do not fit beside the blocks that the plan keeps; the decode
@@ -162,9 +162,9 @@ def _stream_op(stream: DecodeBudget) -> dict[str, Any]:
         "sink": stream.sink,
         "recent": stream.recent,
         "block": stream.block,
-        "protect": [[span.start, span.end] for span in stream.protect[:MOST_PROTECTED]],
+        "protect": [[span.start, span.end] for span in stream.protect[:MAX_PROTECTED]],
         "order": [
             {"name": block.label, "p0": block.span.start, "p1": block.span.end}
-            for block in stream.order[:MOST_ORDERED]
+            for block in stream.order[:MAX_ORDERED]
         ],
     }

@@ -1,4 +1,4 @@
-"""Attention that llama-server captures for a policy, and what it says about blocks."""
+"""Computes the attention that each block gets, from rows that llama-server captures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from evoke_proxy.core.policy.view import PolicyView
 
 Float32Array = npt.NDArray[np.float32]
 
-# Rows of the end of a prompt that count beside those of generated tokens.
+# Number of rows at the end of a prompt that count in addition to those of generated tokens.
 _WINDOW = 32
 _DECAY = 0.95
 # The most query rows that llama-server keeps.
 MAX_QUERIES = 64
-# The share of a block with the mean density of attention.
+# The share of a block whose attention per token is the mean.
 _MEAN_SHARE = 0.5
 
 
@@ -33,8 +33,8 @@ class Capture:
         decay: Factor of the sum before each new row, for `ewma`.
         window: How many rows of the end of a prompt count.
         queries: How many query rows are kept.
-        read: What a turn reads of the turn before it: "" for nothing, `masses`, or `queries` for
-            the masses and the query rows.
+        read: What a turn reads of the previous turn's capture: "" for nothing, `masses`, or
+            `queries` for the masses and the query rows.
     """
 
     mode: str
@@ -44,7 +44,7 @@ class Capture:
     read: str = "masses"
 
     def op(self, layers: Sequence[int]) -> dict[str, Any]:
-        """Return the op of a block-plan that begins the capture; repeating it changes nothing."""
+        """Return the op of a block plan that starts the capture; a repeated op has no effect."""
         settings = {"mode": self.mode, "decay": self.decay, "window": self.window}
         settings |= {"queries": self.queries} if self.queries else {}
         return {"op": "attn-capture", "layers": list(layers)} | settings
@@ -68,7 +68,7 @@ class AttentionTracker:
         self.bounds = KeyBounds()
 
     def request(self, view: PolicyView, capture: Capture) -> dict[str, Any]:
-        """Return the body of an `attention` call whose answer `updated` takes."""
+        """Return the body of an `attention` call; its answer is for `updated`."""
         spans = [[block.span.start, block.span.end] for block in view.blocks]
         if capture.read != "queries":
             return {"ranges": spans}
@@ -80,8 +80,8 @@ class AttentionTracker:
     ) -> PolicyView:
         """Return the view with the attention of an answer, which was captured in `turn`.
 
-        With query rows, `attention` is how much these could attend to each block by the bounds of
-        its keys, evicted blocks included.
+        If the answer has query rows, `attention` is the importance of each block for these rows,
+        evicted blocks included; see `KeyBounds.importance`.
         """
         mass = answer.get("mass")
         if isinstance(mass, list) and len(mass) == len(view.blocks) and answer.get("n_obs"):
@@ -129,7 +129,7 @@ def attention_shares(
     """Return the share of attention of each block [n], 0 to 1, with 0.5 for the mean.
 
     It is d / (d + m) for the mass d of a block per token and the mean m of d over the captured
-    blocks. Sinks are left out of the mean: they get most attention whatever they say. The values
+    blocks. The mean excludes sinks, which get most attention whatever their text is. The values
     of blocks that were not captured are meaningless.
     """
     density = mass / np.maximum(1, blocks.lengths)
@@ -143,7 +143,11 @@ def attention_shares(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Query rows [layer, row, head, channel] of the end of a prompt."""
+    """Query rows of the end of a prompt.
+
+    Attributes:
+        rows: [layer, row, head, channel].
+    """
 
     rows: Float32Array
 
@@ -157,7 +161,7 @@ class Queries:
 
 
 class KeyBounds:
-    """Bounds of the keys of a session's blocks, by label: how much a query could attend to each.
+    """Bounds of the keys of each block, which limit the attention that a query can pay to it.
 
     After Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (ICML
     2024, arXiv:2406.10774): with the least and greatest keys k- and k+ of a block, no key in it has

@@ -2,7 +2,7 @@
 
 Evoke chooses one working set per query and moves as few blocks as possible. Every block with rows,
 in the cache or in the host pool, competes for the budget with its keep-score and its relevance to
-the query. Chosen blocks that are out are loaded; others are saved and evicted.
+the query. Chosen blocks that are not resident are loaded; the others are saved and evicted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 
-# Tokens of both ends of a long turn that rank the turn's own text, of which the whole query would
-# be a part.
+# Characters at each end of a long turn that rank the turn's own blocks. The complete query would
+# match all of these blocks, because it is their text.
 _NARROW_CHARS = 300
-# Files that a turn works on get at most this share of the room for blocks.
+# The files that a turn works on get at most this share of the room for blocks.
 _MAX_FILE_SHARE = 0.5
 
 
@@ -41,8 +41,8 @@ class EvokeParameters:
     Attributes:
         weights: Weights of the keep-score's signals.
         relevance: Weight of the relevance to the query, beside a keep-score in [0, 1].
-        margin: How much more a block must be worth than one that is already in place; twice as
-            much as one that was just recovered.
+        margin: By how much the score of a block must exceed that of a resident block to replace it;
+            a block that was just recovered counts with twice the margin.
     """
 
     weights: KeepWeights = DEFAULT_KEEP_WEIGHTS
@@ -60,12 +60,12 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return choose_best(candidates, scores, capacity, margin)
 
-        scored = _scorer(view, query, config, parameters)
-        scores = tail_scores = scored(query)
+        scores_for = _scorer(view, query, config, parameters)
+        scores = tail_scores = scores_for(query)
         has_new_blocks = len(view.blocks) and view.blocks.starts[-1] >= view.decode_from
         if config.budget is not None and has_new_blocks:
             narrow = query.narrowed(_NARROW_CHARS)
-            tail_scores = scores if narrow is query else scored(narrow)
+            tail_scores = scores if narrow is query else scores_for(narrow)
         return Choice(scores, tail_scores, select, keeps_earlier=True)
 
     return choose
@@ -75,17 +75,17 @@ def _scorer(
     view: PolicyView, query: Query, config: PolicyConfig, parameters: EvokeParameters
 ) -> Callable[[Query], FloatArray]:
     """Return a function that scores the blocks of a view for a query."""
-    kept = keep_scores(view, config.sink_tokens, parameters.weights)
+    base_scores = keep_scores(view, config.sink_tokens, parameters.weights)
     reread = reread_file_blocks(view, query, config) if uses_text(config) else None
 
-    def scored(query: Query) -> FloatArray:
+    def scores_for(query: Query) -> FloatArray:
         relevance = relevance_scores(view, query, config)
         if reread is not None:
             relevance[reread] = 1.0
-        scores: FloatArray = (kept + parameters.relevance * relevance).round(9)
-        return scores  # rounded: the order of summation must not change the plan
+        scores: FloatArray = (base_scores + parameters.relevance * relevance).round(9)
+        return scores  # rounded, so that the order of summation does not change the plan
 
-    return scored
+    return scores_for
 
 
 def uses_text(config: PolicyConfig) -> bool:
@@ -96,7 +96,7 @@ def uses_text(config: PolicyConfig) -> bool:
 def relevance_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatArray:
     """Return the relevance of each block [n] to a query, in [0, 1], by `policy.recall`.
 
-    Before the model was probed, `fused` is the relevance by text, and `model` is 0.
+    While the model has not been probed, `fused` is the relevance by text, and `model` is 0.
     """
     if uses_text(config):
         model_relevance = view.model_relevance if config.recall == "fused" else None
@@ -111,11 +111,11 @@ def relevance_scores(view: PolicyView, query: Query, config: PolicyConfig) -> Fl
 def reread_file_blocks(view: PolicyView, query: Query, config: PolicyConfig) -> Mask:
     """Return the blocks of the files that the turn's tools were called with.
 
-    Retrieval ranks blocks by what they say, which of a file of many lines is next to nothing. That
-    a tool was called with the file's path says that all of it matters: for an edit, and to see what
-    is new in another reading. Each file's latest reading comes first, then what was said and done
-    about it since, the latest first. Messages are taken completely or not at all, and together get
-    at most half of the room for blocks.
+    Retrieval ranks blocks by their words, and most lines of a file share none with the query. But
+    a tool call with the file's path shows that the complete file matters: it may be edited, or
+    compared with a new reading. Each file's latest reading comes first, then the later messages
+    that name the file, the latest first. A message is taken completely or not at all. All of them
+    together get at most half of the room for blocks.
     """
     wanted = np.zeros(len(view.blocks), np.bool_)
     room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
@@ -123,19 +123,19 @@ def reread_file_blocks(view: PolicyView, query: Query, config: PolicyConfig) -> 
     for path in query.files:
         named = view.index.named(path, view.blocks, view.first_new_block)
         for message in _messages_since_reading(view, named):
-            of_message = named[view.blocks.messages[named] == message]
-            length = int(view.blocks.lengths[of_message].sum())
+            in_message = named[view.blocks.messages[named] == message]
+            length = int(view.blocks.lengths[in_message].sum())
             if length <= remaining:
-                wanted[of_message] = True
+                wanted[in_message] = True
                 remaining -= length
     return wanted
 
 
 def _messages_since_reading(view: PolicyView, named: Positions) -> list[int]:
-    """Return the message of a file's latest reading, then those since, the latest first.
+    """Return the message of a file's latest reading, then the later ones, the latest first.
 
-    A reading is a tool result that is at least half as long as the file's longest: what an edit
-    returns is short beside it.
+    A reading is a tool result that is at least half as long as the longest result that names the
+    file; the result of an edit is much shorter.
     """
     blocks = view.blocks
     results = named[blocks.roles[named] == ROLES.index(Role.TOOL)]
@@ -148,7 +148,7 @@ def _messages_since_reading(view: PolicyView, named: Positions) -> list[int]:
 
 
 def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:
-    """Return the evoke policy with other parameters, under a name of its own."""
+    """Return the evoke policy with other parameters, under another name."""
     return Policy(
         name=name,
         choose=evoke_choice(parameters),
@@ -161,8 +161,8 @@ def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:
 
 
 register(evoke_policy("evoke", EvokeParameters()))
-# The control without recovery: the same choice, and evicted blocks are lost.
+# The control without recovery: it makes the same choice, and loses evicted blocks.
 register(Policy(name="discard", choose=evoke_choice(), uses_query=True))
-# The shortened prompt fits the budget, or nearly.
+# The shortened prompt fits the budget, or nearly fits it.
 register(Policy(name="truncate", choose=evoke_choice(), truncates=True))
 register(Policy(name="no_eviction", choose=None))

@@ -1,4 +1,4 @@
-"""Pinned blocks and what a budget must hold: refused before anything is decided.
+"""Checks that a budget has room for pinned blocks, before a policy decides.
 
 Clients pin messages and turns in their requests, operators pin ranges of a conversation.
 """
@@ -14,16 +14,16 @@ from evoke_proxy.core.model.blocks import Role, Span, clipped, merged, without
 from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
-# The ranges that an operator has pinned, ascending and disjoint.
+# Ranges that an operator pins, ascending and disjoint.
 Pins = tuple[Span, ...]
 
-# However much of the budget system prompt and sinks take, pins may use their share of the budget
-# divided by this.
+# Pins may use their share of at least the budget divided by this, even when the system prompt and
+# sinks leave less.
 _MIN_PIN_DIVISOR = 4
 
 
 def check_least_budget(config: PolicyConfig) -> int:
-    """Return the fewest tokens a budget must hold; BudgetTooSmall when it is smaller."""
+    """Return the smallest possible budget; BudgetTooSmall when the configured one is smaller."""
     needed = config.least_budget
     if config.budget is not None and config.budget < needed:
         raise BudgetTooSmall(config.budget, needed)
@@ -48,7 +48,7 @@ def check_budget(layout: Layout, config: PolicyConfig) -> None:
 def change_pins(pins: Pins, layout: Layout, span: Span, pinned: bool, config: PolicyConfig) -> Pins:
     """Return the operator's pins with a span, or without it when `pinned` is false.
 
-    Raises BudgetTooSmall, and PinBudgetExceeded when these were too many.
+    Raises BudgetTooSmall, and PinBudgetExceeded when the new pins do not fit.
     """
     if not pinned:
         return without(pins, [span])
@@ -58,15 +58,15 @@ def change_pins(pins: Pins, layout: Layout, span: Span, pinned: bool, config: Po
 
 
 def valid_pins(pins: Pins, layout: Layout) -> Pins:
-    """Return the pins of text that the latest prompt has not changed."""
+    """Return the pins of positions before the divergence of the latest prompt."""
     return pins if layout.divergence is None else clipped(pins, Span(0, layout.divergence))
 
 
 def with_pins(layout: Layout, pins: Pins, config: PolicyConfig) -> Layout:
     """Return the layout with the operator's pins, if the budget can hold them.
 
-    When they are too many beside the client's own they are left out: no request fails because of
-    what its client did not ask for. Raises BudgetTooSmall, and PinBudgetExceeded for the client's
+    When they do not fit beside the client's own pins they are left out, so that no request fails
+    because of an operator's pins. Raises BudgetTooSmall, and PinBudgetExceeded for the client's
     own pins.
     """
     if pins:

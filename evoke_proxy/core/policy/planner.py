@@ -1,7 +1,7 @@
-"""Turns block scores into a plan: the part that all policies share.
+"""Computes the plan for a policy's scores; all policies share it.
 
-A policy scores the blocks and selects a working set. What must be saved, evicted and loaded for
-that set, and how llama-server holds the budget while it decodes, follows from the view.
+A policy scores the blocks and selects a working set. From the set and the view the planner derives
+what to save, evict and load, and the budget that llama-server enforces while it decodes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from evoke_proxy.core.model.blocks import Block, count, merged
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 from evoke_proxy.core.policy.view import PolicyView
 
-# A longer answer than the budget divided by this is left to the stream: room for tokens that may
-# never be generated is worth less than blocks that are there.
+# At most the budget divided by this is reserved for the answer. The decode budget makes room for a
+# longer answer, because tokens that may never be generated are worth less than existing blocks.
 _MAX_RESERVE_DIVISOR = 4
-# New text longer than the budget is decoded in pieces. This share of the budget's free part stays
-# with the best earlier blocks, or a long message would be answered without any of them.
+# llama-server decodes text longer than the budget in pieces. The best earlier blocks keep this
+# share of the budget's free part; otherwise a long message would be answered without any of them.
 _EARLIER_SHARE = 0.5
-# How many blocks are tried before those that no longer fit are removed from the rest.
+# Number of blocks that are tried before the ones that no longer fit are removed from the rest.
 _TRIED_AT_ONCE = 64
-# How many blocks are sorted at once.
+# Number of blocks that are sorted at once.
 _SORTED_AT_ONCE = 2048
-# Above every score: what must return is loaded first.
+# Added to the scores of required blocks, which are loaded first: more than any score.
 _MUST_LOAD = 1e6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The n blocks of a view, and what may be done with each.
+    """The n blocks of a view, and which of them may be evicted or loaded.
 
     Attributes:
         blocks: The blocks.
@@ -41,8 +41,8 @@ class Candidates:
         resident: [n] blocks in the slot.
         loadable: [n] blocks that can be loaded from the host pool.
         was_resident: [n] blocks that are resident, or were before a restart.
-        required: [n] blocks that may not leave, or have to be loaded.
-        n_other_rows: Reused rows of the slot that are in no resident block.
+        required: [n] blocks that must not be evicted, or must be loaded.
+        n_other_rows: Number of reused rows of the slot that belong to no resident block.
     """
 
     blocks: BlockTable
@@ -65,11 +65,11 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkingSet:
-    """The blocks that are to be resident.
+    """The blocks that a policy selects to be resident.
 
     Attributes:
         chosen: [n] whether the block is in the set.
-        infeasible: Whether not even the required blocks fit.
+        infeasible: Whether the required blocks alone exceed the capacity.
         n_rows: Rows of the slot with this set.
     """
 
@@ -84,11 +84,12 @@ Select = Callable[[Candidates, FloatArray, int | None], WorkingSet]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What a policy makes of a view.
+    """Scores and selection of a policy for one view.
 
     Attributes:
-        scores: [n] order in which earlier blocks are loaded, and evicted while decoding.
-        tail_scores: [n] order in which the turn's own blocks are evicted while decoding.
+        scores: [n] scores that order the loading of earlier blocks, and their eviction while
+            decoding.
+        tail_scores: [n] scores that order the eviction of the turn's own blocks while decoding.
         select: Selects the working set by `scores`.
         keeps_earlier: Whether a share of the budget is kept for the best earlier blocks when the
             turn's own text would take all of it.
@@ -119,9 +120,10 @@ class _Planner:
         self._choice = choice
         self._recovers = recovers
         self._candidates = candidates_of(view, config.sink_tokens, recovers)
-        # Tokens that fit beside the tail, and tokens that the policy may fill; None: unlimited.
-        self._fits = room_for_blocks(view.n_to_decode, view.max_tokens, config)
-        self._capacity = self._with_earlier_share(self._fits)
+        # Number of tokens that fit beside the tail, and number that the policy may use; None for no
+        # limit.
+        self._room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
+        self._capacity = self._with_earlier_share(self._room)
 
     def plan(self) -> Plan:
         """Return the plan for a slot that continues, or for one that adopts saved blocks."""
@@ -132,18 +134,18 @@ class _Planner:
     @property
     def _is_crowded(self) -> bool:
         """Whether the policy may fill more than fits beside the tail."""
-        return self._fits is not None and self._capacity is not None and self._fits < self._capacity
+        return self._room is not None and self._capacity is not None and self._room < self._capacity
 
     @property
     def _is_infeasible(self) -> bool:
         candidates = self._candidates
-        return self._fits is not None and candidates.n_rows(candidates.required) > self._fits
+        return self._room is not None and candidates.n_rows(candidates.required) > self._room
 
-    def _with_earlier_share(self, fits: int | None) -> int | None:
-        if fits is None or self._config.budget is None or not self._choice.keeps_earlier:
-            return fits
+    def _with_earlier_share(self, room: int | None) -> int | None:
+        if room is None or self._config.budget is None or not self._choice.keeps_earlier:
+            return room
         least = int((self._config.budget - self._config.least_budget) * _EARLIER_SHARE)
-        return max(fits, least)
+        return max(room, least)
 
     def _continuing_plan(self) -> Plan:
         view, candidates = self._view, self._candidates
@@ -176,9 +178,11 @@ class _Planner:
         blocks = view.blocks.pick(loaded)
         if not blocks or blocks[-1].span.end != view.adopt_to:
             # The block that decoding continues from does not fit: decode the whole prompt.
-            nothing = np.zeros(len(loaded), dtype=bool)
-            stream = self._stream(nothing, nothing)
-            return Plan(stream=stream, drops=self._drops(), reason="no cells to come back to")
+            no_blocks = np.zeros(len(loaded), dtype=bool)
+            stream = self._stream(no_blocks, no_blocks)
+            return Plan(
+                stream=stream, drops=self._drops(), reason="no free cells to adopt the blocks"
+            )
         labels, spans = (block.label for block in blocks), (block.span for block in blocks)
         protected = loaded if self._is_crowded else loaded & ~candidates.was_resident
         return Plan(
@@ -191,7 +195,7 @@ class _Planner:
         )
 
     def _loadable_now(self, selected: WorkingSet) -> Mask:
-        """Return the selected blocks to load, as far as cells and budget have room meanwhile."""
+        """Return the selected blocks to load, as far as free cells and budget allow it now."""
         view, candidates = self._view, self._candidates
         n_evicted = int(candidates.lengths[candidates.resident & ~selected.chosen].sum())
         n_free, budget_left = view.n_free + n_evicted, None
@@ -209,15 +213,15 @@ class _Planner:
 
     def _drops(self) -> tuple[Drop, ...]:
         labels = set(self._view.stale)
-        if not self._recovers:  # copies that the stream has saved are of no use either
+        if not self._recovers:  # copies that the decode budget has saved are useless too
             labels |= {block.label for block in self._view.blocks.pick(self._view.in_pool)}
         return tuple(Drop(label) for label in sorted(labels))
 
     def _stream(self, resident: Mask, protected: Mask) -> DecodeBudget:
-        """Return how llama-server holds the budget while it decodes; off without a budget.
+        """Return the budget that llama-server enforces while it decodes; off without a budget.
 
-        What was just recovered is protected as far as the budget allows, so that it is in place
-        when the answer begins.
+        Recovered blocks are protected as far as the budget allows, so that they are resident when
+        the answer begins.
         """
         config = self._config
         if config.budget is None:
@@ -263,7 +267,7 @@ class _Planner:
         return tuple(blocks.pick(np.concatenate(indexes)))
 
     def _reason(self, selected: WorkingSet) -> str:
-        """Return why the plan is as it is, for logs."""
+        """Return an explanation of the plan for logs."""
         if self._capacity is None:
             return "no budget"
         limits = f"tail {self._view.n_to_decode}, budget {self._config.budget}"
@@ -284,8 +288,8 @@ def room_for_blocks(n_to_decode: int, max_tokens: int | None, config: PolicyConf
 def _room_in_cells(n_free: int, n_to_decode: int, budget_left: int | None) -> int:
     """Return how many rows may be loaded into free cells before the tail is decoded.
 
-    When the cells hold the whole remaining budget, llama-server makes room for the tail itself.
-    When they do not, or there is no budget, the tail's own cells stay free.
+    When the free cells suffice for the remaining budget, llama-server makes room for the tail
+    itself. Otherwise, or without a budget, the cells for the tail stay free.
     """
     if budget_left is None:
         return n_free - n_to_decode
@@ -300,8 +304,8 @@ def candidates_of(view: PolicyView, sink_tokens: int, recovers: bool) -> Candida
     resident = view.in_cache & (not adopts)
     loadable = view.in_pool & (ends <= start) & ~resident & recovers
     was_resident = loadable & blocks.within(view.pre_restart_resident) if adopts else resident
-    stays = blocks.pinned | (starts < sink_tokens) | ((starts < start) & (start <= ends))
-    stays |= blocks.within(view.non_evictable)
+    must_stay = blocks.pinned | (starts < sink_tokens) | ((starts < start) & (start <= ends))
+    must_stay |= blocks.within(view.non_evictable)
     n_other_rows = 0 if adopts else count(view.reused_rows) - int(lengths[resident].sum())
     return Candidates(
         blocks=blocks,
@@ -309,7 +313,7 @@ def candidates_of(view: PolicyView, sink_tokens: int, recovers: bool) -> Candida
         resident=resident,
         loadable=loadable,
         was_resident=was_resident,
-        required=stays & (resident | loadable),
+        required=must_stay & (resident | loadable),
         n_other_rows=n_other_rows,
     )
 
@@ -334,8 +338,8 @@ def choose_best(
 ) -> WorkingSet:
     """Return the required blocks, then the most valuable others that fit into the capacity.
 
-    A block that does not fit is skipped for a smaller one of less value. A block that is already
-    in place counts `margin` more than one that would have to be moved: one number, or one a block.
+    A block that does not fit is skipped for a smaller one of less value. `margin`, one number or
+    one per block [n], is added to the scores of resident blocks, which need not be moved.
     """
 
     def fill(room: int) -> Mask:
@@ -346,20 +350,20 @@ def choose_best(
 
 
 def best_fit(wanted: Mask, scores: FloatArray, blocks: BlockTable, room: int) -> Mask:
-    """Return what `first_fit` takes in the order of `by_score`, sorting only as many as needed."""
+    """Return the result of `first_fit` in the order of `by_score`; sort only as far as needed."""
     lengths, taken = blocks.lengths, np.zeros(len(blocks), np.bool_)
     remaining = np.flatnonzero(wanted & (lengths <= room))
     while len(remaining):
-        is_next = np.ones(len(remaining), np.bool_)
+        in_batch = np.ones(len(remaining), np.bool_)
         if len(remaining) > _SORTED_AT_ONCE:
             rank = len(remaining) - _SORTED_AT_ONCE
-            is_next = scores[remaining] >= np.partition(scores[remaining], rank)[-_SORTED_AT_ONCE]
+            in_batch = scores[remaining] >= np.partition(scores[remaining], rank)[-_SORTED_AT_ONCE]
         batch = np.zeros(len(blocks), np.bool_)
-        batch[remaining[is_next]] = True
+        batch[remaining[in_batch]] = True
         found = first_fit(by_score(batch, scores, blocks), lengths, room)
         taken |= found
         room -= int(lengths[found].sum())
-        remaining = remaining[~is_next & (lengths[remaining] <= room)]
+        remaining = remaining[~in_batch & (lengths[remaining] <= room)]
     return taken
 
 
@@ -386,7 +390,7 @@ def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
 
 
 def first_fit(order: Positions, lengths: Positions, room: int) -> Mask:
-    """Return a mask of the first index that fits, the next one that fits beside it, and so on."""
+    """Return a mask of the indexes that fit into `room`, taken greedily in this order."""
     taken = np.zeros(len(lengths), np.bool_)
     remaining = order
     while len(remaining):

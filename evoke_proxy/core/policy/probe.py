@@ -1,9 +1,10 @@
-"""Whether to probe the model for the blocks it attends to, and what its answer says.
+"""Decides whether to probe the model for the blocks it attends to, and reads the answer.
 
 A probe decodes the end of the prompt and the first words of an answer without the evicted blocks.
 The queries of these words are compared with the keys of all blocks: first with the bounds of the
-keys (`policy.attention.KeyBounds`), then, for the best of those, with the keys themselves. What the
-probe decoded is removed, what the model attended to is recovered, and the prompt is decoded again.
+keys (`policy.attention.KeyBounds`), then, for the best of those, with the keys themselves. The rows
+of the probe are removed, the blocks that the model attended to are recovered, and the prompt is
+decoded again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from evoke_proxy.core.policy.attention import Float32Array, KeyBounds, Queries, 
 from evoke_proxy.core.policy.registry import probes
 from evoke_proxy.core.policy.view import PolicyView
 
-# This many blocks are compared with the keys themselves; of more, bounds select the best. Bounds
-# are loose (bench/results/recall.json: `bounds` beside `keys`), so that more are kept than return.
+# At most this many blocks are compared by their keys; bounds preselect them. The bounds are loose
+# (bench/results/recall.json: `bounds` and `keys`), so that more blocks are compared than recovered.
 MAX_COMPARED_BLOCKS = 256
-# A tail longer than the budget divided by this leaves no room for what a probe could find.
+# A tail longer than the budget divided by this leaves no room for blocks that a probe could find.
 _MAX_TAIL_DIVISOR = 2
-# The seconds that a probe may take when the query's text finds nothing.
+# The maximum duration of a probe, for a query whose text finds nothing.
 _MAX_PROBE_S = 2.0
 
 
@@ -45,23 +46,23 @@ class DecodeSpeed:
     answer: Rate = field(default_factory=Rate)
 
     def note(self, timings: Mapping[str, Any] | None) -> None:
-        """Take the `timings` of a reply into account."""
+        """Add the `timings` of a reply to the means."""
         values = timings or {}
         for rate, name in ((self.prompt, "prompt"), (self.answer, "predicted")):
             rate.note(token_count(values.get(f"{name}_n")), seconds_of(values.get(f"{name}_ms")))
 
     def seconds(self, n_prompt: int, n_answer: int) -> float:
-        """Return how long a probe of so many tokens takes; 0 before anything was measured."""
+        """Return the expected duration of a probe; 0 before the first measurement."""
         return self.prompt.seconds(n_prompt) + self.answer.seconds(n_answer)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The cost of a probe.
+    """A probe that was run.
 
     Attributes:
         plan: The plan that was run before the probe.
-        decoded: Tokens decoded for it: the tail and the first words of an answer.
+        decoded: Number of tokens decoded for it: the tail and the first words of an answer.
         seconds: Its duration.
     """
 
@@ -70,14 +71,14 @@ class ProbeResult:
     seconds: float
 
     def remaining_spans(self, later: Plan) -> list[Span]:
-        """Return what the probe's plan loaded and a later plan left in place."""
+        """Return the ranges that the probe's plan loaded and a later plan does not evict."""
         adopt = self.plan.adopt
         loaded = [load.span for load in self.plan.loads] + list(adopt.spans if adopt else ())
         evicted = {evict.span for evict in later.evicts}
         return [span for span in loaded if span not in evicted]
 
     def summary(self, later: Plan) -> dict[str, Any]:
-        """Return what the client is told: `brought` tokens were loaded because of the probe."""
+        """Return the report for the client; `brought` counts tokens loaded because of the probe."""
         brought = sum(len(load.span) for load in later.loads)
         ms = round(self.seconds * 1000, 1)
         return {"decoded": self.decoded, "brought": brought, "ms": ms}
@@ -86,10 +87,10 @@ class ProbeResult:
 def reason_to_skip(
     view: PolicyView, config: PolicyConfig, seconds: float, confidence: float
 ) -> str:
-    """Return in one word why a turn is not probed; empty when it is.
+    """Return why a turn is not probed, as one word; empty when it is probed.
 
-    `seconds` is how long the probe takes, `confidence` how certain the text is to have found what
-    is asked, in [0, 1]: the less certain, the longer a probe may take.
+    `seconds` is the expected duration of the probe. `confidence`, in [0, 1], says how certain the
+    ranking by text is; the lower it is, the longer a probe may take.
     """
     if not probes(config) or config.budget is None:
         return "off"
@@ -102,7 +103,7 @@ def reason_to_skip(
 
 
 def evicted_with_copy(view: PolicyView) -> Positions:
-    """Return the indexes of the blocks of which only a copy is left."""
+    """Return the indexes of the blocks that have a copy and no rows in the cache."""
     in_cache = view.in_cache & (view.adopt_to == 0)
     return np.flatnonzero(view.in_pool & ~in_cache & (view.blocks.ends <= view.decode_from))
 
@@ -123,7 +124,7 @@ def most_likely(
 ) -> Positions:
     """Return the ascending indexes of at most `limit` blocks that the queries may attend to.
 
-    The best by the bounds of their keys, after those without bounds.
+    Blocks without bounds come first, then those with the highest bounds.
     """
     indexes = blocks_with_rows(view)
     if len(indexes) <= limit or queries is None:
@@ -139,9 +140,9 @@ def model_relevance(
 
     Reads `key_products` of an answer about the blocks at `indexes`; None without products. Takes
     the softmax of the products over the blocks, averages it over the heads of a layer, and takes
-    the maximum over layers and words: single heads are noisy, and attend to one block or another
-    at nearly every word. Rows before the last token of the prompt, which is `n_tokens` long, do
-    not count, because nothing is answered there.
+    the maximum over layers and words. Single heads are too noisy: they attend to one block or
+    another at nearly every word. Only rows from the last token of the prompt on count; the prompt
+    is `n_tokens` long.
     """
     if not isinstance(answer, Mapping) or not answer.get("pos"):
         return None

@@ -55,14 +55,14 @@ class DecidedTurn:
 
 def effective_config(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
     """Return the configured policy as a request wants it; it may lower the budget, not raise it."""
-    tags = request.tags
-    if not tags.given:
+    options = request.options
+    if not options.is_set:
         return config
-    budgets = [budget for budget in (config.budget, tags.budget) if budget is not None]
+    budgets = [budget for budget in (config.budget, options.budget) if budget is not None]
     return replace(
         config,
         budget=min(budgets, default=None),
-        name=tags.policy or config.name,
-        recovery=tags.recovery or config.recovery,
-        recall=tags.recall or config.recall,
+        name=options.policy or config.name,
+        recovery=options.recovery or config.recovery,
+        recall=options.recall or config.recall,
     )

@@ -1,1 +1,1 @@
-"""A prompt as tokens and blocks: where each is, what it is called, which are resident."""
+"""Prompts as tokens and blocks: renderings, segmentation and residency."""

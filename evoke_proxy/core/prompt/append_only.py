@@ -1,4 +1,4 @@
-"""Arrays that a conversation extends: a turn writes only what it adds."""
+"""Arrays of growing conversations: each turn writes only the rows that it adds."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AppendOnlyArray:
-    """Read-only rows in a buffer that longer arrays with the same beginning share."""
+    """Read-only rows in a buffer that is shared with longer arrays of the same prefix."""
 
     rows: Rows
     _buffer: _Buffer
 
     @classmethod
     def of(cls, rows: Rows) -> AppendOnlyArray:
-        """An array of these rows, which are made read-only."""
+        """Wrap these rows, and make them read-only."""
         rows.flags.writeable = False
         return cls(rows, _Buffer(rows, len(rows)))
 
     def extended(self, n: int, more: Rows) -> AppendOnlyArray:
-        """The first `n` rows followed by `more`.
+        """Join the first `n` rows and `more`.
 
-        The result shares this array's memory unless other rows were written there before.
+        The result shares the memory of this array unless other rows follow the first `n` there.
         """
         buffer, end = self._buffer, n + len(more)
         overlap_end = min(buffer.used, end)

@@ -1,8 +1,8 @@
-"""Layout of one session's prompt: its blocks, which are resident, which have a copy.
+"""Layout of one session's prompt: its blocks, their residency and their copies.
 
-A layout is immutable; each turn makes the next one from llama-server's rendering and slot state.
-Residency always comes from the server. Which labels have a copy is remembered here, and corrected
-when a call fails.
+A layout is immutable; each turn derives the next one from llama-server's rendering and slot state.
+Residency always comes from the server. The layout records which labels have a copy; a failed call
+corrects it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ _MAX_SESSION_BYTES = 100  # of the 200 bytes that llama-server allows for a labe
 
 @dataclass(frozen=True, slots=True)
 class SavedRange:
-    """A copy in the host pool of generated tokens, which no block of the prompt covers yet."""
+    """A copy in the host pool of generated tokens, which no block of the prompt covers yet.
+
+    Attributes:
+        label: name of the copy in calls to llama-server.
+        span: positions of its rows.
+    """
 
     label: str
     span: Span
@@ -41,18 +46,18 @@ class SavedRange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Blocks tile [0, generation) of a prompt; each is resident as a unit or not at all.
+    """Blocks that tile [0, generation) of a prompt; a block is resident completely or not at all.
 
     Attributes:
         session: id of the session.
         tokens: the prompt [n_tokens].
         generation: position where the answer begins.
-        blocks: the blocks, with the mask of those that have a copy.
+        blocks: the blocks; their mask `copied` says which have a copy.
         ranges: copies that belong to no block.
         stale: labels of copies that are of no further use.
-        guessed: labels of copies whose tokens only llama-server can compare.
-        resident: rows below `n_past` in the slot.
-        n_past: leading positions that will not be decoded.
+        unverified: labels of copies whose tokens only llama-server can compare.
+        resident: rows of the slot below `n_past`.
+        n_past: number of leading positions that need no decoding.
         divergence: position where the prompt left the previous one; None when it extends it.
         numbers: next number of each block name.
     """
@@ -63,7 +68,7 @@ class Layout:
     blocks: BlockTable = field(default_factory=BlockTable)
     ranges: tuple[SavedRange, ...] = ()
     stale: frozenset[str] = frozenset()
-    guessed: frozenset[str] = frozenset()
+    unverified: frozenset[str] = frozenset()
     resident: tuple[Span, ...] = ()
     n_past: int = 0
     divergence: int | None = None
@@ -100,9 +105,9 @@ class Layout:
     ) -> Layout:
         """Make the layout of the next prompt on this slot.
 
-        Blocks inside the common prefix stay, with label and copy; the rest is cut anew. Blocks are
-        split where residency or a saved range begins or ends, and around non-evictable rows, which
-        must not keep a full block resident.
+        Blocks in the common prefix keep their label and copy; the rest of the prompt is cut into
+        new blocks. Blocks are split where residency or a saved range begins or ends, and around
+        non-evictable rows, so that these do not keep a full block resident.
         """
         tokens = rendered.tokens
         shared = common_prefix(self.tokens, tokens)
@@ -125,14 +130,14 @@ class Layout:
         claimed = (*claimed_by_kept, *claimed_by_tail)
         stale = unused.difference(item.label for item in claimed)
         compared_end = max(shared, view.n_common)
-        guessed = {item.label for item in claimed if item.span.end > compared_end}
+        unverified = {item.label for item in claimed if item.span.end > compared_end}
         return Layout(
             session=self.session,
             tokens=tokens,
             generation=rendered.generation,
             blocks=kept + tail,
             stale=stale,
-            guessed=(self.guessed - stale) | guessed,
+            unverified=(self.unverified - stale) | unverified,
             resident=resident,
             n_past=n_past,
             divergence=shared if shared < self.generation else None,
@@ -140,8 +145,8 @@ class Layout:
         )
 
     def with_saved(self, copies: Iterable[tuple[str, Span]]) -> Layout:
-        """The layout with more copies, as pairs of label and span."""
-        copied, of_blocks = self.in_pool.copy(), set[str]()
+        """Add copies, given as pairs of label and span."""
+        copied, labels_of_blocks = self.in_pool.copy(), set[str]()
         ranges = {item.label: item for item in self.ranges}
         starts, ends = self.blocks.starts, self.blocks.ends
         for label, span in copies:
@@ -150,46 +155,49 @@ class Layout:
                 ranges[label] = SavedRange(label, span)
             elif starts[at] == span.start and ends[at] == span.end:
                 copied[at] = True
-                of_blocks.add(label)
+                labels_of_blocks.add(label)
         return replace(
             self,
             blocks=self.blocks.with_copies(copied),
             ranges=tuple(ranges.values()),
-            stale=self.stale - of_blocks - ranges.keys(),
+            stale=self.stale - labels_of_blocks - ranges.keys(),
         )
 
     def without_saved(self, labels: Collection[str]) -> Layout:
-        """The layout without copies that are missing or turned out to have other tokens.
+        """Remove copies that llama-server does not have, or has with other tokens.
 
-        When a guessed copy is among them, the answer's tokens differ from there on, so all guessed
-        copies after it become stale.
+        When an unverified copy is among them, the answer's tokens differ from that position on, so
+        all unverified copies after it become stale.
         """
         missing = frozenset(labels)
         if not missing:
             return self
-        guesses = [block for block in self.blocks if block.label in self.guessed]
-        wrong = [block.span.start for block in guesses if block.label in missing]
-        stale = {block.label for block in guesses if wrong and block.span.start >= min(wrong)}
+        unverified_blocks = [block for block in self.blocks if block.label in self.unverified]
+        wrong = [block.span.start for block in unverified_blocks if block.label in missing]
+        stale = {
+            block.label for block in unverified_blocks if wrong and block.span.start >= min(wrong)
+        }
         return replace(
             self,
             blocks=self.blocks.with_copies(self.in_pool & ~self.blocks.labelled(missing | stale)),
             ranges=tuple(item for item in self.ranges if item.label not in missing),
             stale=(self.stale - missing) | stale,
-            guessed=self.guessed - missing - stale,
+            unverified=self.unverified - missing - stale,
         )
 
     def with_marks(
-        self, keeps: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]
+        self, keep_marks: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]
     ) -> Layout:
-        """The layout with the client's marks.
+        """Set the client's marks on the blocks.
 
-        `keeps` has "pin" or "prefer" by message index, `turns` (pinned, priority) by turn number.
+        `keep_marks` maps message indexes to "pin" or "prefer". `turns` maps turn numbers to pairs
+        of pinned and priority.
         """
-        if not turns and not keeps:
+        if not turns and not keep_marks:
             blocks = self.blocks
             if not (blocks.pinned | blocks.preferred | (blocks.priority != 1.0)).any():
                 return self
-        blocks = BlockTable(_with_marks(block, keeps, turns) for block in self.blocks)
+        blocks = BlockTable(_with_marks(block, keep_marks, turns) for block in self.blocks)
         return replace(self, blocks=blocks.with_copies(self.in_pool))
 
     @property
@@ -215,8 +223,8 @@ class Layout:
     def _may_match(self, item: SavedRange, shared: int, view: SlotView) -> bool:
         """Whether the tokens of a saved range can equal the new prompt's.
 
-        While the slot still has the session, its common tokens decide. Otherwise the generated
-        tokens are unknown here, and llama-server compares them when the range is loaded.
+        While the slot contains the session, its common tokens decide. Otherwise the proxy does not
+        know the generated tokens, and llama-server compares them when the range is loaded.
         """
         if view.n_common >= shared:
             return item.span.end <= view.n_common
@@ -225,7 +233,7 @@ class Layout:
     def _with_labels(
         self, blocks: Sequence[Block], tokens: Tokens, before: BlockTable
     ) -> BlockTable:
-        """Label blocks that follow those of `before`."""
+        """Make a table of the blocks with labels that continue those of `before`."""
         previous = before[-1].label if before else ""
         names = labels(self.session, tokens, [block.span for block in blocks], previous)
         pairs = zip(blocks, names, strict=True)
@@ -251,7 +259,7 @@ def _claim_ranges(
 ) -> tuple[BlockTable, Sequence[SavedRange]]:
     """Give saved ranges to the blocks with the same span that have no copy.
 
-    Such a block takes over the range's label and copy. Also returns the ranges used.
+    Such a block gets the range's label and copy. Also returns the claimed ranges.
     """
     claimed = {i: item for item in ranges if (i := blocks.find(item.span)) is not None}
     claimed = {i: item for i, item in claimed.items() if not blocks.copied[i]}
@@ -264,7 +272,7 @@ def _claim_ranges(
 
 
 def wire_name(session: str) -> str:
-    """The session's name in labels: its id, or a hash when the id is too long for the wire."""
+    """The session's name in labels: its id, or a hash of an id that is too long for a label."""
     if len(session.encode()) <= _MAX_SESSION_BYTES:
         return session
     return hashlib.blake2b(session.encode(), digest_size=12).hexdigest()
@@ -319,9 +327,9 @@ def _block(draft: Draft, turn: int) -> Block:
 
 
 def _with_marks(
-    block: Block, keeps: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]
+    block: Block, keep_marks: Mapping[int, str], turns: Mapping[int, tuple[bool, float]]
 ) -> Block:
-    keep = keeps.get(block.message, "")
+    keep = keep_marks.get(block.message, "")
     turn_pinned, priority = turns.get(block.turn, (False, 1.0))
     pinned, preferred = keep == "pin" or turn_pinned, keep == "prefer"
     if (block.pinned, block.preferred, block.priority) == (pinned, preferred, priority):

@@ -1,4 +1,4 @@
-"""Renderings of requests by llama-server: tokens, message spans, state of slots."""
+"""Parses llama-server's renderings of requests: tokens, message spans and slot states."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
 
-# Number of tokens compared in the first step and in each later one.
-_COMPARED_FIRST, _COMPARED = 512, 1 << 16
+# Number of tokens compared in the first step, and in each later step.
+_FIRST_STEP, _STEP = 512, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """Where one message lies in the prompt; `index` counts messages as llama-server does."""
+    """Position of one message in the prompt.
+
+    Attributes:
+        index: index of the message in llama-server's list of messages.
+        role: author of the message.
+        span: token positions.
+    """
 
     index: int
     role: Role
@@ -38,10 +44,10 @@ class SlotView:
         id: number of the slot.
         epoch: changes when the slot's content is replaced.
         n_tokens: tokens in the slot.
-        n_common: how many of them, from the first on, equal the prompt's.
+        n_common: length of the common prefix of the slot's tokens and the prompt.
         resident: ranges with rows in the KV cache.
-        n_free: rows that the cache can still take.
-        busy: whether a request runs in it.
+        n_free: number of free cells in the KV cache.
+        busy: whether a request runs in the slot.
         non_evictable: resident ranges that decoding needs to return to a context checkpoint.
         n_reusable: tokens, from the first on, whose rows were decoded with every earlier row
             resident; None when the server does not state it.
@@ -106,11 +112,12 @@ class Rendered:
     Attributes:
         tokens: the whole prompt [n_tokens].
         generation: position where the answer begins.
-        spans: where each message lies; they tile [0, generation).
-        slots: state of the slots that the server was asked about.
-        sentence_starts: first tokens of sentences and lines, except of a message's first.
-        message_hashes: ends of the last messages, each with llama-server's hash of the rendering up
-            to there; a later rendering may omit what it shares with one of them.
+        spans: positions of the messages; they tile [0, generation).
+        slots: state of the slots that the request named.
+        sentence_starts: positions [k] where a sentence or line starts inside a message.
+        message_hashes: pairs of the end position of one of the last messages and llama-server's
+            hash of the rendering up to it. A later rendering may omit the text before such an
+            end.
         instance: id of the server process that rendered it.
     """
 
@@ -121,7 +128,7 @@ class Rendered:
     sentence_starts: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
     message_hashes: tuple[tuple[int, str], ...] = ()
     instance: str = ""
-    _memory: tuple[AppendOnlyArray, AppendOnlyArray] | None = None  # of tokens and stops
+    _memory: tuple[AppendOnlyArray, AppendOnlyArray] | None = None  # of tokens and sentence_starts
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any], previous: Rendered | None = None) -> Rendered:
@@ -143,7 +150,9 @@ class Rendered:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError(f"a rendering has an unknown shape: {error!r}") from error
         if tokens.ndim != 1 or not 0 <= generation <= len(tokens):
-            raise UpstreamProtocolError("a rendering has an unknown shape: no list of tokens")
+            raise UpstreamProtocolError(
+                "a rendering has an unknown shape: its tokens are not a list"
+            )
         return cls(
             tokens=tokens,
             generation=generation,
@@ -158,7 +167,7 @@ class Rendered:
     @property
     def user_ends(self) -> Positions:
         """End positions of the user's messages, ascending."""
-        if isinstance(self.spans, _Columns):
+        if isinstance(self.spans, _SpanColumns):
             return self.spans.ends_of(Role.USER)
         return np.array([s.span.end for s in self.spans if s.role is Role.USER], np.int64)
 
@@ -169,7 +178,7 @@ class Rendered:
 
 def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     """Length of the common prefix of two arrays of tokens or bytes."""
-    n, at, step = min(len(one), len(other)), 0, _COMPARED_FIRST
+    n, at, step = min(len(one), len(other)), 0, _FIRST_STEP
     if same_memory(one, other):
         return n
     while at < n:  # most arrays differ early; comparing in steps avoids reading the rest
@@ -177,7 +186,7 @@ def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
         first = int(differs.argmax())
         if differs[first]:
             return at + first
-        at, step = at + step, _COMPARED
+        at, step = at + step, _STEP
     return n
 
 
@@ -206,7 +215,7 @@ def _completed(
     if not start:
         return tokens, starts, None
     if previous is None or not 0 < start <= len(previous.tokens):
-        raise ValueError("the answer continues a rendering that is not at hand")
+        raise ValueError("the answer continues a rendering that the proxy does not have")
     old_tokens, old_starts = previous._memory or (
         AppendOnlyArray.of(previous.tokens),
         AppendOnlyArray.of(previous.sentence_starts),
@@ -221,19 +230,19 @@ def _message_spans(
 ) -> Sequence[MessageSpan]:
     if not isinstance(answer, dict):
         return _listed_spans(answer, generation)
-    columns = earlier if isinstance(earlier, _Columns) else None
+    columns = earlier if isinstance(earlier, _SpanColumns) else None
     if start and columns is None:
         raise ValueError("there are no spans to continue")
-    return _Columns(answer, generation, start, columns)
+    return _SpanColumns(answer, generation, start, columns)
 
 
-class _Columns(Sequence[MessageSpan]):
-    """Spans of a compact answer, as columns; a `MessageSpan` is made on access."""
+class _SpanColumns(Sequence[MessageSpan]):
+    """Spans of a compact answer, stored as columns; access creates a `MessageSpan`."""
 
     __slots__ = ("_ends", "_index", "_role")
 
     def __init__(
-        self, answer: Mapping[str, Any], generation: int, start: int, earlier: _Columns | None
+        self, answer: Mapping[str, Any], generation: int, start: int, earlier: _SpanColumns | None
     ) -> None:
         index, ends = _integers(answer["index"]), _integers(answer["end"])
         names = answer["role"]
@@ -302,11 +311,11 @@ def _listed_spans(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple
 
 
 _TOKENS = b'"tokens_b64":"'
-_BYTES_A_TOKEN = 4
+_BYTES_PER_TOKEN = 4
 
 
 class RenderingLimit:
-    """Counts the tokens of an arriving compact answer of `POST /evoke/render`.
+    """Counts the tokens of a compact answer of `POST /evoke/render` while it arrives.
 
     A rendering of `limit` tokens is never refused, even when the answer omits shared tokens.
     """
@@ -334,12 +343,12 @@ class RenderingLimit:
         self._n_characters += end if self._ended else len(piece)
         # Four characters of base64 are three bytes, of which the last two may be padding.
         n_bytes = self._n_characters // 4 * 3 - 2
-        if n_bytes // _BYTES_A_TOKEN > self._limit:
+        if n_bytes // _BYTES_PER_TOKEN > self._limit:
             raise PromptTooLong(self._limit)
 
 
 class TokenListLimit:
-    """Counts the tokens of an arriving answer of `POST /tokenize`, a JSON list.
+    """Counts the tokens of an answer of `POST /tokenize`, a JSON list, while it arrives.
 
     A list of `limit` tokens is never refused.
     """

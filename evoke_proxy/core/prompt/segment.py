@@ -13,10 +13,10 @@ from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.messages import Message, ToolCall
 
-# Characters added at ends of a part whose position in the text is an estimate.
+# Characters that are added to a part at an end whose position in the text is an estimate.
 _TEXT_OVERLAP = 40
 _MAX_NAME = 100
-# More maps than this are merged into one.
+# A chain of more maps than this is merged into one map.
 _MAX_MAPS = 64
 # The gap between two sentences or lines; patches/src/server-blocks-render.cpp has the same rule.
 _GAP = re.compile(
@@ -42,9 +42,9 @@ class CutOptions:
     """How a prompt is cut.
 
     Attributes:
-        block_tokens: most tokens of a block.
+        block_tokens: maximum number of tokens of a block.
         boundaries: positions that no block may cross.
-        start: position of the first block; what is before it has blocks already.
+        start: position of the first block; earlier positions have blocks already.
         next_numbers: next number of each name that blocks before `start` use.
     """
 
@@ -66,8 +66,8 @@ def cut(
     """Cut [start, generation) of a prompt into blocks that leave no gap.
 
     No block crosses the end of a message or a boundary. A block ends with a sentence or line when
-    that does not halve it. A prompt without spans is cut as one message. The text of a block is an
-    estimate, see `TextAlignment`.
+    this leaves more than half of its maximum length. A prompt without spans is cut as one message.
+    The text of a block is an estimate, see `TextAlignment`.
     """
     options = options or CutOptions()
     end = min(rendered.generation, len(rendered.tokens))
@@ -111,7 +111,7 @@ def _block_end(start: int, block_tokens: int, sentence_starts: Sequence[int]) ->
 
 
 def inside(positions: Sequence[int], span: Span) -> Sequence[int]:
-    """Those of ascending positions that would split a span."""
+    """Select those of ascending positions that would split a span."""
     return positions[bisect_right(positions, span.start) : bisect_left(positions, span.end)]
 
 
@@ -137,13 +137,13 @@ class TextAlignment:
         self._characters = [0, *text_starts[: len(aligned)], len(text)]
 
     def of(self, part: Span) -> str:
-        """The text of these tokens."""
+        """The approximate text of a range of tokens."""
         start, margin_before = self._at(part.start)
         end, margin_after = self._at(part.end)
         return self._text[max(0, start - margin_before) : end + margin_after]
 
     def _at(self, position: int) -> tuple[int, int]:
-        """The character of a token position, and how many characters it may be off."""
+        """Convert a token position to an index of a character, and its possible error."""
         last = len(self._positions) - 1
         i = max(0, bisect_right(self._positions, position, hi=last) - 1)
         character, aligned = self._characters[i], self._positions[i]
@@ -171,7 +171,7 @@ def next_numbers(
 
 
 class _Names:
-    """Names of the blocks of each message, computed on demand."""
+    """Computes the names of each message's blocks on demand."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages

@@ -1,1 +1,1 @@
-"""What a request says, in which dialect, with which of our fields, and its bytes as sent on."""
+"""Requests of clients: dialects, the proxy's own fields, limits, and edits of their JSON."""

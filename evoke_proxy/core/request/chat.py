@@ -1,7 +1,7 @@
-"""A request body of any dialect as the one request the engine decides about.
+"""Parses a request body of any dialect into one form, and recognises side requests.
 
-The body is read leniently: what llama-server will refuse is its own to refuse, in its own words.
-Only our own fields are checked here.
+Parsing is lenient: llama-server refuses bodies that it cannot process, with its own message. Only
+the proxy's own fields are validated here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evoke_proxy.core.request import messages
 from evoke_proxy.core.request.messages import Message, ToolCall
 from evoke_proxy.core.request.options import (
     MESSAGE_FIELDS,
-    OURS,
+    OWN_FIELDS,
     TOP_LEVEL_FIELDS,
     RequestOptions,
     check_marks,
@@ -39,9 +39,9 @@ __all__ = [
     "parse_chat",
 ]
 
-# Characters of each argument of a tool call, enough to tell what the call is about.
-_ARGUMENT_CHARS = 200
-_ARGUMENTS = 16
+# Limits on the text of a tool call that enters the query: characters of one argument, arguments.
+_MAX_ARGUMENT_CHARS = 200
+_MAX_ARGUMENTS = 16
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
     "chat": messages.from_chat,
@@ -51,7 +51,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
 }
 # Fields that limit the answer, in llama-server's order of precedence.
 _MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens", "max_output_tokens")
-_NOTHING: Mapping[str, int] = {}
+_NONE_PLAIN: Mapping[str, int] = {}
 _ANTHROPIC_MAX_TOKENS = 4096  # llama-server's default, in this dialect only
 
 
@@ -62,16 +62,16 @@ class ChatRequest:
     Attributes:
         dialect: chat, responses, messages or completions.
         messages: messages in the list that llama-server makes of them.
-        max_tokens: most tokens of the answer; None without a limit.
+        max_tokens: limit on the tokens of the answer; None for no limit.
         stream: whether the answer is streamed.
         n: number of answers.
         has_media: whether a message has an image, a sound or a file.
         cache_prompt: whether llama-server may reuse cached rows.
-        tags: the proxy's own fields.
+        options: the proxy's own top-level fields.
         has_tools: whether the request has tools.
         plain: whether no message has media or marks of the proxy.
-        keeps: the client's mark, "pin" or "prefer", by message index.
-        keys: top-level keys of the body without the proxy's own.
+        keep_marks: the client's mark, "pin" or "prefer", by message index.
+        keys: top-level keys of the body, without the proxy's own fields.
     """
 
     dialect: str
@@ -81,17 +81,17 @@ class ChatRequest:
     n: int
     has_media: bool
     cache_prompt: bool
-    tags: RequestOptions
+    options: RequestOptions
     has_tools: bool = False
     plain: bool = True
-    keeps: Mapping[int, str] = field(default_factory=dict)
+    keep_marks: Mapping[int, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
 
     @property
     def bypass(self) -> str:
         """Why the request cannot be managed under a budget; empty when it can."""
         reasons = (
-            ("disabled", not self.tags.enabled),
+            ("disabled", not self.options.enabled),
             ("raw_prompt", self.dialect == "completions"),
             ("n", self.n > 1),
             ("media", self.has_media),
@@ -101,10 +101,10 @@ class ChatRequest:
 
     @property
     def query(self) -> str:
-        """Text that retrieval searches for: what this turn is about.
+        """Text that retrieval searches for.
 
-        It is the user and tool text after the last answer, and the arguments of that answer's tool
-        calls, because a file is asked for by its path.
+        It consists of the user and tool text after the last answer, and of the arguments of that
+        answer's tool calls, because these name the requested file by its path.
         """
         texts, calls = self._latest
         return "\n".join([*map(_arguments, calls), *texts])
@@ -131,37 +131,36 @@ class ChatRequest:
 def parse_chat(
     dialect: str,
     body: Mapping[str, Any],
-    bench: bool = False,
-    n_plain: Mapping[str, int] = _NOTHING,
+    n_plain: Mapping[str, int] = _NONE_PLAIN,
 ) -> ChatRequest:
-    """Interpret a parsed body.
+    """Build a ChatRequest from the JSON object of a body.
 
-    `dialect` is chat, responses, messages or completions; KeyError for another. `bench` allows
-    fields that only benches use. `n_plain` says how many messages of each list, from the first on,
-    are known to be plain. Raises RequestError when one of the proxy's own fields is wrong.
+    `dialect` is chat, responses, messages or completions; KeyError for another. `n_plain`
+    maps the key of a list of messages to the number of its first messages that are already
+    verified to be plain. Raises RequestError when one of the proxy's own fields is wrong.
     """
-    read_messages = _READERS[dialect](body)
+    parsed_messages = _READERS[dialect](body)
     with_marks = messages_with_marks(body, n_plain)
     check_marks(with_marks)
     has_media = messages.has_media(body, n_plain)
     return ChatRequest(
         dialect=dialect,
-        messages=read_messages,
+        messages=parsed_messages,
         max_tokens=_max_tokens(body, _ANTHROPIC_MAX_TOKENS if dialect == "messages" else None),
         stream=body.get("stream") is True,
-        n=_count(body),
+        n=_n_answers(body),
         has_media=has_media,
         cache_prompt=body.get("cache_prompt") is not False,
-        tags=parse_options(body, bool(with_marks), bench),
+        options=parse_options(body, bool(with_marks)),
         has_tools=bool(body.get("tools") or body.get("functions")),
         plain=not (with_marks or has_media),
-        keeps=_keeps(read_messages) if with_marks else {},
-        keys=frozenset(body) - OURS,
+        keep_marks=_keep_marks(parsed_messages) if with_marks else {},
+        keys=frozenset(body) - OWN_FIELDS,
     )
 
 
-def _keeps(read_messages: Sequence[Message]) -> Mapping[int, str]:
-    return {i: message.keep for i, message in enumerate(read_messages) if message.keep}
+def _keep_marks(parsed_messages: Sequence[Message]) -> Mapping[int, str]:
+    return {i: message.keep for i, message in enumerate(parsed_messages) if message.keep}
 
 
 def _max_tokens(body: Mapping[str, Any], default: int | None) -> int | None:
@@ -170,11 +169,11 @@ def _max_tokens(body: Mapping[str, Any], default: int | None) -> int | None:
     return limit if limit is not None and limit >= 0 else None
 
 
-def _count(body: Mapping[str, Any]) -> int:
+def _n_answers(body: Mapping[str, Any]) -> int:
     counts = [integer_or_none(body.get(key)) or 1 for key in ("n", "n_cmpl")]
     prompt = body.get("prompt")
-    prompts = len(prompt) if isinstance(prompt, list) and _is_batch(prompt) else 1
-    return max(*counts, 1) * prompts
+    n_prompts = len(prompt) if isinstance(prompt, list) and _is_batch(prompt) else 1
+    return max(*counts, 1) * n_prompts
 
 
 def _is_batch(prompt: list[Any]) -> bool:
@@ -186,9 +185,9 @@ def _arguments(call: ToolCall) -> str:
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
-        return call.arguments[:_ARGUMENT_CHARS]
-    leaves = islice(_leaves(value), _ARGUMENTS)
-    return "\n".join(str(leaf)[:_ARGUMENT_CHARS] for leaf in leaves)
+        return call.arguments[:_MAX_ARGUMENT_CHARS]
+    leaves = islice(_leaves(value), _MAX_ARGUMENTS)
+    return "\n".join(str(leaf)[:_MAX_ARGUMENT_CHARS] for leaf in leaves)
 
 
 def _leaves(value: Any) -> Iterator[str | int | float]:
@@ -200,11 +199,11 @@ def _leaves(value: Any) -> Iterator[str | int | float]:
         yield value
 
 
-# A longer prompt is kept as a session, in case it is a conversation after all.
-MAX_TOKENS = 2048
-# Requests for a title, a word, a yes or no limit their answer to this or less.
-MAX_ANSWER = 64
-# Characters of a message that are searched: clients state the task at its beginning.
+# A request with a longer prompt gets a session, because it may be a conversation.
+MAX_SIDE_PROMPT_TOKENS = 2048
+# Clients limit the answer of a side request, such as one for a title, to at most this.
+MAX_SIDE_ANSWER_TOKENS = 64
+# Characters of a message that are searched, because clients state the task at its beginning.
 _SEARCHED_CHARS = 600
 _TASK = re.compile(
     r"\A\s*### Task:"  # every task prompt of Open WebUI
@@ -216,22 +215,29 @@ _TASK = re.compile(
 )
 
 
-def is_side_request(request: ChatRequest, n_tokens: int, beside: bool, family: bool) -> bool:
+def is_side_request(
+    request: ChatRequest, n_tokens: int, beside_conversation: bool, has_same_id: bool
+) -> bool:
     """Whether a request that continues no session is a side request.
 
-    Side requests are titles, tags, summaries and probes that clients send beside a conversation.
-    They must not displace a conversation's session. Mistaking a conversation's first turn for one
-    costs little: its second turn creates the session.
+    Side requests ask for titles, tags, summaries or a sign of life beside a conversation. They must
+    not displace the session of a conversation. If the first turn of a conversation is mistaken for
+    a side request, its second turn creates the session.
 
-    A side request has only system and user messages and no tools. It either asks for a title, tags
-    or a summary, or is short, is sent beside a conversation, and has the same id or asks for a tiny
-    answer. `n_tokens` is the length of its prompt, `beside` says that a conversation of the same
-    client is active, `family` that one of them has the same id.
+    A side request has no tools and only system and user messages. It also meets one of two
+    conditions: it asks for a title, tags or a summary; or it is short, the client has an active
+    conversation, and it has that conversation's id or asks for a very short answer.
+
+    `n_tokens` is the length of its prompt. `beside_conversation` says whether a conversation of the
+    same client is active, `has_same_id` whether one of those has the same id.
     """
     roles = {message.role for message in request.messages}
     if request.has_tools or not roles <= {Role.SYSTEM, Role.USER}:
         return False
     if any(_TASK.search(message.text[:_SEARCHED_CHARS]) for message in request.messages):
         return True
-    tiny = request.max_tokens is not None and request.max_tokens <= MAX_ANSWER
-    return beside and n_tokens <= MAX_TOKENS and (family or tiny)
+    asks_for_little = (
+        request.max_tokens is not None and request.max_tokens <= MAX_SIDE_ANSWER_TOKENS
+    )
+    is_short = n_tokens <= MAX_SIDE_PROMPT_TOKENS
+    return beside_conversation and is_short and (has_same_id or asks_for_little)

@@ -1,7 +1,7 @@
-"""Reads the messages of a request of any dialect, in the list that llama-server makes of them.
+"""Reads the messages of a request of any dialect, as llama-server counts them.
 
-The spans of a rendering count messages in that list. The rules of llama-server's converters decide
-which items become one message, and which message becomes several.
+llama-server converts every dialect to one list of messages, to which the spans of a rendering
+refer. Its converters join some items into one message and split others into several.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ _MEDIA_PARTS = frozenset(
 )
 
 
-_BARE = frozenset(("role", "content"))
+_PLAIN_KEYS = frozenset(("role", "content"))
 _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the assistant; `arguments` is JSON text."""
+    """A tool call of the assistant.
+
+    Attributes:
+        id: id that the result refers to.
+        name: name of the tool.
+        arguments: JSON text.
+    """
 
     id: str
     name: str
@@ -35,7 +41,7 @@ class ToolCall:
 
     @property
     def path(self) -> str:
-        """The path among its arguments; empty when there is none."""
+        """The file path in the arguments; empty when there is none."""
         try:
             arguments = json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -49,11 +55,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message.
+    """One message of a conversation.
 
     Attributes:
         role: author.
-        text: text of its parts.
+        text: text of all its parts.
         name: name of the author or tool.
         tool_calls: calls of the assistant.
         tool_call_id: id of the call that a tool result answers.
@@ -71,15 +77,15 @@ class Message:
 
     @property
     def printed(self) -> str:
-        """Roughly all that a chat template prints of the message."""
+        """Approximately the text that a chat template prints for the message."""
         calls = (f"{call.name} {call.arguments}" for call in self.tool_calls)
         return "\n".join(part for part in (self.text, *calls) if part)
 
 
 class LazyMessages(Sequence[Message]):
-    """Messages that correspond one to one to items of a body, each read on first access.
+    """Messages that correspond one to one to items of a body, each parsed on first access.
 
-    Of a long conversation only the end is read.
+    A turn of a long conversation parses only the last messages.
     """
 
     __slots__ = ("_items", "_read")
@@ -110,39 +116,39 @@ class LazyMessages(Sequence[Message]):
 
 
 def from_chat(body: Mapping[str, Any]) -> Sequence[Message]:
-    """Messages of a chat completions body: one per item."""
+    """Read the messages of a chat completions body: one per item."""
     items = body.get("messages")
     return LazyMessages(items if isinstance(items, list) else ())
 
 
 def from_completion(body: Mapping[str, Any]) -> list[Message]:
-    """The raw prompt of a completions body as one message."""
+    """Read the raw prompt of a completions body as one message of the user."""
     prompt = body.get("prompt")
     return [Message(Role.USER, prompt if isinstance(prompt, str) else "")]
 
 
 def from_responses(body: Mapping[str, Any]) -> list[Message]:
-    """Messages of a responses body: successive items of the assistant are one message."""
+    """Read the messages of a responses body; successive assistant items form one message."""
     messages: list[Message] = []
     if "instructions" in body:
         messages.append(Message(Role.SYSTEM, _text(body["instructions"])))
     items = body.get("input")
     if isinstance(items, str):
         return [*messages, Message(Role.USER, items)]
-    run: list[Message] = []  # successive items of the assistant
+    assistant_run: list[Message] = []
     for item in _items(items):
         message = _response_item(item)
         if message.role is Role.ASSISTANT:
-            run.append(message)
+            assistant_run.append(message)
             continue
-        messages += _joined(run)
-        run = []
+        messages += _joined(assistant_run)
+        assistant_run = []
         messages.append(message)
-    return [*messages, *_joined(run)]
+    return [*messages, *_joined(assistant_run)]
 
 
 def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
-    """Messages of an Anthropic messages body: each tool result is a message of its own."""
+    """Read the messages of an Anthropic body; each tool result is a separate message."""
     messages: list[Message] = []
     if body.get("system") is not None:
         messages.append(Message(Role.SYSTEM, _text(body["system"], "")))
@@ -156,7 +162,10 @@ def from_anthropic(body: Mapping[str, Any]) -> list[Message]:
 
 
 def message_lists(body: Mapping[str, Any], skipped: Mapping[str, int]) -> Iterator[list[Any]]:
-    """The lists of messages in a body of any dialect, without the first `skipped` of each."""
+    """Yield the lists of messages in a body of any dialect.
+
+    `skipped` maps the key of a list to the number of its first messages to leave out.
+    """
     for key in MESSAGE_LISTS:
         if isinstance(items := body.get(key), list):
             yield items[skipped.get(key, 0) :]
@@ -165,7 +174,7 @@ def message_lists(body: Mapping[str, Any], skipped: Mapping[str, int]) -> Iterat
 def has_media(body: Mapping[str, Any], skipped: Mapping[str, int]) -> bool:
     """Whether a message has media: an image, a sound or a file.
 
-    The first `skipped` messages of each list are not searched.
+    `skipped` maps the key of a list to the number of its first messages that are not searched.
     """
     with_parts = [
         item
@@ -179,7 +188,7 @@ def has_media(body: Mapping[str, Any], skipped: Mapping[str, int]) -> bool:
 
 def _plain(item: Mapping[str, Any]) -> Message:
     role, text = parse_role(_string(item.get("role"))), _text(item.get("content"))
-    if item.keys() <= _BARE:  # the usual case
+    if item.keys() <= _PLAIN_KEYS:  # the usual case
         return Message(role, text)
     calls = (_tool_call(call) for call in _objects(item.get("tool_calls")))
     message = Message(
@@ -213,27 +222,29 @@ def _response_item(item: Mapping[str, Any]) -> Message:
     return _plain(item)
 
 
-def _joined(run: Sequence[Message]) -> Sequence[Message]:
-    """Join successive messages into one; an empty run stays empty."""
-    if len(run) < 2:
-        return run
+def _joined(assistant_run: Sequence[Message]) -> Sequence[Message]:
+    """Join successive messages into one; an empty assistant_run stays empty."""
+    if len(assistant_run) < 2:
+        return assistant_run
     joined = replace(
-        run[0],
-        text="".join(message.text for message in run),
-        tool_calls=tuple(call for message in run for call in message.tool_calls),
-        keep=next((message.keep for message in run if message.keep), ""),
-        block_name=next((message.block_name for message in run if message.block_name), ""),
+        assistant_run[0],
+        text="".join(message.text for message in assistant_run),
+        tool_calls=tuple(call for message in assistant_run for call in message.tool_calls),
+        keep=next((message.keep for message in assistant_run if message.keep), ""),
+        block_name=next(
+            (message.block_name for message in assistant_run if message.block_name), ""
+        ),
     )
     return [joined]
 
 
 def _anthropic_parts(item: Mapping[str, Any], parts: list[Mapping[str, Any]]) -> list[Message]:
     results = [_tool_result(part) for part in parts if part.get("type") == "tool_result"]
-    kept = [part for part in parts if part.get("type") in ("text", "image", "tool_use")]
-    if kept or any(_string(part.get("thinking")) for part in parts):
-        calls = tuple(_tool_use(part) for part in kept if part.get("type") == "tool_use")
+    content_parts = [part for part in parts if part.get("type") in ("text", "image", "tool_use")]
+    if content_parts or any(_string(part.get("thinking")) for part in parts):
+        calls = tuple(_tool_use(part) for part in content_parts if part.get("type") == "tool_use")
         role = parse_role(_string(item.get("role")))
-        results.insert(0, Message(role, _text(kept), tool_calls=calls))
+        results.insert(0, Message(role, _text(content_parts), tool_calls=calls))
     return [_with_marks(message, item) for message in results]
 
 
@@ -248,7 +259,7 @@ def _tool_use(part: Mapping[str, Any]) -> ToolCall:
 
 
 def _encoded(value: object) -> str:
-    """Encode as JSON; empty for values nested too deep, which llama-server refuses."""
+    """Encode as JSON; empty for a value nested too deep, which llama-server refuses."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
@@ -277,7 +288,7 @@ def _parts(item: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 
 def _items(value: object) -> list[Mapping[str, Any]]:
-    """A list's elements; one that is not an object counts as empty, as in llama-server."""
+    """The elements of a list; llama-server treats an element that is not an object as empty."""
     items = value if isinstance(value, list) else []
     return [item if isinstance(item, dict) else {} for item in items]
 

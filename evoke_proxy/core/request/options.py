@@ -1,4 +1,4 @@
-"""The proxy's own request fields: validation, and removal from the body."""
+"""Validates the proxy's own request fields, and removes them from the body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.messages import message_lists
 from evoke_proxy.errors import RequestError
 
-# Removed from the body before it is forwarded: llama-server would refuse or misread them.
+# Removed before the body is forwarded, because llama-server would refuse or misread them.
 TOP_LEVEL_FIELDS = (
     "evoke",
     "evoke_budget",
@@ -30,9 +30,9 @@ TOP_LEVEL_FIELDS = (
     "evoke_oracle",
 )
 MESSAGE_FIELDS = ("evoke_keep", "evoke_name")
-OURS = frozenset(TOP_LEVEL_FIELDS)
+OWN_FIELDS = frozenset(TOP_LEVEL_FIELDS)
 
-_KEEPS = ("pin", "prefer")
+_KEEP_VALUES = ("pin", "prefer")
 _SESSION = re.compile(r"[A-Za-z0-9._:@/+=-]{1,256}")
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,100}")
 _BLOCK_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")  # paths may be longer than names
@@ -47,16 +47,16 @@ class RequestOptions:
     Attributes:
         enabled: `evoke`; false passes the request through unmanaged.
         budget: `evoke_budget`, tokens.
-        policy: `evoke_policy`.
-        recovery: `evoke_recovery`.
-        priority: `evoke_priority`, a factor of keep-scores of this turn's blocks.
+        policy: `evoke_policy`, name of the policy.
+        recovery: `evoke_recovery`, how evicted blocks return.
+        priority: `evoke_priority`, factor of the keep-scores of this turn's blocks.
         pinned: `evoke_pinned`; pins this turn's blocks.
-        task_boundary: `evoke_task_boundary`; a new task begins with this turn.
+        task_boundary: `evoke_task_boundary`; says that a new task begins with this turn.
         session: `evoke_session`, the client's id of the conversation.
-        recover: `evoke_recover`, names of blocks that the client wants back.
-        oracle: `evoke_oracle`, names or message indexes of the blocks that hold the answer.
-        recall: `evoke_recall`.
-        given: whether the request has any of these fields, or marks in its messages.
+        recover: `evoke_recover`, names of blocks to recover.
+        oracle: `evoke_oracle`, names or message indexes of the blocks that contain the answer.
+        recall: `evoke_recall`, how relevance is measured.
+        is_set: whether the request has any of these fields, or marks in its messages.
     """
 
     enabled: bool = True
@@ -70,7 +70,7 @@ class RequestOptions:
     recover: tuple[str, ...] = ()
     oracle: tuple[str | int, ...] = ()
     recall: str | None = None
-    given: bool = False
+    is_set: bool = False
 
 
 def strip_own_fields(body: bytes) -> bytes:
@@ -78,19 +78,20 @@ def strip_own_fields(body: bytes) -> bytes:
     return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS)
 
 
-def parse_options(body: Mapping[str, Any], has_marks: bool, bench: bool) -> RequestOptions:
+def parse_options(body: Mapping[str, Any], has_marks: bool) -> RequestOptions:
     """Read the proxy's own fields of a body; RequestError for a wrong or unknown field.
 
-    `has_marks` says whether messages have such fields too. `bench` allows fields and policies that
-    only benches use.
+    `has_marks` says whether messages have such fields. `evoke_oracle` is accepted where the
+    policy `oracle` is registered.
     """
     for key in body:
-        if key.startswith("evoke_") and key not in OURS:
+        if key.startswith("evoke_") and key not in OWN_FIELDS:
             _refuse_name(key)
+    names = policy_names()
     return RequestOptions(
         enabled=_flag(body, "evoke", True),
         budget=_budget(body),
-        policy=_one_of(body, "evoke_policy", policy_names(bench)),
+        policy=_one_of(body, "evoke_policy", names),
         recovery=_one_of(body, "evoke_recovery", RECOVERIES),
         recall=_one_of(body, "evoke_recall", RECALLS),
         priority=_priority(body),
@@ -98,8 +99,8 @@ def parse_options(body: Mapping[str, Any], has_marks: bool, bench: bool) -> Requ
         task_boundary=_flag(body, "evoke_task_boundary", False),
         session=_session(body),
         recover=_recover(body),
-        oracle=_oracle(body, bench),
-        given=has_marks or any(key in body for key in TOP_LEVEL_FIELDS),
+        oracle=_oracle(body, "oracle" in names),
+        is_set=has_marks or any(key in body for key in TOP_LEVEL_FIELDS),
     )
 
 
@@ -150,11 +151,11 @@ def _recover(body: Mapping[str, Any]) -> tuple[str, ...]:
     _refuse("evoke_recover", f"a list of at most {_MAX_NAMES} names of blocks", value)
 
 
-def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
+def _oracle(body: Mapping[str, Any], is_registered: bool) -> tuple[str | int, ...]:
     value = body.get("evoke_oracle")
     if value is None:
         return ()
-    if not bench:
+    if not is_registered:
         message = "evoke_oracle is for benches only (python -m bench.proxy)"
         raise RequestError(message, "evoke_oracle_invalid")
     if isinstance(value, list) and all(
@@ -169,9 +170,9 @@ def messages_with_marks(
 ) -> list[Mapping[str, Any]]:
     """The messages of a body that have a field of the proxy.
 
-    `unmarked` says how many messages of each list, from the first on, are known to have none.
+    `unmarked` maps the key of a list to the number of its first messages that have none.
     """
-    # Runs over every message of a long conversation, so it makes no call per message.
+    # A call per message would be slow in long conversations.
     keep, name = MESSAGE_FIELDS
     return [
         item
@@ -185,7 +186,7 @@ def check_marks(messages: Iterable[Mapping[str, Any]]) -> None:
     """Raise RequestError when a field of the proxy in a message is wrong."""
     for item in messages:
         keep, name = item.get("evoke_keep"), item.get("evoke_name")
-        if keep is not None and keep not in _KEEPS:
+        if keep is not None and keep not in _KEEP_VALUES:
             _refuse("evoke_keep", "pin or prefer", keep)
         if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
             _refuse("evoke_name", "1 to 100 characters without control characters", name)

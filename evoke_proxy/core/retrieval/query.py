@@ -112,8 +112,8 @@ def query_of(request: ChatRequest) -> Query:
     return replace(
         query,
         has_context_clause=has_context_clause,
-        requested=request.tags.recover,
-        gold=request.tags.oracle,
+        requested=request.options.recover,
+        gold=request.options.oracle,
         files=request.files,
     )
 

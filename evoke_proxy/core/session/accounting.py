@@ -221,7 +221,7 @@ def usage_outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str
     if quotes_evicted(turn.config):
         tokens = sum(len(block.span) for block in quoted)
         outcome["as_text"] = {"blocks": len(quoted), "tokens": tokens}
-    names = turn.request.tags.recover
+    names = turn.request.options.recover
     if names:
         blocks = turn.view.blocks
         unknown = unknown_names(blocks, names)

@@ -203,7 +203,7 @@ class Session:
         to_decode = self.layout.in_pool & (blocks.ends > start)
         outdated = {label for label in self._outdated if blocks.has(label)}
         self._outdated = frozenset(outdated.union(b.label for b in blocks.pick(to_decode)))
-        self.layout = replace(self.layout, guessed=frozenset())
+        self.layout = replace(self.layout, unverified=frozenset())
         self._planned = (turn.view, plan)
         self._pre_restart_resident = ()
         self.decided = DecidedTurn(turn.view, turn.query, turn.config)
@@ -310,7 +310,7 @@ class Session:
     def _marks_with(self, number: int, request: ChatRequest) -> dict[int, _Mark]:
         """Return the marks of all turns, with those of a request as turn `number`."""
         marks = {turn: mark for turn, mark in self._turn_marks.items() if turn != number}
-        mark = (request.tags.pinned, request.tags.priority)
+        mark = (request.options.pinned, request.options.priority)
         return marks if mark == _NO_MARK else {**marks, number: mark}
 
     def _reconcile(self, inputs: _TurnInputs) -> tuple[Layout, int]:
@@ -320,7 +320,7 @@ class Session:
             layout = self.layout.reconcile(
                 inputs.rendered, slot, inputs.request.messages, inputs.number, inputs.config
             )
-            return layout.with_marks(inputs.request.keeps, inputs.marks)
+            return layout.with_marks(inputs.request.keep_marks, inputs.marks)
 
         view, n_tokens = inputs.slot, len(inputs.rendered.tokens)
         n_past, block_tokens = view.n_past(n_tokens), inputs.config.block_tokens
@@ -381,7 +381,7 @@ class Session:
 
 def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:
     """Return where a new task begins: with the first user message of its request; None: nowhere."""
-    if not inputs.request.tags.task_boundary:
+    if not inputs.request.options.task_boundary:
         return None
     blocks = layout.blocks
     is_first = (blocks.turns == inputs.number) & (blocks.roles == ROLES.index(Role.USER))

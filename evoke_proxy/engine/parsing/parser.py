@@ -55,14 +55,13 @@ class RequestParser:
     def _chat(self, incoming: IncomingRequest, read: ReadBody, tenant: str) -> ParsedChat:
         fields = read.parsed
         hint = hint_of(incoming.headers, fields)
-        bench_fields = self._config.policy.bench_fields
-        chat = parse_chat(incoming.dialect, fields, bench_fields, read.n_shared)
+        chat = parse_chat(incoming.dialect, fields, read.n_shared)
         id_slot = fields.get("id_slot")
         is_slot = isinstance(id_slot, int) and not isinstance(id_slot, bool)
         return ParsedChat(
             incoming=incoming,
             tenant=tenant,
-            body=strip_own_fields(read.body) if chat.tags.given else read.body,
+            body=strip_own_fields(read.body) if chat.options.is_set else read.body,
             chat=chat,
             model=str(fields.get("model")),
             hint=hint,

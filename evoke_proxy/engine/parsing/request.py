@@ -78,4 +78,4 @@ class ParsedChat(ParsedRequest):
     @property
     def is_verbose(self) -> bool:
         """Whether the client asked to be told what the proxy did."""
-        return self.chat.tags.given or "X-Evoke-Session" in self.headers
+        return self.chat.options.is_set or "X-Evoke-Session" in self.headers

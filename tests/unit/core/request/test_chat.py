@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.request.chat import (
+    MESSAGE_FIELDS,
+    TOP_LEVEL_FIELDS,
+    ChatRequest,
+    RequestOptions,
+    parse_chat,
+)
+from evoke_proxy.errors import RequestError
+
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat("chat", HELLO | fields)
+
+
+def query(*messages: tuple[str, str]) -> str:
+    body = {"messages": [{"role": role, "content": text} for role, text in messages]}
+    return parse_chat("chat", body).query
+
+
+def test_a_plain_request_has_the_defaults() -> None:
+    request = chat()
+    assert request == ChatRequest(
+        "chat", request.messages, None, False, 1, False, cache_prompt=True,
+        options=RequestOptions(), keys=request.keys,
+    )  # fmt: skip
+    assert [message.role for message in request.messages] == [Role.USER]
+    assert request.bypass == ""
+
+
+def test_every_dialect_is_read_by_its_own_rules() -> None:
+    assert parse_chat("responses", {"input": "hi", "max_output_tokens": 9}).max_tokens == 9
+    assert parse_chat("messages", HELLO).max_tokens == 4096
+    assert parse_chat("completions", {"prompt": "hi", "n_predict": 9}).max_tokens == 9
+    with pytest.raises(KeyError):
+        parse_chat("smoke signals", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({"max_tokens": 9}, 9),
+        ({"max_completion_tokens": 8, "max_tokens": 9}, 8),
+        ({"n_predict": 7, "max_completion_tokens": 8, "max_tokens": 9}, 7),
+        ({"max_tokens": -1}, None),
+        ({"max_tokens": None}, None),
+        ({"max_tokens": "9"}, None),
+        ({"max_tokens": True}, None),
+        ({"max_tokens": 0}, 0),
+    ],
+)
+def test_the_answers_limit_follows_the_servers_precedence(
+    fields: dict[str, Any], limit: int | None
+) -> None:
+    assert chat(**fields).max_tokens == limit
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"evoke": False}, "disabled"),
+        ({"n": 2}, "n"),
+        ({"n_cmpl": 2}, "n"),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, "media"),
+        ({"cache_prompt": False}, "cache_prompt"),
+        ({"n": 1, "cache_prompt": True, "evoke": True}, ""),
+        ({"n": None}, ""),
+    ],
+)
+def test_what_the_budget_cannot_manage_is_named(fields: dict[str, Any], reason: str) -> None:
+    assert chat(**fields).bypass == reason
+
+
+def test_several_prompts_are_several_answers() -> None:
+    assert parse_chat("completions", {"prompt": ["a", "b"]}).n == 2
+    assert parse_chat("completions", {"prompt": [1, 2, 3]}).n == 1
+    assert parse_chat("completions", {"prompt": ["a"]}).n == 1
+
+
+def test_the_query_is_what_was_said_since_the_last_answer() -> None:
+    assert query(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d")) == "c\nd"
+    assert query(("user", "a"), ("assistant", "b"), ("tool", "c"), ("system", "no")) == "c"
+    assert query(("system", "s"), ("user", "a")) == "a"
+    assert query(("user", "a"), ("assistant", "the client begins the ans")) == "a"
+    assert query(("assistant", "b")) == ""
+    assert query() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"path":"src/a.py","line":7,"deep":{"x":["y"]},"dry":true}', "src/a.py\n7\ny\nlong"),
+        ('"src/a.py"', "src/a.py\nlong"),
+        ("src/a.py", "src/a.py\nlong"),
+        (json.dumps(["a"] * 20), "a\n" * 16 + "long"),
+        (json.dumps({"path": "a", "content": "x" * 5000}), "a\n" + "x" * 200 + "\nlong"),
+    ],
+)
+def test_what_a_tool_was_called_with_is_asked_about_too(arguments: str, said: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "long"},
+    ]
+    assert parse_chat("chat", {"messages": messages}).query == said
+    path = json.loads(arguments).get("path", "") if arguments.startswith("{") else ""
+    assert parse_chat("chat", {"messages": messages}).files == ((path,) if path else ())
+    # calls that nobody has answered ask for nothing yet
+    assert parse_chat("chat", {"messages": messages[:2]}).query == "a"
+    assert parse_chat("chat", {"messages": messages[:2]}).files == ()
+
+
+def test_tags_are_read() -> None:
+    tags = chat(
+        evoke=True,
+        evoke_budget=512,
+        evoke_policy="discard",
+        evoke_recovery="discard",
+        evoke_priority=2,
+        evoke_pinned=True,
+        evoke_task_boundary=True,
+        evoke_session="a/b:1",
+    ).options
+    assert tags == RequestOptions(
+        True, 512, "discard", "discard", 2.0, True, True, "a/b:1", is_set=True
+    )
+
+
+@pytest.mark.parametrize("field", TOP_LEVEL_FIELDS)
+def test_a_null_tag_is_no_tag_or_an_error_but_never_a_value(field: str) -> None:
+    try:
+        tags = chat(**{field: None}).options
+    except RequestError as error:
+        assert error.code == f"{field}_invalid"
+    else:
+        assert tags == RequestOptions(is_set=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("evoke", {"epoch": 3}),
+        ("evoke", "no"),
+        ("evoke_budget", 0),
+        ("evoke_budget", -5),
+        ("evoke_budget", 5.5),
+        ("evoke_budget", True),
+        ("evoke_budget", "512"),
+        ("evoke_policy", "lru"),
+        ("evoke_policy", ["evoke"]),
+        ("evoke_recovery", "magic"),
+        ("evoke_priority", "high"),
+        ("evoke_priority", float("nan")),
+        ("evoke_priority", -1),
+        ("evoke_priority", 1e9),
+        ("evoke_priority", True),
+        ("evoke_pinned", 1),
+        ("evoke_task_boundary", "yes"),
+        ("evoke_session", ""),
+        ("evoke_session", "a b"),
+        ("evoke_session", "x" * 257),
+        ("evoke_session", 7),
+    ],
+)
+def test_a_wrong_tag_is_a_request_error_with_its_own_code(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=field) as caught:
+        chat(**{field: value})
+    assert (caught.value.status, caught.value.code) == (400, f"{field}_invalid")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("evoke_keep", "pinned"),
+        ("evoke_keep", 1),
+        ("evoke_keep", ""),
+        ("evoke_name", ""),
+        ("evoke_name", "a\nb"),
+        ("evoke_name", "x" * 101),
+        ("evoke_name", 3),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_a_wrong_mark_is_a_request_error(field: str, value: Any, dialect: str) -> None:
+    item = {"role": "user", "content": "hi", field: value}
+    key = "input" if dialect == "responses" else "messages"
+    with pytest.raises(RequestError, match=field) as caught:
+        parse_chat(dialect, {key: [item]})
+    assert caught.value.code == f"{field}_invalid"
+
+
+@pytest.mark.parametrize("field", MESSAGE_FIELDS)
+def test_a_mark_on_a_message_counts_as_a_tag(field: str) -> None:
+    item = {"role": "user", "content": "hi", field: "pin"}
+    assert parse_chat("chat", {"messages": [item]}).options.is_set
+    assert not chat().options.is_set
+
+
+@pytest.mark.parametrize("messages", [None, 3, ["text"], [None], [{"role": 3, "content": {}}]])
+def test_what_the_server_will_refuse_is_not_refused_here(messages: Any) -> None:
+    assert isinstance(parse_chat("chat", {"messages": messages}), ChatRequest)

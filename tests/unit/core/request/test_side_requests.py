@@ -1,0 +1,75 @@
+"""Side requests are told from the first turns of conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from evoke_proxy.core.request.chat import (
+    MAX_SIDE_ANSWER_TOKENS,
+    MAX_SIDE_PROMPT_TOKENS,
+    is_side_request,
+    parse_chat,
+)
+
+
+def side(
+    *said: tuple[str, str],
+    n_tokens: int = 100,
+    beside: bool = True,
+    family: bool = False,
+    **more: Any,
+) -> bool:
+    messages = [{"role": role, "content": text} for role, text in said]
+    return is_side_request(
+        parse_chat("chat", {"messages": messages, **more}), n_tokens, beside, family
+    )
+
+
+HELLO = ("user", "How do I sort a list?")
+
+TASKS = [
+    [("user", "### Task:\nGenerate a concise, 3-5 word title with an emoji ...")],
+    [("user", "### Task:\nSuggest 3-5 relevant follow-up questions ...")],
+    [("system", "You are a title generator. You output ONLY a thread title."), HELLO],
+    [("user", "Generate a title for this conversation:\n"), HELLO],
+    [("user", "Please write a 5-10 word title for the following conversation: ...")],
+    [("system", "Summarize this coding conversation in under 50 characters."), HELLO],
+    [("system", "Summarize this conversation."), HELLO],
+    [("user", "Write a one-line commit message for these changes: ...")],
+]
+
+
+@pytest.mark.parametrize("said", TASKS)
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("n_tokens", [30, 30_000])
+def test_a_task_of_the_client_is_one(
+    said: list[tuple[str, str]], beside: bool, n_tokens: int
+) -> None:
+    assert side(*said, beside=beside, n_tokens=n_tokens)
+
+
+def test_a_first_turn_is_a_conversation() -> None:
+    assert not side(HELLO)
+    assert not side(("system", "You are a helpful assistant."), HELLO, max_tokens=4096)
+    assert not side(("user", "The title of the book is Dune. Who wrote it?"))
+
+
+def test_a_tiny_answer_beside_a_conversation_is_one() -> None:
+    assert side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS)
+    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS + 1)
+    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, beside=False)
+    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
+
+
+def test_what_bears_the_id_of_a_conversation_is_one() -> None:
+    assert side(HELLO, family=True)
+    assert not side(HELLO, family=True, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
+
+
+def test_agents_and_answered_conversations_are_none() -> None:
+    tools = [{"type": "function", "function": {"name": "ls"}}]
+    assert not side(HELLO, family=True, max_tokens=5, tools=tools)
+    assert not side(HELLO, ("assistant", "Use sorted()."), HELLO, family=True, max_tokens=5)
+    assert not side(*TASKS[0], ("assistant", "Sorting"), HELLO)
