@@ -1,4 +1,4 @@
-"""What is to be run: which sessions under which arms, in an order that may stop anywhere."""
+"""The sessions and arms to run, in an order in which a run may stop anywhere."""
 
 from __future__ import annotations
 
