@@ -40,7 +40,6 @@ class Policy:
         truncates: Whether the oldest messages are removed from the request itself.
         probes: Whether the model may be probed for what it attends to, by `policy.recall`.
         capture: What llama-server captures of the model's attention; None: nothing.
-        needs_bench_fields: Whether `policy.bench_fields` must be set: it is told the answers.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Policy:
     truncates: bool = False
     probes: bool = False
     capture: Capture | None = None
-    needs_bench_fields: bool = False
 
 
 _POLICIES: dict[str, Policy] = {}
@@ -63,7 +61,7 @@ def register(policy: Policy) -> Policy:
     if policy.name in _POLICIES:
         raise ValueError(f"two policies are called {policy.name!r}")
     _POLICIES[policy.name] = policy
-    add_policy_name(policy.name, policy.needs_bench_fields)
+    add_policy_name(policy.name)
     return policy
 
 

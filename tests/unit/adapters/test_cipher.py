@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import os
 import random
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from damage import DAMAGES, damage, in_memory
 from repository_fixtures import TOKENS, kept, vault
 
+from evoke_proxy.adapters import cipher as cipher_module
 from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
@@ -64,6 +69,24 @@ def test_every_change_of_an_encrypted_file_is_detected(tmp_path: Path) -> None:
     for cipher, name in ((EncryptedFormat(OTHER), b"name"), (EncryptedFormat(KEY), b"another")):
         with pytest.raises(SnapshotUnusable):
             cipher.decode_file(str(sealed), str(again), name)
+
+
+@pytest.mark.parametrize("room", [0, 100, PIECE, 3 * PIECE])
+def test_a_full_disk_is_reported_while_a_file_is_encrypted(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + memoryview(data).nbytes > room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    plain, sealed, _ = _three(tmp_path)
+    plain.write_bytes(bytes(3 * PIECE))
+    monkeypatch.setattr(cipher_module, "_created", lambda path: FullDisk(path, "wb"))
+    with pytest.raises(SnapshotUnusable) as caught:
+        EncryptedFormat(KEY).encode_file(str(plain), str(sealed), b"name")
+    assert caught.value.reason == "disk"
 
 
 @pytest.mark.parametrize("form", [DiskFormat(), EncryptedFormat(KEY)], ids=["plain", "encrypted"])

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from evoke_proxy.adapters.llama.block_api import batches_of_names
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
@@ -59,6 +61,14 @@ def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
 def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
     assert FULL.stream is not None
     assert FULL.stream.min_budget == 4 + 32 + 6 + 64
+
+
+@pytest.mark.parametrize(
+    ("budget", "sent"), [(0, 0), (2**30, 2**30), (2**30 + 1, 2**30), (2**64, 2**30)]
+)
+def test_a_budget_is_at_most_the_largest_that_llama_server_accepts(budget: int, sent: int) -> None:
+    (op,) = Plan(stream=DecodeBudget(budget)).ops()
+    assert op["budget"] == sent
 
 
 def test_one_call_has_no_more_than_llama_server_takes() -> None:

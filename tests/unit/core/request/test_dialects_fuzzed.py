@@ -65,7 +65,7 @@ def _only_request_errors(body: dict[str, Any]) -> None:
         return
     for dialect in DIALECTS:
         try:
-            request = parse_chat(dialect, parsed, bench=True)
+            request = parse_chat(dialect, parsed)
         except RequestError:
             continue
         query_of(request)

@@ -59,7 +59,7 @@ def _strategy(api: _Calls, *conversations: Any) -> SnapshotStrategy:
 
 
 def _request(dialect: str, body: bytes) -> ParsedChat:
-    chat = parse_chat(dialect, orjson.loads(body), False)
+    chat = parse_chat(dialect, orjson.loads(body))
     incoming = IncomingRequest(
         dialect=dialect, target="", body=body, headers={}, forwarded_headers={}
     )
