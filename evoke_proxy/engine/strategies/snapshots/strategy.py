@@ -206,8 +206,9 @@ class SnapshotStrategy(CacheStrategy):
         except (RequestError, CapacityError):
             raise
         except Exception as error:
-            decision = self._failures.decide(scope.trace, error)
-            return replace(scope.turn, decision=decision)
+            turn = replace(scope.turn, decision=self._failures.decide(scope.trace, error))
+            # The body names no slot, so llama-server may choose another one.
+            return replace(turn, slot=None) if isinstance(turn, SnapshotTurn) else turn
 
     async def _managed(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """Lease a slot and bring as much of the prompt into it as can be had cheaply.
