@@ -1,9 +1,9 @@
-"""The values that a chat request becomes on its way, and the protocol of what answers it.
+"""Defines the stages of a chat request, and the protocol of gateways, which answer requests.
 
 A request is an `IncomingRequest`, then a `ParsedRequest` (engine/parsing/request.py), then a
 `PreparedTurn` of the strategy that serves it (engine/server/turn.py), then an `Outcome`. All of
-these are frozen. `Exchange` is what web relays while it is open; `RequestTrace` measures a request
-to its end.
+these are frozen. `Exchange` is the open request that web relays; `RequestTrace` measures a request
+until its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from evoke_proxy.engine.parsing.request import ParsedRequest
 
 @dataclass(frozen=True, slots=True)
 class ForwardedBody:
-    """The body that llama-server gets: `body` with `members` put at the front of its object."""
+    """The body for llama-server: `body`, with `members` inserted at the front of its object."""
 
     body: bytes
     members: Mapping[str, bytes] = field(default_factory=dict)
@@ -34,16 +34,16 @@ class ForwardedBody:
 
 
 class RequestTrace:
-    """Measures one request, names the stage it has reached, and publishes what it waits for."""
+    """Measures one request, names its stage, and publishes when it waits."""
 
     def __init__(self, arrived_at: float) -> None:
         # Event loop times, in seconds.
         self.arrived_at = arrived_at
         # When the current attempt began; later than `arrived_at` after a failover.
         self.attempted_at = arrived_at
-        # The stage under way: the label of `evoke_degraded_total` when it fails.
+        # The current stage: the label of `evoke_degraded_total` when it fails.
         self.stage = "render"
-        # Seconds by what was waited for.
+        # Seconds of waiting, by the name of what was waited for.
         self.waits: dict[str, float] = {}
         # Seconds of the proxy's own work before forwarding; None until the request is forwarded.
         self.own_s: float | None = None
@@ -51,29 +51,29 @@ class RequestTrace:
         self.after_s = 0.0
         # Facts for the log line of the request; empty until the request is prepared.
         self.facts: Mapping[str, Any] = {}
-        # The name of the llama-server where there are several.
+        # The name of the llama-server in a pool; "" without one.
         self.server = ""
         # Whether a failure of llama-server was counted for this request already.
         self.has_counted_failure = False
-        # When the wait under way began; None while there is none that a client should know of.
+        # When the current wait began; None while the request does not wait.
         self.waiting_since: float | None = None
         # Set whenever `waiting_since` changes.
         self.wait_changed = asyncio.Event()
 
     def begin_attempt(self) -> None:
-        """Measure from now on: the request is sent to another server after a failure."""
+        """Measure from now on, because the request is sent to another server after a failure."""
         self.attempted_at = asyncio.get_running_loop().time()
         self.stage, self.own_s, self.facts = "render", None, {}
         self.waits.clear()
         self.has_counted_failure = False
 
     def add_wait(self, name: str, seconds: float) -> None:
-        """Add seconds to those that were waited for something."""
+        """Add seconds of waiting under a name."""
         self.waits[name] = self.waits.get(name, 0.0) + seconds
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block that may take long: a streaming client is to see that its request is alive."""
+        """Publish in this context that the request waits; web then sends keep-alive comments."""
         self._publish(asyncio.get_running_loop().time())
         try:
             yield
@@ -87,7 +87,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the reply to a request said, read when it ended or broke off."""
+    """The outcome of a request, read from its reply when that ended or broke off."""
 
     # The reply said that it is complete.
     is_finished: bool
@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Exchange:
-    """A request that llama-server has begun to answer; open until its context manager is left."""
+    """A request that llama-server is answering; open until its context manager is left."""
 
     reply: Reply
     # Called with each chunk of the reply before the client gets it.
@@ -126,6 +126,6 @@ class Gateway(Protocol):
 
         Entering raises RequestError for wrong fields of the proxy, SlotsBusy when no slot becomes
         free, NoServer when no server takes requests, UpstreamError when llama-server cannot be
-        reached. Any other failure costs the plan of the request and not its answer.
+        reached. After any other failure the request is forwarded without a plan.
         """
         ...

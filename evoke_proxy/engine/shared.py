@@ -1,4 +1,4 @@
-"""What all servers of one proxy share: metrics, events, embedder, snapshots, parser."""
+"""Builds what all servers of a proxy share: metrics, events, embedder, snapshots, parser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 
 class Shared:
-    """What all servers of a proxy share; an async context manager around them.
+    """The objects that all servers of a proxy share, as an async context manager.
 
     Attributes:
         homes: URLs of the servers of a pool in their order; empty where there is only one server.
@@ -44,11 +44,11 @@ class Shared:
             self.repository.close()
 
     def adjust(self, config: Config) -> None:
-        """Continue with another configuration, of the keys that can be changed."""
+        """Apply another configuration; only keys that can change at run time may differ."""
         self.body_memory.limit_mib = config.limits.remembered_bodies_mib
         self.parser.adjust(config)
 
     def accepting(self) -> dict[str, Any]:
-        """Whether the proxy takes requests, as a check of its readiness."""
+        """The readiness check whether the proxy takes requests."""
         detail = "stopping: no new requests" if self.draining else "accepting requests"
         return {"ok": not self.draining, "detail": detail}

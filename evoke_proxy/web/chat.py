@@ -1,4 +1,4 @@
-"""Answers one request in a dialect: enters its exchange, and relays the reply."""
+"""Answers chat requests: enters the exchange of each request, and relays its reply."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from evoke_proxy.web.logs import FACTS
 from evoke_proxy.web.request_bodies import read_body
 from evoke_proxy.web.sse_keepalive import KeepaliveStream, check
 
-# The body may grow or shrink by the spliced fields; the proxy's own headers are for the proxy.
+# Headers that are not forwarded: inserted fields change the length, the others are the proxy's.
 _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
 
 
 async def answer_chat(
     request: web.Request, gateway: ProxyGateway, dialect: str
 ) -> web.StreamResponse:
-    """Have the gateway answer a request, and relay the reply as it arrives."""
+    """Open a request at the gateway, and relay the reply as it arrives."""
     FACTS.set({"decision": "refused"})
     async with read_body(request, gateway.config, COPIES) as body:
         return await _exchange(request, gateway, _incoming(request, dialect, body))

@@ -1,6 +1,6 @@
-"""Event streams that begin before their answer: comments while the request waits.
+"""Starts event streams before their answer, and sends comments while the request waits.
 
-Once such a stream has begun its status is 200: whatever fails after that is an event in it.
+Such a stream has status 200, so a later failure is sent as an event of the stream.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 _CORS = frozenset(("access-control-allow-origin", "vary"))
 _CORS_S = 2.0
-# The event stream format's comment: every client skips it, everything in between sees life.
+# A comment of the event stream format: clients skip it, and it keeps connections alive.
 _WAITING = b": waiting\n\n"
 
 
 class KeepaliveStream:
-    """Enters an exchange, and meanwhile shows a streaming client that its request is alive.
+    """Enters an exchange, and sends comments to a streaming client in the meantime.
 
-    `response` is what the client was sent before there was an answer; None while it was sent
-    nothing. `interval_s` are the seconds of waiting before each comment.
+    `response` is the stream that was started before the answer; None while none was. A comment is
+    sent after each `interval_s` seconds of waiting.
     """
 
     def __init__(self, request: web.Request, upstream: RequestOpener, interval_s: float) -> None:
@@ -46,10 +46,10 @@ class KeepaliveStream:
         opening: AbstractAsyncContextManager[Exchange],
         trace: RequestTrace,
     ) -> Exchange:
-        """Enter an exchange on a stack, in a task of its own.
+        """Enter an exchange on a stack, in a separate task.
 
-        Raises what entering raises, and ConnectionResetError when the client is gone; entering is
-        cancelled then, and has ended when this raises.
+        Raises what entering raises, and ConnectionResetError when the client has disconnected;
+        entering was then cancelled, and has ended.
         """
         task = asyncio.get_running_loop().create_task(stack.enter_async_context(opening))
         task.add_done_callback(lambda _: trace.wait_changed.set())
@@ -63,7 +63,7 @@ class KeepaliveStream:
         return task.result()
 
     async def _comment_until(self, task: asyncio.Task[Exchange], trace: RequestTrace) -> None:
-        """Send a comment after each interval that the request has waited for something."""
+        """Send a comment after each interval in which the request waits, until `task` is done."""
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         while not task.done():
@@ -108,7 +108,7 @@ class KeepaliveStream:
 
 
 async def check(reply: Reply) -> None:
-    """Raise UpstreamRejected when an answer cannot continue an event stream."""
+    """Raise UpstreamRejected when a reply cannot continue an event stream."""
     kind = reply.headers.get("Content-Type", "")
     if reply.status != 200 or not kind.startswith("text/event-stream"):
         raise UpstreamRejected(reply.status, await reply.read())
@@ -117,10 +117,10 @@ async def check(reply: Reply) -> None:
 async def _cors_headers(
     upstream: RequestOpener, path: str, origin: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """The CORS headers that llama-server sends to pages of this origin; none when it does not say.
+    """The CORS headers that llama-server sends to pages of an origin; empty when it sends none.
 
-    A browser reads no answer that does not allow its origin, and which are allowed is a setting of
-    llama-server (`--cors-origins`).
+    A browser rejects a reply that does not allow its origin, and llama-server decides which origins
+    are allowed (`--cors-origins`).
     """
     try:
         async with asyncio.timeout(_CORS_S):

@@ -158,9 +158,7 @@ def wait_for_vectors(ours: RunningProxy) -> None:
     """Until every block that is being embedded has its vectors."""
     ours.quiet()
     awaited = [
-        keys
-        for known in ours.engine.conversations
-        for keys in known.budgeted.pending_vectors.values()
+        keys for known in ours.engine.conversations for keys in known.vectors.pending.values()
     ]
     vector = ours.engine.shared.embedding.vector
     until(lambda: all(vector(key) is not None for keys in awaited for key in keys))

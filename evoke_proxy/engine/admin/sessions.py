@@ -121,7 +121,7 @@ class SessionAdmin:
         server, policy = monitor.server, monitor.config.policy
         return {
             "version": __version__,
-            "server": monitor.described(),
+            "server": monitor.describe(),
             "reachable": server.lacking != "unreachable",
             "build": server.build,
             "slots": [pool.holder(slot) for slot in range(len(pool))],

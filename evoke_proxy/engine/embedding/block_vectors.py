@@ -1,4 +1,4 @@
-"""Embeds the questions of requests before their plan, and blocks of sessions after a reply."""
+"""Embeds the questions of requests before planning, and the blocks of sessions after a reply."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 
-# The most blocks of a session that are submitted after a turn, the latest ones.
-_AT_ONCE = 1024
-# Blocks that are cut into texts in one callback of the event loop: half a millisecond.
-_IN_ONE_STEP = 16
+# The most blocks of a session that are submitted after a turn; the latest ones are.
+_MAX_SUBMITTED = 1024
+# Blocks that one callback of the event loop submits, which takes half a millisecond.
+_STEP_BLOCKS = 16
 # Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
-Arrived = list[tuple[str, Sequence[Vectors] | Vectors]]
+LabeledVectors = list[tuple[str, Sequence[Vectors] | Vectors]]
 
 
 class BlockVectors:
-    """The embedder as planning uses it; without an embedder all methods do nothing.
+    """Gives planning the vectors that it uses; without an embedder there are none.
 
-    `policy` tells which requests need vectors, and may be replaced. All requests need them while
-    any of the `conversations` has a budget of its own.
+    `policy` decides which requests need vectors, and may be replaced. While an operator has set a
+    budget for any of the `conversations`, all requests need them.
     """
 
     def __init__(
@@ -45,85 +45,86 @@ class BlockVectors:
     async def embed_beside(
         self, rendering: Awaitable[Rendered], request: ParsedChat, trace: RequestTrace
     ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
-        """The result of `rendering`, and the vectors of the question, which are made meanwhile.
+        """Await `rendering` and embed the question at the same time; returns both results.
 
-        The vectors are by text, None where one could not be made. The time that embedding takes
-        longer than rendering is counted as a wait.
+        The vectors are by text of a clause; None for one that could not be embedded. The time that
+        embedding takes longer than rendering is counted as a wait.
         """
-        if not self._wanted(request.chat):
+        if not self._needs_vectors(request.chat):
             return await rendering, {}
         loop, rendered_at = asyncio.get_running_loop(), 0.0
 
         async def timed() -> Rendered:
             nonlocal rendered_at
-            found = await rendering
+            result = await rendering
             rendered_at = loop.time()
-            return found
+            return result
 
-        rendered, vectors = await asyncio.gather(timed(), self._asked(request.chat, request.tenant))
+        rendered, vectors = await asyncio.gather(
+            timed(), self._embed_question(request.chat, request.tenant)
+        )
         trace.add_wait("embed", loop.time() - rendered_at)
         return rendered, vectors
 
-    def arrived(self, conversation: Conversation) -> Arrived:
-        """The vectors of a session's blocks that have been made since its last turn, by label.
+    def take_new(self, conversation: Conversation) -> LabeledVectors:
+        """Take the vectors of blocks that were made since the session's previous turn, by label.
 
-        `stacked` makes arrays of them; that may run in a thread.
+        `stacked` turns them into arrays, which may run in a thread.
         """
-        found: Arrived = list(conversation.budgeted.stored_vectors.items())
-        conversation.budgeted.stored_vectors = {}
-        for label, keys in conversation.budgeted.pending_vectors.items():
+        result: LabeledVectors = list(conversation.vectors.stored.items())
+        conversation.vectors.stored = {}
+        for label, keys in conversation.vectors.pending.items():
             made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
             if len(made) == len(keys) > 0:
-                found.append((label, made))
-                if (
-                    len(conversation.budgeted.embedded) < _AT_ONCE
-                ):  # they may never be written to disk
-                    conversation.budgeted.embedded[label] = keys
-        return found
+                result.append((label, made))
+                # Bounded: without a directory they are never written to disk.
+                if len(conversation.vectors.embedded) < _MAX_SUBMITTED:
+                    conversation.vectors.embedded[label] = keys
+        return result
 
     def submit(self, conversation: Conversation) -> None:
         """Embed the blocks of a session that have no vectors yet, the latest first."""
         if not self._embedding.on or conversation.ephemeral:
             return
-        before, conversation.budgeted.pending_vectors = conversation.budgeted.pending_vectors, {}
-        awaited = conversation.budgeted.pending_vectors
+        before, conversation.vectors.pending = conversation.vectors.pending, {}
+        pending = conversation.vectors.pending
         # The latest submitted is embedded first, so the oldest are submitted first.
-        lacking = conversation.session.index.without_vectors(_AT_ONCE)[::-1]
+        lacking = conversation.session.index.without_vectors(_MAX_SUBMITTED)[::-1]
 
         def submit_some(start: int) -> None:
             """Submit a few blocks, and the next ones in another callback of the event loop."""
-            if (
-                conversation.budgeted.pending_vectors is not awaited
-            ):  # another turn has ended meanwhile
+            if conversation.vectors.pending is not pending:  # another turn has ended
                 return
-            for block in lacking[start : start + _IN_ONE_STEP]:
+            for block in lacking[start : start + _STEP_BLOCKS]:
                 texts = chunks_of(block.text)
                 keys = before.get(block.label) or self._keys(texts, conversation.tenant)
-                awaited[block.label] = keys
+                pending[block.label] = keys
                 self._embedding.submit(zip(keys, texts, strict=True))
-            if start + _IN_ONE_STEP < len(lacking):
-                asyncio.get_running_loop().call_soon(submit_some, start + _IN_ONE_STEP)
+            if start + _STEP_BLOCKS < len(lacking):
+                asyncio.get_running_loop().call_soon(submit_some, start + _STEP_BLOCKS)
 
         submit_some(0)
 
     def _keys(self, texts: tuple[str, ...], tenant: str) -> tuple[bytes, ...]:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
-    def _wanted(self, request: ChatRequest) -> bool:
+    def _needs_vectors(self, request: ChatRequest) -> bool:
         if not self._embedding.on:
             return False
         own = (k.own_budget and k.session.config.budget for k in self._conversations)
         return uses_query(effective_config(self.policy, request)) or any(own)
 
-    async def _asked(self, request: ChatRequest, tenant: str) -> Mapping[str, Vectors | None]:
+    async def _embed_question(
+        self, request: ChatRequest, tenant: str
+    ) -> Mapping[str, Vectors | None]:
         clauses = query_of(request).clauses
-        found = await self._embedding.embed_queries(clauses, tenant) if clauses else []
-        return dict(zip(clauses, found, strict=True))
+        vectors = await self._embedding.embed_queries(clauses, tenant) if clauses else []
+        return dict(zip(clauses, vectors, strict=True))
 
 
-def stacked(arrived: Arrived) -> list[tuple[str, Vectors]]:
+def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:
     """The vectors of each block as one array [k, d]."""
     return [
-        (label, found if isinstance(found, np.ndarray) else np.stack(found))
-        for label, found in arrived
+        (label, block if isinstance(block, np.ndarray) else np.stack(block))
+        for label, block in vectors
     ]

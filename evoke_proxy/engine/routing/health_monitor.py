@@ -265,7 +265,7 @@ class HealthMonitor:
             self._publish_changes()
         except (UpstreamError, TimeoutError) as error:
             if isinstance(error, UpstreamError):
-                router.monitor.missed(error)
+                router.monitor.record_failed_call(error)
                 if not isinstance(error, UpstreamRejected):
                     router.upstream_failed(error)
             is_decided = True
@@ -282,7 +282,7 @@ class HealthMonitor:
             return ""
         if self.pool.members[at].openings and not self.pool.is_healthy(at):
             router.monitor.doubt()  # another instance may answer now
-        await router.monitor.look()
+        await router.monitor.ensure_current()
         try:
             props = await router.upstream.call("GET", "/props")
             models = await router.upstream.call("GET", "/v1/models")

@@ -79,7 +79,7 @@ class ModelRouter:
 
     async def _server_of(self, request: ParsedRequest, trace: RequestTrace) -> Server:
         """The server of the model that a request names, after the router has loaded the model."""
-        await self.server.monitor.look(request.headers)
+        await self.server.monitor.ensure_current(request.headers)
         if not (self._is_router and isinstance(request, ParsedChat)):
             return self.server
         with trace.waiting():

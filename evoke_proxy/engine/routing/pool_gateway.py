@@ -180,7 +180,7 @@ class PoolGateway:
             "accepting": self.shared.accepting(),
         }
         for at in available:
-            detail = self.servers[at].monitor.described()
+            detail = self.servers[at].monitor.describe()
             checks[f"budget_{self.servers.name(at)}"] = {"ok": True, "detail": detail}
         return checks
 

@@ -1,4 +1,4 @@
-"""Work that goes on when its request is over; whatever fails in it is logged, and only that."""
+"""Runs background tasks, which outlive their request; their failures are only logged."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Use as an async context manager; leaving it waits for all of them.
-
-    `on_failure` gets each of our own errors that ends a task, after it is logged.
-    """
+    """A set of tasks, as an async context manager; leaving it waits for all of them."""
 
     def __init__(self, on_failure: Callable[[EvokeError], None] | None = None) -> None:
+        """`on_failure` is called with each EvokeError that ends a task, after it is logged."""
         self._on_failure = on_failure
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
 
     @property
     def busy(self) -> bool:
-        """Whether any of it is not done."""
+        """Whether any task is not done."""
         return bool(self._running)
 
     async def __aenter__(self) -> BackgroundTasks:
@@ -36,21 +34,23 @@ class BackgroundTasks:
         await self._tasks.__aexit__(None, None, None)
 
     def run(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Begin it; `what` names it in the log."""
+        """Start a task; `what` names it in the log.
+
+        Raises RuntimeError when the context was left; the caller then closes `work`.
+        """
         task = self._tasks.create_task(self._logged(work, what))
         self._running.add(task)
         task.add_done_callback(lambda task: self._done(task, work))
         return task
 
     async def ended(self, but: Collection[asyncio.Task[None]]) -> None:
-        """Wait for what is under way now, and for what that begins before it ends, `but` for
-        these."""
+        """Wait for the running tasks except `but`, and for the tasks that these have started."""
         for _ in range(2):
             if waited_for := self._running.difference(but):
                 await asyncio.wait(waited_for)
 
     def _done(self, task: asyncio.Task[None], work: Coroutine[Any, Any, None]) -> None:
-        work.close()  # one that was cancelled before it began complains otherwise
+        work.close()  # avoids a warning when the task was cancelled before it started
         self._running.discard(task)
 
     async def _logged(self, work: Coroutine[Any, Any, None], what: str) -> None:

@@ -1,7 +1,7 @@
-"""Memory for request bodies that conversations remember, bounded in bytes over all of them.
+"""Limits the memory of request bodies that conversations cache, over all servers of a proxy.
 
-A remembered body saves parsing and rendering what the next request repeats, and tells where the
-next one departs from it. Without it the next request is read as a whole.
+A cached body saves parsing and rendering the part that the next request repeats, and shows where
+the next request differs. Without it the next request is parsed and rendered completely.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from weakref import WeakMethod
 
 
 class Holder(Protocol):
-    """What remembers bodies of one tenant."""
+    """An owner of cached bodies of one tenant.
+
+    Attributes:
+        tenant: the tenant whose bodies they are.
+        in_use: number of requests that use the bodies now; they are not dropped while it is not 0.
+        body_bytes: estimate of the memory that the bodies take, in bytes.
+    """
 
     @property
     def tenant(self) -> str: ...
@@ -20,31 +26,35 @@ class Holder(Protocol):
     def in_use(self) -> int: ...
     @property
     def body_bytes(self) -> int: ...
-    def drop_bodies(self) -> None: ...
+    def drop_bodies(self) -> None:
+        """Drop all cached bodies."""
 
 
-# The holders of one model's engine, the longest unused first.
+# Returns the holders at one server, the least recently used first.
 Holders = Callable[[], Iterable[Holder]]
 
 
 class BodyMemory:
-    """Drops bodies of the tenant that has most, its longest unused first."""
+    """Drops cached bodies over a limit: those of the tenant with the most bytes first.
+
+    Of one tenant, the least recently used bodies are dropped first. `limit_mib` may be replaced.
+    """
 
     def __init__(self, limit_mib: int) -> None:
         self.limit_mib = limit_mib
         self._holders: list[WeakMethod[Holders]] = []
 
     def add(self, holders: Holders) -> None:
-        """Count these, too, for as long as the object of this method lives."""
+        """Include the holders that a method returns, until the object of the method is deleted."""
         self._holders.append(WeakMethod(holders))
 
     @property
     def n_bytes(self) -> int:
-        """What all of them hold now, estimated."""
+        """Estimate of the memory of all cached bodies, in bytes."""
         return sum(holder.body_bytes for holder in self._all())
 
-    def shed(self) -> None:
-        """Be within the limit again; what a request is using stays."""
+    def trim(self) -> None:
+        """Drop bodies until the limit is met; those that a request uses stay."""
         by_tenant: dict[str, list[tuple[Holder, int]]] = {}
         sizes: dict[str, int] = {}
         for holder in self._all():

@@ -1,4 +1,4 @@
-"""The conversations at one llama-server, bounded in number and fairly between tenants."""
+"""Stores the conversations at one llama-server, with a limit that is fair between tenants."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.conversation_state import SnapshotState
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
+from evoke_proxy.engine.server.slot_queue import finished
 
 # Records of turns that a conversation keeps.
 _MAX_RECORDS = 256
@@ -76,33 +77,78 @@ class Arrival:
 
 @dataclass(slots=True)
 class BudgetedState:
-    """What the budgeted strategy remembers of a conversation; no other strategy writes it."""
+    """What the budgeted strategy remembers of a conversation.
+
+    The budgeted strategy assigns the fields. Other code changes the state through its methods.
+    """
 
     # Budget and policy of the latest turn.
     budget: int | None = None
     policy: str = ""
-    # The epoch of its slot after the latest plan; None when what is in the slot is unknown.
+    # The epoch of its slot after the latest plan; None when the contents of the slot are unknown.
     epoch: int | None = None
     # Tokens that were resident after the latest turn.
     n_resident: int = 0
-    # What llama-server captures of the attention in its slot.
+    # What llama-server captures of the attention in its slot; None when it captures nothing.
     capture: Capture | None = None
-    # The llama-server instance that could not capture attention in its slot.
+    # The llama-server instance that refused to capture attention for it; None without a refusal.
     capture_refused_by: str | None = None
-    # The latest turn, kept until its slot is saved whole.
+    # The latest request and its reply, from which the next turn is predicted; None once it is used.
     sent: SentTurn | None = None
-    # Whether a restart may have cost it rows and copies.
+    # Whether a restart may have deleted its rows and copies.
     is_unconfirmed: bool = False
-    # The slot it had when an earlier proxy wrote it down.
+    # The slot it had when an earlier proxy process recorded it; None when it is not from a record.
     previous_slot: int | None = None
-    # The timings of its latest reply.
+    # The `timings` of its latest reply; None before the first reply with token accounting.
     timings: Mapping[str, Any] | None = None
-    # Keys of the texts that are being embedded, by the label of their block.
-    pending_vectors: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
-    # Keys of the texts that were embedded since vectors were last written down, by label.
+
+    @classmethod
+    def of_record(cls, record: SessionRecord) -> BudgetedState:
+        """The state of a recorded conversation: rows and copies may be gone."""
+        return cls(epoch=record.epoch, previous_slot=record.slot, is_unconfirmed=True)
+
+    def for_other_server(self) -> BudgetedState:
+        """A copy for another llama-server, which has no rows and no copies of the conversation."""
+        return replace(
+            self,
+            epoch=None,
+            n_resident=0,
+            capture=None,
+            sent=None,
+            is_unconfirmed=True,
+            previous_slot=None,
+        )
+
+    def rows_lost(self) -> None:
+        """Record that none of the conversation's rows are in a slot."""
+        self.epoch, self.n_resident = None, 0
+
+    def server_restarted(self) -> int | None:
+        """Record that llama-server was started again.
+
+        Returns the slot of a conversation that an earlier proxy process recorded, whose rows may
+        still be in it; None for any other.
+        """
+        slot, self.previous_slot = self.previous_slot, None
+        self.n_resident, self.is_unconfirmed = 0, True
+        if slot is None:
+            self.epoch = None
+        return slot
+
+
+@dataclass(slots=True)
+class VectorState:
+    """Vectors of a conversation's blocks that are not in its session yet, by label of the block.
+
+    `BlockVectors` writes it; the session records load `stored`, and empty `embedded`.
+    """
+
+    # Keys of the texts that are being embedded.
+    pending: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    # Keys of the texts that were embedded since vectors were last written to disk.
     embedded: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
-    # Vectors that were read from disk and not taken into the session yet, by label.
-    stored_vectors: Mapping[str, Vectors] = field(default_factory=dict)
+    # Vectors that were read from disk.
+    stored: Mapping[str, Vectors] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -121,32 +167,34 @@ class Conversation:
     hint: Hint | None = None
     # A side request: forgotten after its only turn, and continued by no other request.
     ephemeral: bool = False
-    # An operator has set a budget for it, which replaces the configured one.
+    # An operator has set a budget for it (`session.config.budget`); the configured one is ignored.
     own_budget: bool = False
-    # It is never forgotten.
+    # It is never forgotten, whatever the limit.
     pinned: bool = False
-    # Requests that use it now; it is not forgotten meanwhile.
+    # Number of requests that use it now; it is not forgotten while there are any.
     in_use: int = 0
-    # How many turns were answered, and the records of the latest ones.
+    # Number of answered turns.
     n_turns: int = 0
+    # The records of the latest turns.
     history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_MAX_RECORDS))
-    # The latest body, which the next request is compared with.
+    # The latest request body, with which the next one is compared.
     cached_body: CachedBody | None = None
-    # It continues at another llama-server, which owns what is written of it.
+    # It continues at another llama-server, which owns its record and its snapshots.
     has_moved: bool = False
     budgeted: BudgetedState = field(default_factory=BudgetedState)
     snapshots: SnapshotState = field(default_factory=SnapshotState)
-    # Held while anything computes with its session, in a thread or not.
+    vectors: VectorState = field(default_factory=VectorState)
+    # Locked while anything computes with its session, in a thread or in the event loop.
     worker_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def id(self) -> str:
-        """A made-up id, the same for its life."""
+        """The session's random id, which never changes."""
         return self.session.id
 
     @property
     def tenant(self) -> str:
-        """Whose it is; only requests of this tenant continue it."""
+        """The tenant that owns it; only requests of this tenant continue it."""
         return self.session.tenant
 
     @property
@@ -190,32 +238,32 @@ class Conversation:
 
     @property
     def name(self) -> str | None:
-        """What the client calls it; None when that names a person rather than a conversation."""
+        """The client's name for it; None when that identifies a user, not a conversation."""
         return self.hint.text if self.hint is not None and not self.hint.weak else None
 
     @property
     def labels(self) -> frozenset[str]:
-        """The labels of all copies that llama-server may have of it."""
+        """The labels of all copies of its blocks that llama-server may have."""
         layout = self.session.layout
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
 
     @property
     def orders(self) -> OperatorOverrides:
-        """What an operator has set for it."""
+        """The settings that an operator has made for it."""
         session, own = self.session, self.own_budget
         return OperatorOverrides(
             self.pinned, own, session.config.budget if own else None, session.pins
         )
 
     async def computed(self, work: Callable[[], T], long: bool) -> T:
-        """The result of `work`, which uses the session; in a thread when it takes long.
+        """Run `work`, which uses the session, and return its result; in a thread if `long`.
 
         The work has ended when this returns or raises, even when the caller is cancelled.
         """
         async with self.worker_lock:
             if not long:
                 return work()
-            return await _until_done(asyncio.get_running_loop().run_in_executor(None, work))
+            return await finished(asyncio.get_running_loop().run_in_executor(None, work))
 
     @property
     def body_bytes(self) -> int:
@@ -228,12 +276,12 @@ class Conversation:
         return cached.n_bytes + sum(bodies.values())
 
     def drop_bodies(self) -> None:
-        """Forget the cached bodies: the next request is read as a whole."""
+        """Drop the cached bodies: the next request is parsed completely."""
         self.cached_body = self.budgeted.sent = None
         self.snapshots = replace(self.snapshots, sent=None)
 
     def summary(self, pool: SlotPool) -> dict[str, Any]:
-        """The row that operators see."""
+        """The conversation as a row of the list that operators see."""
         return {
             "id": self.id,
             "name": self.name,
@@ -253,7 +301,7 @@ class Conversation:
 
 
 class Conversations:
-    """A bounded set of conversations; the bound counts only those that no request uses."""
+    """The conversations at one server; those in use and pinned ones are kept beyond the limit."""
 
     def __init__(self, policy: PolicyConfig, limit: int, memory: BodyMemory | None = None) -> None:
         self._memory = memory or BodyMemory(LimitsConfig().remembered_bodies_mib)
@@ -261,11 +309,11 @@ class Conversations:
         self._policy = policy
         self._limit = limit
         self._adopts = True
-        # By id, the longest unused first.
+        # By id, the least recently used first.
         self._by_id: OrderedDict[str, Conversation] = OrderedDict()
 
     def adjust(self, policy: PolicyConfig, limit: int) -> None:
-        """Change the policy, from the next turn of each conversation on, and the bound."""
+        """Apply another policy, from the next turn of each conversation on, and another limit."""
         self._policy, self._limit = policy, limit
         for conversation in self._by_id.values():
             config = conversation.session.config
@@ -276,7 +324,7 @@ class Conversations:
         return iter(self._by_id.values())
 
     def _with_bodies(self) -> Iterable[Holder]:
-        """The conversations that cache a body, the longest unused first."""
+        """The conversations that cache a body, the least recently used first."""
         return [
             each
             for each in self._by_id.values()
@@ -284,18 +332,18 @@ class Conversations:
         ]
 
     def drop_bodies(self) -> None:
-        """Keep within the memory for bodies, which all servers of a proxy share."""
-        self._memory.shed()
+        """Drop bodies over the memory limit, which all servers of a proxy share."""
+        self._memory.trim()
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def get(self, id: str | None) -> Conversation | None:
-        """The conversation of this id; None when it is forgotten or there is no id."""
+        """The conversation with this id; None when there is none, or `id` is None."""
         return self._by_id.get(id) if id is not None else None
 
     def find(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
-        """The conversation that a prompt continues, unchanged; None when it is a new one."""
+        """The conversation that a prompt continues; None when it continues none."""
         lasting = [each for each in self._by_id.values() if not each.ephemeral]
         n_users = len(rendered.user_ends)
         return self.get(find(lasting, hint, tenant, rendered.tokens, n_users))
@@ -303,7 +351,7 @@ class Conversations:
     def start(
         self, rendered: Rendered, hint: Hint | None, tenant: str, ephemeral: bool = False
     ) -> Conversation:
-        """A new conversation; no later request finds an `ephemeral` one."""
+        """Register a new conversation; `find` never returns an `ephemeral` one."""
         session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._adopts)
         prompt = PromptIdentity.of(rendered)
         conversation = Conversation(session, prompt, hint=hint, ephemeral=ephemeral)
@@ -311,14 +359,12 @@ class Conversations:
         return conversation
 
     def recall(self, record: SessionRecord) -> Conversation:
-        """The conversation of a record, as the latest used one; its copies are unconfirmed."""
+        """Register the conversation of a record, as the most recently used one."""
         session = Session.from_state(record.session, self._policy)
         layout, orders = session.layout, record.overrides
         prompt = PromptIdentity(layout.tokens, *record.edges, layout.generation)
         conversation = Conversation(session, prompt, is_committed=True, hint=record.hint)
-        conversation.budgeted = BudgetedState(
-            epoch=record.epoch, previous_slot=record.slot, is_unconfirmed=True
-        )
+        conversation.budgeted = BudgetedState.of_record(record)
         conversation.pinned, conversation.own_budget = orders.pinned, orders.own_budget
         session.pins = orders.pins
         if conversation.own_budget:
@@ -327,22 +373,15 @@ class Conversations:
         return conversation
 
     def take_in(self, conversation: Conversation) -> None:
-        """Continue a conversation of another llama-server, as the latest used one.
+        """Register a copy of a conversation of another llama-server, as the most recently used one.
 
-        Nothing of it is at this server, as after a restart. The given object stays as it is.
+        This server has no rows and no copies of it. The given object does not change.
         """
         session = copy(conversation.session)
         session.on_server_restart(self._adopts)
         moved = replace(conversation, session=session, in_use=0, cached_body=None)
-        moved.budgeted = replace(
-            conversation.budgeted,
-            epoch=None,
-            n_resident=0,
-            capture=None,
-            sent=None,
-            is_unconfirmed=True,
-            previous_slot=None,
-        )
+        moved.budgeted = conversation.budgeted.for_other_server()
+        moved.vectors = copy(conversation.vectors)
         moved.snapshots = replace(conversation.snapshots, contents=None)
         self._by_id[conversation.id] = moved
 
@@ -353,16 +392,16 @@ class Conversations:
         hint: Hint | None,
         tenant: str,
     ) -> Conversation:
-        """The conversation that a request continues, else a new one.
+        """The conversation that a request continues, or a new one.
 
-        Its identity changes when the request is committed. The new one of a side request is
-        ephemeral.
+        A side request gets a new, ephemeral conversation. The identity changes only when the
+        request is committed.
         """
         found = self.find(rendered, hint, tenant)
         return found or self._started(request, rendered, hint, tenant)
 
     def commit(self, conversation: Conversation, arrival: Arrival) -> None:
-        """Make a request that goes out the latest one of its conversation."""
+        """Make a request, which is about to be forwarded, the latest of its conversation."""
         conversation.prompt = PromptIdentity.of(arrival.rendered)
         conversation.is_committed = True
         hint = arrival.hint
@@ -385,21 +424,21 @@ class Conversations:
         return self.start(rendered, hint, tenant, ephemeral)
 
     def of_tenant(self, tenant: str) -> list[Conversation]:
-        """The lasting conversations of a tenant, which its side requests could disturb."""
+        """The conversations of a tenant without the ephemeral ones."""
         every = self._by_id.values()
         return [each for each in every if each.tenant == tenant and not each.ephemeral]
 
     def forget_surplus(self) -> Collection[Conversation]:
-        """Forget ephemeral conversations and those over the limit; returns what was forgotten.
+        """Forget ephemeral conversations and those over the limit, and return them.
 
-        Over the limit, the longest unused conversation of the tenant that has most goes first: no
-        tenant can displace a conversation of one that has fewer.
+        Over the limit, the tenant with the most conversations loses its least recently used one
+        first: no tenant can displace a conversation of a tenant that has fewer.
         """
         ephemeral = [each for each in self._by_id.values() if each.ephemeral]
         surplus = [each for each in ephemeral if not (each.in_use or each.pinned)]
         for conversation in surplus:
             del self._by_id[conversation.id]
-        if len(self._by_id) <= self._limit:  # the usual case: a single pass over all of them
+        if len(self._by_id) <= self._limit:  # the usual case, which takes one pass
             return surplus
         counts = Counter(each.tenant for each in self._by_id.values())
         idle: dict[str, deque[Conversation]] = {}
@@ -407,7 +446,7 @@ class Conversations:
             if not (each.in_use or each.pinned or each.ephemeral):
                 idle.setdefault(each.tenant, deque()).append(each)
         while idle and len(self._by_id) > self._limit:
-            # Of tenants that have as many, the one whose conversation is unused for longest.
+            # Of tenants with equal counts, `max` returns the one with the least recently used.
             most = max(idle, key=lambda tenant: counts[tenant])
             conversation = idle[most].popleft()
             del self._by_id[conversation.id]
@@ -418,35 +457,20 @@ class Conversations:
         return surplus
 
     def forget(self, conversation: Conversation) -> None:
-        """Forget a conversation that no request uses; does nothing when it is forgotten already."""
+        """Forget a conversation that no request uses; does nothing when it was forgotten before."""
         self._by_id.pop(conversation.id, None)
 
     def server_restarted(self, adopts: bool) -> dict[str, int]:
-        """Note that nothing is in a slot any more, and no copies are but those on disk.
+        """Record that all slots are empty, and that only the copies on disk are left.
 
-        What an earlier proxy has left may still be where it was: returns the slots of these
-        conversations, by id. `adopts` is that of the server that answers now, see ServerInfo.
+        `adopts` is `ServerInfo.adopts` of the new instance. Returns, by id, the slots of
+        conversations that an earlier proxy process recorded: their rows may still be there.
         """
         self._adopts = adopts
         slots: dict[str, int] = {}
         for conversation in self:
             conversation.session.on_server_restart(adopts)
-            state = conversation.budgeted
-            if state.previous_slot is not None:
-                slots[conversation.id] = state.previous_slot
-            else:
-                state.epoch = None
-            state.n_resident, state.is_unconfirmed, state.previous_slot = 0, True, None
+            slot = conversation.budgeted.server_restarted()
+            if slot is not None:
+                slots[conversation.id] = slot
         return slots
-
-
-async def _until_done(work: asyncio.Future[T]) -> T:
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            try:
-                await asyncio.wait([work])
-            except asyncio.CancelledError:
-                continue
-        raise

@@ -17,21 +17,21 @@ from evoke_proxy.engine.server.turn_history import record_end
 from evoke_proxy.errors import UpstreamProtocolError
 
 _log = logging.getLogger(__name__)
-# A reply of which nothing could be read.
+# The outcome of a reply that could not be read.
 _UNKNOWN = Outcome(is_finished=False)
 
 
 class TurnFinalizer:
-    """Ends requests, however they went."""
+    """Ends requests, whether they succeeded, failed or were cancelled."""
 
     def __init__(self, server: ServerResources, strategies: Strategies) -> None:
         self._server = server
         self._strategies = strategies
 
     def finish(self, strategy: CacheStrategy, scope: TurnScope, reply: ReplyReader) -> Outcome:
-        """Release what a request has, then report it; it never raises.
+        """Release the leases of a request, then report it; never raises.
 
-        A slot that llama-server may still be using goes to a task that waits until it is idle.
+        If llama-server may still use a slot, a task keeps the lease until the slot is idle.
         """
         outcome, must_drain, turn = _UNKNOWN, True, scope.turn
         with self._guarded("the end of an answer is not read"):
@@ -50,14 +50,14 @@ class TurnFinalizer:
         return outcome
 
     async def _drain(self, strategy: CacheStrategy, scope: TurnScope, outcome: Outcome) -> None:
-        """Wait until the slot is idle; only then it is given to the next request."""
+        """Wait until the slots are idle, then release and report."""
         try:
             await strategy.drain(scope.turn, outcome)
         finally:
             self._end(strategy, scope, outcome)
 
     def _end(self, strategy: CacheStrategy, scope: TurnScope, outcome: Outcome) -> None:
-        """Release what the request has, then report it step by step; no step stops the next."""
+        """Release the leases, then run each step of the report, even if an earlier one fails."""
         scope.close()
         turn = scope.turn
         with self._guarded("a turn is not finished"):
@@ -76,7 +76,7 @@ class TurnFinalizer:
             strategy.start_background(turn, outcome)
 
     def _forget(self, turn: PreparedTurn) -> None:
-        """Forget what a refused request began, and what is over the limit of conversations."""
+        """Forget the new conversation of a refused request, and conversations over the limit."""
         conversations, pool = self._server.conversations, self._server.slots.pool
         own = turn.conversation
         if own is not None and not (own.is_committed or own.in_use):
@@ -90,7 +90,7 @@ class TurnFinalizer:
                 self._server.feed.publish("forgotten", session=forgotten.id)
 
     def _count(self, turn: PreparedTurn, outcome: Outcome, record: TurnRecord | None) -> None:
-        """Count when the answer began, and the tokens of one that llama-server did not count."""
+        """Count the time to the first byte, and the tokens if the reply has no accounting."""
         metrics = self._server.metrics
         path = "side" if turn.conversation is not None else "relay"
         if outcome.first_byte_s is not None:
@@ -100,7 +100,7 @@ class TurnFinalizer:
             metrics.count_tokens({kind: getattr(record, kind) for kind in TOKEN_KINDS})
 
     def _count_unmanaged(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Count an answer to a request that llama-server had refused to render: a fault of ours."""
+        """Count an answer to a request that llama-server refused to render, a proxy fault."""
         is_answered = outcome.first_byte_s is not None and outcome.error is None
         if turn.decision == "bypass:invalid" and is_answered:
             self._server.metrics.degraded.labels(stage="render").inc()
@@ -108,7 +108,7 @@ class TurnFinalizer:
             _log.warning("llama-server answers a request that it could not render")
 
     def _count_odd(self, outcome: Outcome) -> None:
-        """Count an answer whose token counts are none that a llama-server gives."""
+        """Count an answer whose token counts have an unknown form."""
         timings, usage = outcome.timings or {}, outcome.usage or {}
         if is_odd(timings, usage) or ("evoke" in timings and outcome.accounting is None):
             metrics = self._server.metrics
@@ -117,7 +117,7 @@ class TurnFinalizer:
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """A step whose failure is logged and counted, and stops nothing else."""
+        """Log and count a failure in this context, and suppress it; `what` is the log message."""
         try:
             yield
         except Exception:

@@ -1,7 +1,8 @@
-"""Knows what llama-server is, whether it answers, and whether it was started again.
+"""Monitors what one llama-server is, whether it answers, and whether it was started again.
 
-Only calls of our own decide that, `GET /props` here and `GET /health` of a pool. A relayed request
-that fails is a reason to ask, never an answer: a client can make its own request fail.
+Only calls of the proxy decide that: `GET /props` here, and `GET /health` in a pool. When a relayed
+request fails, the server is queried before the next request. The failure itself proves nothing,
+because a client can make its own request fail.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ _LOADING = 503
 
 
 class ServerMonitor:
-    """`server` is the latest answer of `GET /props`, UNKNOWN_SERVER while there is none.
+    """Describes one llama-server, and reports each new instance of it.
 
-    `on_start` is called with each instance that answers for the first time: with the first one, and
-    with each that replaces another. A patched server names its instance. A server that does not is
-    another one when it describes itself otherwise, or when it answers after its port was closed or
-    its model was being loaded. (One that restarts between two calls shows in its task counter: see
-    `core.snapshots.slot_contents.has_restarted`.) `config` may be replaced by another one of the
-    same server.
+    A patched server names its instance. An unpatched one counts as another instance when its
+    `GET /props` differs, or when it answers after its port was closed or its model was loading.
+    (`core.snapshots.slot_contents.has_restarted` detects a restart between two calls.)
+
+    Attributes:
+        server: the latest answer of `GET /props`; UNKNOWN_SERVER while there is none.
+        on_start: called with each instance when it answers for the first time.
+        config: the configuration; may be replaced, but not by that of another server.
     """
 
     def __init__(self, client: LlamaClient, config: Config, metrics: Metrics) -> None:
@@ -45,32 +48,37 @@ class ServerMonitor:
         self.config = config
         self._client = client
         self._metrics = metrics
-        self._latest = UNKNOWN_SERVER  # the instance that answered last
-        self._ended = False  # its process is known to have ended
+        # The instance that answered last.
+        self._latest = UNKNOWN_SERVER
+        # Whether the process of that instance has certainly ended.
+        self._has_ended = False
+        # Reasons to query the server again, and how many of them the latest answer covers.
         self._doubts, self._resolved_doubts = 0, 0
-        self._one = asyncio.Lock()
+        # Locked while the server is queried.
+        self._lock = asyncio.Lock()
+        # The event loop time before which `ensure_current` does not query a silent server.
         self._retry_at = 0.0
 
-    async def ask(self, client: Mapping[str, str] | None = None) -> None:
-        """Ask now; raises UpstreamError when there is no answer."""
-        async with self._one:
-            await self._ask(client)
+    async def query(self, client: Mapping[str, str] | None = None) -> None:
+        """Query the server now; raises UpstreamError when it does not answer."""
+        async with self._lock:
+            await self._query(client)
 
-    async def look(self, client: Mapping[str, str] | None = None) -> None:
-        """Ask when the server is unknown or in doubt, with the credentials of a client.
+    async def ensure_current(self, client: Mapping[str, str] | None = None) -> None:
+        """Query the server if it is unknown or in doubt, with the credentials of a client.
 
-        Failures are only logged. A server that says no says so at once and is asked every time. One
-        that keeps silent holds up a request for the connect timeout, and is left alone for the
-        probe interval.
+        Failures are only logged. A server that refuses does so at once, and is queried every time.
+        A silent server delays a request by the connect timeout, and is then not queried for
+        `upstream.probe_interval_s`.
         """
         if self._is_certain():
             return
-        async with self._one:  # what another request has learnt meanwhile is enough
+        async with self._lock:  # another request may have queried it in the meantime
             now = asyncio.get_running_loop().time()
             if self._is_certain() or now < self._retry_at:
                 return
             try:
-                await self._ask(client)
+                await self._query(client)
             except UpstreamTimeout as error:
                 loop = asyncio.get_running_loop()
                 self._retry_at = loop.time() + self.config.upstream.probe_interval_s
@@ -79,13 +87,13 @@ class ServerMonitor:
                 _log.warning("%s", error)
 
     def doubt(self) -> None:
-        """Have the next `look` ask again: a request failed, the server may be another one."""
+        """Make the next `ensure_current` query the server: it may be another instance now."""
         self._doubts += 1
 
     def report_failure(self, error: EvokeError) -> None:
-        """Count a failure of llama-server once; it is asked what it is before the next request.
+        """Count a failure of llama-server once, and doubt the server if it may have restarted.
 
-        Other errors are ignored.
+        Errors that are no UpstreamError are ignored.
         """
         if not isinstance(error, UpstreamError):
             return
@@ -97,38 +105,41 @@ class ServerMonitor:
             self.doubt()
 
     async def confirm(self, instance: str, client: Mapping[str, str]) -> None:
-        """Ask when an answer names another instance than the one that is known."""
+        """Query the server if an answer names another instance than `server`."""
         if instance and instance != self.server.instance:
             self.doubt()
-            await self.look(client)
+            await self.ensure_current(client)
 
-    def missed(self, error: UpstreamError) -> None:
-        """Take in that a call of our own has failed."""
+    def record_failed_call(self, error: UpstreamError) -> None:
+        """Record that a call of the proxy itself failed.
+
+        `server` becomes UNKNOWN_SERVER, except after a refusal: the server still runs then.
+        """
         if isinstance(error, UpstreamRejected):
             if error.status != _LOADING:
-                return  # it answers, but not to everybody
-            self._ended = True
+                return  # it answers, but only clients with a key
+            self._has_ended = True
         elif isinstance(error, UpstreamUnavailable) and not error.reached:
-            self._ended = True
+            self._has_ended = True
         self.server = UNKNOWN_SERVER
 
     def _is_certain(self) -> bool:
         return self.server is not UNKNOWN_SERVER and self._doubts == self._resolved_doubts
 
-    async def _ask(self, client: Mapping[str, str] | None) -> None:
+    async def _query(self, client: Mapping[str, str] | None) -> None:
         doubts = self._doubts
         try:
             server = await self._client.info(client)
         except UpstreamError as error:
-            self.missed(error)
+            self.record_failed_call(error)
             raise
         self._resolved_doubts = doubts
         self._learn(server)
 
     async def check(self) -> dict[str, Any]:
-        """Whether requests can be answered: `ok`, and a `detail` for a person."""
+        """The readiness check of the server: `ok`, and a `detail` for a person."""
         try:
-            await self.ask()
+            await self.query()
         except UpstreamRejected as error:
             wants_key = error.status in (401, 403)
             detail = "answers, to clients with a key; see upstream.api_key" if wants_key else error
@@ -137,8 +148,8 @@ class ServerMonitor:
             return {"ok": False, "detail": str(error)}
         return {"ok": True, "detail": f"{self._client.url} answers"}
 
-    def described(self) -> str:
-        """One line for a person: what requests through this proxy get."""
+    def describe(self) -> str:
+        """One line for a person: the server, and what the proxy does for its requests."""
         url = self._client.url
         if not self.server.patched:
             is_kept = self.config.snapshots.directory
@@ -155,10 +166,10 @@ class ServerMonitor:
         return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}{back}"
 
     def _learn(self, server: ServerInfo) -> None:
-        before, ended = self._latest, self._ended
-        self.server, self._latest, self._ended = server, server, False
-        ended &= not server.instance  # an id tells for certain
+        before, ended = self._latest, self._has_ended
+        self.server, self._latest, self._has_ended = server, server, False
+        ended &= not server.instance  # an instance id is compared instead
         if before is UNKNOWN_SERVER or ended or server.is_other_than(before):
             for listener in self.on_start:
                 listener(server)
-            _log.log(logging.INFO if server.patched else logging.WARNING, "%s", self.described())
+            _log.log(logging.INFO if server.patched else logging.WARNING, "%s", self.describe())

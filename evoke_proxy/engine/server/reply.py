@@ -1,4 +1,4 @@
-"""Reads a reply while it is relayed, and says what came of the request."""
+"""Reads a reply while it is relayed, and derives the outcome of the request from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ _ACCOUNTED = ("decoded", "recovered", "resident_before", "omitted")
 
 
 class ReplyReader:
-    """Takes a copy of the bytes of one reply; `answer` reads its text, when it is wanted."""
+    """Reads a copy of the bytes of one reply.
+
+    Attributes:
+        observer: reads the end of the reply: token counts, errors.
+        answer: reads the text of the reply; None when it is not needed.
+        first_byte_s: seconds from the arrival of the request to the first byte; None before it.
+    """
 
     def __init__(self, trace: RequestTrace) -> None:
         self.observer = ReplyObserver()
@@ -25,7 +31,7 @@ class ReplyReader:
         self._trace = trace
 
     def feed(self, data: bytes) -> None:
-        """Take a copy of the next bytes."""
+        """Read the next bytes."""
         if self.first_byte_s is None:
             now = asyncio.get_running_loop().time()
             self.first_byte_s = now - self._trace.arrived_at
@@ -34,11 +40,11 @@ class ReplyReader:
             self.answer.feed(data)
 
     def close(self) -> None:
-        """Read what is left: no more bytes come."""
+        """Read what is buffered, after the last bytes."""
         self.observer.close()
 
     def outcome(self) -> Outcome:
-        """What the reply has said so far."""
+        """The outcome as far as the reply was read."""
         observer = self.observer
         return Outcome(
             is_finished=observer.done,
@@ -51,7 +57,7 @@ class ReplyReader:
 
 
 def facts_of(turn: PreparedTurn, outcome: Outcome, trace: RequestTrace) -> Mapping[str, Any]:
-    """What was decided and what came of it, for the log; never any text. None: not known."""
+    """The decision and its outcome for the log, without any text; None for unknown values."""
     accounting, first = outcome.accounting, outcome.first_byte_s
     facts: dict[str, Any] = {"decision": turn.decision}
     if trace.server:

@@ -1,4 +1,4 @@
-"""One llama-server: prepares requests, opens them, and completes them when they are over."""
+"""Serves requests at one llama-server: prepares, opens and completes them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
             await self._exit_stack.enter_async_context(self.resources.background)
             for strategy in self.strategies.each():
                 await strategy.load()
-            await self.monitor.look()
+            await self.monitor.ensure_current()
         except BaseException:
             await self._exit_stack.aclose()
             raise
@@ -56,12 +56,12 @@ class Server:
 
     @property
     def client(self) -> LlamaClient:
-        """Makes the calls."""
+        """Makes the calls to llama-server."""
         return self.resources.client
 
     @property
     def monitor(self) -> ServerMonitor:
-        """Knows what the server is."""
+        """Describes the server, and reports its restarts."""
         return self.resources.monitor
 
     @property
@@ -90,7 +90,7 @@ class Server:
     ) -> AsyncIterator[Exchange]:
         """See Gateway."""
         AWAITED.set(trace.waits)
-        await self.monitor.look(request.headers)
+        await self.monitor.ensure_current(request.headers)
         strategy: CacheStrategy = self.strategies.passthrough
         scope = TurnScope(request, trace, self.slots, self.resources.metrics)
         reply = ReplyReader(trace)
@@ -125,7 +125,7 @@ class Server:
                 trace.facts = facts_of(scope.turn, outcome, trace)
 
     def _commit(self, turn: PreparedTurn, trace: RequestTrace) -> None:
-        """Make the request the latest of its conversation: it goes out now."""
+        """Make the request the latest of its conversation, directly before it is forwarded."""
         trace.own_s = _now() - trace.attempted_at - sum(trace.waits.values())
         self.resources.metrics.own_seconds.observe(trace.own_s)
         if turn.conversation is not None and turn.arrival is not None:
@@ -146,17 +146,17 @@ class Server:
             strategy.adjust(config)
 
     async def checks(self) -> dict[str, dict[str, Any]]:
-        """What readiness depends on: each check with `ok` and a `detail` for a person."""
+        """The readiness checks by name, each with `ok` and a `detail` for a person."""
         checks = {
             "upstream": await self.monitor.check(),
-            "budget": {"ok": True, "detail": self.monitor.described()},
+            "budget": {"ok": True, "detail": self.monitor.describe()},
         }
         if not self.info.sleeping and (detail := await self.strategy.check()):
             checks["snapshots"] = {"ok": True, "detail": detail}
         return checks
 
     def _started(self, server: ServerInfo) -> None:
-        """Another instance of llama-server answers: what was in the one before is gone."""
+        """Handle a new instance of llama-server: the cache of the previous one is lost."""
         n_slots = self.strategies.select(server).n_slots(server)
         self.slots.restart(n_slots)
         for id, slot in self.conversations.server_restarted(server.adopts).items():

@@ -1,7 +1,7 @@
-"""A session's own computation: a short one in the event loop, a long one in a thread.
+"""Runs computations on a session: short ones in the event loop, long ones in a thread.
 
-A thread that computes in Python hands the interpreter over every `SWITCH_S`, so that the loop goes
-on meanwhile; calls of libraries that hold the interpreter for long have no place in here.
+A thread that runs Python code releases the interpreter lock every `SWITCH_S` seconds, so that the
+event loop continues. Library calls that keep the lock for long must not run here.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ from evoke_proxy.engine.server.conversations import Conversation
 
 T = TypeVar("T")
 
-# What `web.serve` sets: how long the loop waits for a thread that computes.
+# The switch interval of the interpreter in seconds, which `web.serve` sets.
 SWITCH_S = 0.001
-# Prompts of more tokens, of which fewer are new, are planned in a few milliseconds.
+# A prompt with at most this many new tokens, and tokens, is planned in a few milliseconds.
 _MOST_NEW, _MOST_TOKENS = 4096, 65536
-# Vectors that are taken in within a millisecond.
+# This many vectors are added to a session within a millisecond.
 _MOST_VECTORS = 64
-# Each that runs may take the interpreter once before the loop has it again.
-_AT_ONCE = 4
+# Long computations that run at the same time: each may delay the event loop by SWITCH_S.
+_MAX_RUNNING = 4
 
 
 class SessionWorker:
-    """Runs long computations, a few at a time."""
+    """Runs computations on sessions; of the long ones `_MAX_RUNNING` at a time."""
 
     def __init__(self) -> None:
-        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._slots = asyncio.Semaphore(_MAX_RUNNING)
 
     async def run(self, conversation: Conversation, long: bool, work: Callable[[], T]) -> T:
-        """The result of `work`, which may change the session of `conversation` and nothing else."""
+        """Return the result of `work`, which may change only the session of `conversation`."""
         if not long:
             return await conversation.computed(work, long)
-        async with self._room:
+        async with self._slots:
             return await conversation.computed(work, long)
 
 
 def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:
-    """Whether a prompt of so many tokens, so many of them shared with the last, is planned in a
-    thread."""
+    """Whether planning a prompt takes too long for the event loop.
+
+    `n_shared` tokens are those of the previous prompt; `n_vectors` are added to the session.
+    """
     many = n_tokens - n_shared > _MOST_NEW or n_tokens > _MOST_TOKENS
     return many or n_vectors > _MOST_VECTORS

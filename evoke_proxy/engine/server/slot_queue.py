@@ -1,7 +1,7 @@
-"""Leases of slots: the pool decides who is next, this makes requests wait and wakes them.
+"""Leases slots to requests and to background work; `SlotPool` decides who is next.
 
-A request takes a `SlotLease`. Work that no request waits for takes a `BackgroundLease`, which every
-request that comes preempts, and awaits where it wants the same slot or session.
+A request takes a `SlotLease`. Background work takes a `BackgroundLease`, which every new request
+preempts. A request that needs the same slot or session waits until the background lease has ended.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ T = TypeVar("T")
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
-# A generating slot notices a closed connection with its next token. One that decodes a prompt looks
-# for it after a second without any result, and an answer to us is a result: asking more often would
-# keep it from noticing.
-_FIRST_ASKED_S = (0.0, 0.05, 0.15)
+# Seconds before each of the first polls of a slot, before every later poll, and between warnings.
+# A generating slot notices a closed connection with its next token. A slot that decodes a prompt
+# checks the connection after a second without any result, and an answer to a poll is a result:
+# faster polls would prevent the check.
+_FIRST_POLLS_S = (0.0, 0.05, 0.15)
 _POLL_S = 1.3
 _WARN_EVERY_S = 60.0
-# llama-server needs about so long to notice that it is to stop: what ends by itself until then is
-# not cut off.
+# llama-server takes about this many seconds to notice a cancelled call: a call that ends by itself
+# within that time is not cancelled.
 _GRACE_S = 1.0
 
 
 async def until_over(busy: Callable[[], Awaitable[bool]], give_up: Callable[[], bool]) -> None:
-    """Wait until llama-server is done with a request whose client is gone.
+    """Wait until llama-server has ended a request whose client has disconnected.
 
-    A slot that is still busy is never given to the next request, however long that takes. The wait
-    ends early only when `give_up` says so, or when llama-server cannot be reached or says nothing
-    about its slots: then nothing of ours runs there, or nobody can tell.
+    `busy` queries the slot. A busy slot is never given to the next request, however long it takes.
+    The wait ends early when `give_up` returns True. Raises UpstreamError when llama-server cannot
+    be reached, or does not say what its slots do.
     """
     loop = asyncio.get_running_loop()
-    began, warned_at, asked = loop.time(), loop.time(), 0
+    began, warned_at, n_polls = loop.time(), loop.time(), 0
     while True:
-        await asyncio.sleep(_FIRST_ASKED_S[asked] if asked < len(_FIRST_ASKED_S) else _POLL_S)
-        asked += 1
+        await asyncio.sleep(_FIRST_POLLS_S[n_polls] if n_polls < len(_FIRST_POLLS_S) else _POLL_S)
+        n_polls += 1
         try:
             if not await busy():
                 return
-        except UpstreamTimeout as error:  # its main loop is occupied: ask again
+        except UpstreamTimeout as error:  # its main loop is occupied: poll again
             _log.debug("%s", error)
         except UpstreamRejected as error:
             if error.status != 503:
@@ -67,7 +68,10 @@ async def until_over(busy: Callable[[], Awaitable[bool]], give_up: Callable[[], 
 
 
 async def finished(work: asyncio.Future[T]) -> T:
-    """The result of work that must end before its caller does, however often that is cancelled."""
+    """Wait for work to end, even when the caller is cancelled, and return its result.
+
+    Raises what the work raises, and CancelledError, after the work, when the caller was cancelled.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
@@ -76,21 +80,26 @@ async def finished(work: asyncio.Future[T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not work.cancelled():
-            work.exception()  # retrieved: nobody else will
+            work.exception()  # mark it as retrieved, so that asyncio does not report it
         raise cancelled
     return work.result()
 
 
 class Preempted(EvokeError):
-    """A request came, and background work ended for it."""
+    """Background work ends because a request needs the server."""
 
 
 class SlotLease:
     """One slot for one request, from `SlotQueue.acquire` until it is released.
 
-    `victim` is the session whose rows may still be in the slot. It stays locked until `vacated`.
-    `left` is the slot that the session has moved from. It is reserved until then.
-    Releasing is synchronous and does nothing the second time, so that an exit stack can own it.
+    A context manager. Releasing is synchronous, and does nothing the second time.
+
+    Attributes:
+        slot: the number of the slot.
+        victim: the session whose rows may still be in the slot, locked until `vacated`; or None.
+        left: the slot that the request's session has moved from, reserved until `vacated`; or None.
+        waited: whether the request waited for the slot.
+        is_released: whether the lease has ended.
     """
 
     def __init__(self, queue: SlotQueue, grant: Grant, waited: bool) -> None:
@@ -113,18 +122,18 @@ class SlotLease:
         self.release()
 
     def has_changed(self, since: float) -> bool:
-        """Whether what was seen of the server at a time may not be so any more for this slot."""
+        """Whether the slot may have changed since the event loop time `since`."""
         return self._changed_at > since or (self.waited and self._queue.pool.changed_at > since)
 
     def vacated(self) -> None:
-        """What others had left in the slot is saved, or will not be: their sessions may go on."""
+        """Unlock the victim and `left`: the rows of others are saved, or will not be saved."""
         if not (self._is_vacated or self.is_released):
             self._is_vacated = True
             self._queue.vacated(self.slot)
 
     @contextmanager
     def vacating(self) -> Iterator[None]:
-        """A block in which the rows of others are saved; they are `vacated` however it ends."""
+        """Save the rows of others in this context; leaving it in any way calls `vacated`."""
         try:
             yield
         finally:
@@ -138,11 +147,18 @@ class SlotLease:
 
 
 class BackgroundLease:
-    """Slots, and the lock of a session, for work that no request waits for.
+    """Slots and the lock of a session for background work, as an async context manager.
 
-    Use as an async context manager. A request that comes sets `preempted`, which is to be looked at
-    between calls, and cuts off what is in `run`. After a call was cut off the lease goes to a task
-    that waits until llama-server is idle, by `settle`; the slots are given back after that.
+    A new request sets `preempted`, which the work checks between its calls, and cancels the call in
+    `run`. After a cancelled call a task keeps the lease until `settle` has returned: it waits until
+    llama-server is idle. Leaving the context suppresses Preempted.
+
+    Attributes:
+        slots: the numbers of the slots.
+        session: the session that is locked; None when the work changes no session.
+        preempted: whether a request has come.
+        has_decoded: whether `run` was called, so that the slots may have changed.
+        is_released: whether the lease has ended.
     """
 
     def __init__(
@@ -161,8 +177,9 @@ class BackgroundLease:
         self._settle = settle
         self._spawn = spawn
         self._work: asyncio.Task[Any] | None = None
-        self._cut_off = False
-        self._is_busy = False  # llama-server may still be at what was cut off
+        self._is_cancelled = False
+        # Whether llama-server may still work on a cancelled call.
+        self._is_busy = False
         self._timer: asyncio.TimerHandle | None = None
         self._has_ended = False
         self.is_released = False
@@ -183,7 +200,7 @@ class BackgroundLease:
         return isinstance(error, Preempted)
 
     def end(self) -> None:
-        """Give the slots back, at once or when llama-server is idle again."""
+        """Give the slots back, at once or when llama-server is idle."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -208,17 +225,20 @@ class BackgroundLease:
             raise Preempted("a request has come")
 
     def preempt(self, grace_s: float) -> None:
-        """A request has come: end what is in `run` when that takes longer than `grace_s`."""
+        """Set `preempted`, and cancel the call in `run` after `grace_s` seconds."""
         self.preempted = True
-        if self._cut_off or self._work is None:
+        if self._is_cancelled or self._work is None:
             return
         if grace_s <= 0:
-            self._cut()
+            self._cancel()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(grace_s, self._cut)
+            self._timer = asyncio.get_running_loop().call_later(grace_s, self._cancel)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Decode what a request may cut off; Preempted when one does, or has come before."""
+        """Return the result of a call that a request may cancel.
+
+        Raises Preempted when a request cancels it or has come before, and what the call raises.
+        """
         if self.preempted:
             work.close()
             raise Preempted("a request has come")
@@ -239,8 +259,8 @@ class BackgroundLease:
         self._is_busy = was_busy
         return cast(T, made)
 
-    def _cut(self) -> None:
-        self._cut_off = True
+    def _cancel(self) -> None:
+        self._is_cancelled = True
         if self._work is not None:
             self._work.cancel()
 
@@ -259,7 +279,7 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, Exception | 
 
 
 class SlotQueue:
-    """The slots of the server as something to wait for."""
+    """Leases the slots of one server, and makes requests wait for them."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -272,26 +292,26 @@ class SlotQueue:
 
     @property
     def pool(self) -> SlotPool:
-        """Who holds what now."""
+        """The assignment of slots to sessions."""
         return self._pool
 
     def adjust(self, limits: LimitsConfig) -> None:
-        """Other bounds for whoever comes from now on."""
+        """Apply other limits to requests that come from now on."""
         self._limits = limits
         self._pool.max_queue, self._pool.tenant_queue = limits.queue, limits.tenant_queue
 
     def restart(self, n_slots: int) -> None:
-        """A server with so many empty slots has appeared; what runs keeps its lease until its end.
+        """Start again with `n_slots` empty slots, those of a new instance of llama-server.
 
-        A session whose request runs stays locked: no second one of it begins.
+        Running requests keep their leases, and their sessions stay locked.
         """
         now = self._now() if self._pool.queued else 0.0
         self._wake(self._pool.restart(n_slots, now))
 
     def close(self) -> None:
-        """The engine ends: nothing waits for llama-server to become idle any more.
+        """Set `is_closed`: from now on nothing waits until llama-server is idle.
 
-        What is being copied is copied to its end: the next proxy goes on from it.
+        Background work continues to its end, because the next proxy process uses its copies.
         """
         self.is_closed = True
 
@@ -302,11 +322,11 @@ class SlotQueue:
         ephemeral: bool = False,
         slot: int | None = None,
     ) -> SlotLease:
-        """A slot for one request of a session; SlotsBusy when the queue or the time for it ends.
+        """Wait for a slot for one request of a session, and preempt all background work.
 
-        It is `slot` where one is named, which must exist. An `ephemeral` session does not keep the
-        slot afterwards. A caller that is cancelled while it waits leaves its place to the next.
-        All background work is preempted.
+        `slot` names an existing slot; None accepts any. An `ephemeral` session does not keep the
+        slot afterwards. A caller that is cancelled while it waits leaves the queue. Raises
+        SlotsBusy when the queue is full, or no slot becomes free in `limits.queue_timeout_s`.
         """
         pool = self._pool
         answer = pool.request(session, tenant, self._now(), ephemeral, slot)
@@ -331,11 +351,11 @@ class SlotQueue:
         spawn: Spawn | None = None,
         alone: bool = True,
     ) -> BackgroundLease | None:
-        """A slot, None: all of them, for work that no request waits for, with its session locked.
+        """Lease a slot (None: all slots) for background work, and lock `session`.
 
-        None when a request has one of them or the session; with `alone` also while any request
-        runs, waits, or is `expected`. `settle` waits until llama-server is done with a call that
-        was cut off, in a task of `spawn`.
+        Returns None when a request has one of the slots or the session; with `alone` also while any
+        request runs, waits, or is `expected`. After a cancelled call `spawn` starts a task in which
+        `settle` waits until llama-server is idle.
         """
         slots = tuple(range(len(self._pool))) if slot is None else (slot,)
         if not all(0 <= each < len(self._pool) for each in slots) or (alone and self._expected):
@@ -343,8 +363,10 @@ class SlotQueue:
         return self._taken(slots, session, settle, spawn, alone)
 
     def others(self, own: SlotLease | None) -> BackgroundLease | None:
-        """All slots but the one of a request, for what it has to try out in them; None when one of
-        them is not idle."""
+        """Lease all slots except that of a request, which probes them.
+
+        Returns None when one of them is not idle.
+        """
         slots = tuple(i for i in range(len(self._pool)) if own is None or i != own.slot)
         return self._taken(slots, None, None, None, alone=False)
 
@@ -363,13 +385,13 @@ class SlotQueue:
         return lease
 
     def preempt(self, grace_s: float = 0.0) -> None:
-        """A request has come: background work ends, what takes longer than `grace_s` is cut off."""
+        """Preempt all background work; calls longer than `grace_s` seconds are cancelled."""
         for lease in list(self._background):
             lease.preempt(grace_s)
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """A block in which a request is on its way to a slot: no background work begins."""
+        """Keep background work from starting in this context: a request is about to take a slot."""
         self._expected += 1
         try:
             yield
@@ -378,10 +400,7 @@ class SlotQueue:
 
     @asynccontextmanager
     async def locked(self, session: str) -> AsyncIterator[None]:
-        """A block in which nothing else changes a session; waits for what changes it now.
-
-        Background work of the session is preempted.
-        """
+        """Lock a session in this context; waits for its request, preempts its background work."""
         while not self._pool.hold(session):
             for lease in list(self._background):
                 if lease.session == session:
@@ -394,11 +413,11 @@ class SlotQueue:
             self._wake(self._pool.let_go(session, self._now()))
 
     def release(self, lease: SlotLease) -> None:
-        """Give a slot back and wake who is next."""
+        """Release a lease and wake the next request."""
         lease.release()
 
     def exchange(self, lease: SlotLease, slot: int) -> bool:
-        """Have a lease be of another slot; False, and it stays, when that one is not idle."""
+        """Move a lease to another slot; returns False when that slot is not idle."""
         granted = self._pool.exchange(lease.slot, slot, self._now())
         if granted is None:
             return False
@@ -407,15 +426,15 @@ class SlotQueue:
         return True
 
     def returned(self, slot: int) -> None:
-        """A lease of this slot has been released."""
+        """Release a slot in the pool; called by its lease."""
         self._wake(self._pool.release(slot, self._now()))
 
     def vacated(self, slot: int) -> None:
-        """The request in this slot has saved what others left there."""
+        """Unlock what the lease of a slot had displaced; called by the lease."""
         self._wake(self._pool.vacated(slot, self._now()))
 
     def background_ended(self, lease: BackgroundLease) -> None:
-        """A background lease has been released."""
+        """Release the slots of a background lease in the pool; called by the lease."""
         self._background.remove(lease)
         now, changed = self._now(), lease.has_decoded
         self._wake(self._pool.end_background(lease.slots, lease.session, now, changed))
@@ -438,7 +457,7 @@ class SlotQueue:
             del self._waiting[ticket]
 
     def _displace(self, ticket: int) -> None:
-        """End the wait of a request that has lost its place to another tenant's."""
+        """Refuse a waiting request that was displaced by another tenant's request."""
         turn = self._waiting[ticket]
         if not turn.done():
             turn.set_exception(
@@ -449,7 +468,7 @@ class SlotQueue:
             )
 
     def _abandon(self, ticket: int, turn: asyncio.Future[Grant]) -> None:
-        """Give back the place in the queue, or the slot that was granted in the same moment."""
+        """Leave the queue, or release the slot that was granted at the same time."""
         if turn.done() and not turn.cancelled() and turn.exception() is None:
             self.returned(turn.result().slot)
         else:
@@ -459,7 +478,7 @@ class SlotQueue:
         self._changed.set()
         for ticket, grant in granted:
             turn = self._waiting[ticket]
-            if turn.done():  # cancelled, but not yet told so
+            if turn.done():  # cancelled, but its task has not run since
                 self.returned(grant.slot)
             else:
                 turn.set_result(grant)

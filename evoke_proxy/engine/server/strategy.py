@@ -27,32 +27,32 @@ from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 
 @dataclass(frozen=True, slots=True)
 class ServerResources:
-    """One llama-server, and what the proxy keeps of it; shared by its strategies."""
+    """One llama-server and the proxy's state of it, which its strategies share."""
 
     # Opens requests, and makes the calls that any llama-server answers.
     client: LlamaClient
     # Makes the calls that only a patched llama-server answers.
     blocks: BlockApi
-    # Knows what the server is now.
+    # Describes the server as it is now.
     monitor: ServerMonitor
     # Leases its slots.
     slots: SlotQueue
-    # The conversations that are at it.
+    # The conversations at this server.
     conversations: Conversations
-    # Runs work that no request waits for.
+    # Runs background tasks.
     background: BackgroundTasks
     metrics: Metrics
     # Publishes events to operators.
     feed: EventFeed
-    # Whether the proxy stops, so that nothing is to be waited for.
+    # Returns whether the proxy is stopping: then nothing waits for llama-server.
     is_stopping: Callable[[], bool]
 
 
 class CacheStrategy:
-    """What is done with llama-server's cache for a request: a budget, snapshots, or nothing.
+    """Decides how requests use llama-server's cache: with a budget, with snapshots, or unmanaged.
 
-    A server has one object of each strategy and selects one for each request; a running turn is
-    completed by the strategy that prepared it. What a strategy does not override does nothing.
+    A server has one object of each strategy, and selects one for each request. A running turn is
+    completed by the strategy that prepared it. Methods that are not overridden do nothing.
     """
 
     # The name that operators see: "budgeted", "snapshots" or "pass-through".
@@ -60,15 +60,15 @@ class CacheStrategy:
 
     @property
     def description(self) -> str:
-        """What is done for conversations, for a person; "" when there is nothing to say."""
+        """One line for operators: what the strategy does for conversations; "" for nothing."""
         return ""
 
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
-        """Get a slot and bring its cache into the state that the request needs.
+        """Lease a slot and bring its cache into the state that the request needs.
 
-        Sets `scope.turn` whenever something has been done that completing must know of, and
-        `scope.trace.stage` before each step that may fail. Raises RequestError and CapacityError.
-        Other failures are counted here, and the turn goes on without a plan.
+        Sets `scope.turn` after each step that completing depends on, and `scope.trace.stage` before
+        each step that may fail. Raises RequestError and CapacityError. Other failures are counted
+        here, and the turn is forwarded without a plan.
         """
         raise NotImplementedError
 
@@ -77,32 +77,32 @@ class CacheStrategy:
         return False
 
     async def drain(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Wait until llama-server is done with the turn, and note what its slot holds.
+        """Wait until llama-server has ended the turn, and record the contents of its slot.
 
-        The slots are still leased. Runs in a background task; what it raises is logged.
+        The slots are still leased. Runs in a background task, where errors are logged.
         """
 
     def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Take in how a turn ended, after its slots were released; also when it was cancelled."""
+        """Record how a turn ended, after its slots were released; also when it was cancelled."""
 
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Begin work for which the time until the next request is used."""
+        """Start work that uses the time until the next request."""
 
     def forget(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
-        """Delete what is kept of a conversation that no request continues any more.
+        """Delete the copies, snapshots and records of a conversation that was forgotten.
 
         `headers` are those of a client, for calls that are made with its credentials.
         """
 
     def server_started(self, server: ServerInfo) -> None:
-        """Another instance of llama-server answers: what the one before held is gone."""
+        """Another instance of llama-server answers: the cache of the previous one is lost."""
 
     def n_slots(self, server: ServerInfo) -> int:
         """How many requests may run on a server at the same time."""
         return server.n_slots
 
     async def check(self) -> str:
-        """A line for readiness checks; "" when there is nothing to say."""
+        """One line for readiness checks; "" for none."""
         return ""
 
     async def save_all(self) -> None:
@@ -116,7 +116,7 @@ class CacheStrategy:
         return nullcontext()
 
     async def load(self) -> None:
-        """Load what an earlier proxy has left, before the first request."""
+        """Load the state that an earlier proxy process saved, before the first request."""
 
 
 class AnyBodyStrategy(CacheStrategy):
@@ -137,7 +137,7 @@ class Strategies:
     passthrough: AnyBodyStrategy
 
     def select(self, server: ServerInfo) -> CacheStrategy:
-        """The strategy for a server as it is now. The only place that tells the modes apart."""
+        """The strategy for a server as it is now; no other code distinguishes the modes."""
         if server.patched:
             return self.budgeted
         has_model = server.lacking in ("unpatched", "unsupported") and not server.routes
@@ -146,6 +146,6 @@ class Strategies:
         return self.passthrough
 
     def each(self) -> Sequence[CacheStrategy]:
-        """All of them."""
+        """All strategies of the server."""
         used = (self.budgeted, self.snapshots, self.passthrough)
         return [strategy for strategy in used if strategy is not None]

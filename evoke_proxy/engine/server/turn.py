@@ -1,4 +1,4 @@
-"""A turn as its strategy prepares and completes it, and the interface of strategies."""
+"""A turn as its strategy prepares and completes it, and the leases that its request has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTurn:
-    """A request that is ready to be forwarded; each strategy adds what it needs to complete it."""
+    """A request that is ready to be forwarded; strategies extend it by what completing it needs."""
 
     request: ParsedRequest
     forwarded: ForwardedBody
@@ -31,17 +31,17 @@ class PreparedTurn:
     slots: tuple[int, ...] = ()
     # None for a request that belongs to no conversation.
     conversation: Conversation | None = None
-    # What the conversation's identity becomes when the request is forwarded; None: it stays.
+    # The identity of the conversation once the request is forwarded; None: it does not change.
     arrival: Arrival | None = None
-    # What is moved in the cache for it.
+    # The rows that are evicted and recovered for it.
     plan: Plan = Plan.EMPTY
     # Tokens that the slot may keep; None without a limit.
     budget: int | None = None
-    # Headers for a client that asked what the proxy did.
+    # Headers for a client that wants to know what the proxy did.
     response_headers: Mapping[str, str] = field(default_factory=dict)
-    # Goes into the reply's `usage.evoke`; None: nothing does.
+    # Goes into the reply's `usage.evoke`; None: the reply gets no such field.
     usage_extra: Mapping[str, Any] | None = None
-    # Reads the text of the answer while it is relayed; None when nobody needs it.
+    # Reads the text of the answer while it is relayed; None when it is not needed.
     answer: AnswerReader | None = None
     # Tokens that were decoded for it before it was forwarded.
     n_prefilled: int = 0
@@ -60,10 +60,10 @@ class PreparedTurn:
     async def with_members(
         self, members: Mapping[str, bytes], keys: Collection[str], body: bytes | None = None
     ) -> ForwardedBody:
-        """The body to forward with members put into its top level.
+        """The body to forward, with `members` added at its top level.
 
-        `keys` are those that the body has; `body` replaces the one of the request. A large body is
-        not copied, or is edited in a thread.
+        `keys` are the existing keys of the body; `body` replaces that of the request. A large body
+        is not copied, or it is edited in a thread.
         """
         body = self.forwarded.body if body is None else body
         if is_large(body) and members.keys().isdisjoint(keys):
@@ -76,11 +76,14 @@ def _edited(body: bytes, members: Mapping[str, bytes], keys: Collection[str]) ->
 
 
 class TurnScope:
-    """What one request holds until its reply has ended: slot leases and its conversation.
+    """Owns the slot leases and the conversation of one request until its reply has ended.
 
-    `turn` is the latest stage that preparing has reached. A strategy replaces it as soon as it has
-    done something that completing has to know of: a client that goes away cancels `prepare` at any
-    await, and the turn is completed from there.
+    Attributes:
+        trace: measures the request.
+        turn: the latest stage of preparing. A strategy replaces it as soon as completing depends on
+            what it did: when a client disconnects, `prepare` is cancelled at any await, and the
+            turn is completed from this stage.
+        leases: the slot leases, that of the slot the request runs in first.
     """
 
     def __init__(
@@ -94,11 +97,11 @@ class TurnScope:
         self._exit_stack = ExitStack()
 
     def expect_slot(self) -> None:
-        """Keep background work from beginning until the request is over."""
+        """Keep background work from starting until the scope is closed."""
         self._exit_stack.enter_context(self._slots.expected())
 
     def join(self, conversation: Conversation, arrival: Arrival) -> None:
-        """Make the request one of a conversation, which stays in use until the scope is closed."""
+        """Assign the request to a conversation, which stays in use until the scope is closed."""
         self._exit_stack.enter_context(conversation.using())
         self.turn = replace(self.turn, conversation=conversation, arrival=arrival)
 
@@ -123,7 +126,7 @@ class TurnScope:
         return lease
 
     def note_slots(self) -> None:
-        """Take over the slots of the leases, which may have been exchanged, into the turn."""
+        """Copy the slots of the leases into the turn; call it after a lease was exchanged."""
         self.turn = replace(self.turn, slots=tuple(lease.slot for lease in self.leases))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a request whose preparation failed: counted once, and forwarded unprepared."""
+"""Decides about requests whose preparation failed, and counts the failures."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PreparationFailures:
         self._metrics = metrics
 
     def decide(self, trace: RequestTrace, error: Exception) -> str:
-        """The decision for a request that goes on without a plan: "bypass:..." or "degraded:...".
+        """The decision for a request without a plan: "bypass:..." or "degraded:...".
 
-        A body that llama-server refuses to render is the client's fault: llama-server tells the
-        client what is wrong with it.
+        A body that llama-server refuses to render is the client's fault, and llama-server reports
+        the error to the client.
         """
         if isinstance(error, UpstreamError):
             self._monitor.report_failure(error)

@@ -1,4 +1,4 @@
-"""Slots for requests, and what happens to the rows that other conversations have in them."""
+"""Leases slots for requests, and saves the rows that other conversations have in them."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ _log = logging.getLogger(__name__)
 
 
 class SlotAssignment:
-    """Leases slots for requests of one server, and empties them."""
+    """Leases slots of one server, and saves the rows in them."""
 
     def __init__(self, server: ServerResources) -> None:
         self._server = server
 
     def named(self, request: ParsedChat) -> int | None:
-        """The slot that a request names; None when it names none, or one that does not exist."""
+        """The slot that a request names; None without one, or when it does not exist."""
         named = request.id_slot
         n_slots = len(self._server.slots.pool)
         return named if named is not None and 0 <= named < n_slots else None
 
     async def acquire_ephemeral(self, request: ParsedChat, scope: TurnScope) -> None:
-        """Lease as many slots as a request has answers, and forget whose rows are in them.
+        """Lease one slot for each answer of a request, without saving the rows in them.
 
-        The request belongs to no conversation. One that wants more answers than there are slots is
-        left to llama-server, which refuses it. Raises SlotsBusy.
+        The request belongs to no conversation. llama-server refuses a request for more answers than
+        it has slots. Raises SlotsBusy.
         """
         for slot in self._slots_of(request):
             lease = await scope.acquire(f"ephemeral-{id(scope)}", ephemeral=True, slot=slot)
             lease.vacated()
 
     async def acquire_emptied(self, request: ParsedChat, scope: TurnScope) -> ForwardedBody:
-        """Lease as many slots as a request has answers; what others have in them is saved first.
+        """Lease one slot for each answer of a request, and save the rows of others in them.
 
-        Returns the body that names the slot. Raises SlotsBusy, and EvokeErrors for what
-        llama-server does.
+        Returns the body, which names the slot. Raises SlotsBusy, and EvokeErrors when a call fails.
         """
         for slot in self._slots_of(request):
             lease = await scope.acquire(f"ephemeral-{id(scope)}", ephemeral=True, slot=slot)
@@ -66,18 +65,18 @@ class SlotAssignment:
         return await turn.with_members({"id_slot": orjson.dumps(first)}, request.chat.keys)
 
     def _slots_of(self, request: ParsedChat) -> Sequence[int | None]:
-        """In ascending order, so that two requests never wait for each other."""
+        """The slots to lease, ascending, so that two requests never wait for each other."""
         n_slots, named = len(self._server.slots.pool), self.named(request)
         if request.chat.n == 1:
             return (named,)
-        if request.is_batch:  # which slots its prompts get is llama-server's choice
+        if request.is_batch:  # llama-server chooses the slots of its prompts
             return range(n_slots)
         return taken_by(request.chat.n, n_slots, named or 0)
 
     async def until_idle(
         self, slot: int, tenant: str, headers: Mapping[str, str], give_up: Callable[[], bool]
     ) -> None:
-        """Wait until llama-server is done with a slot, or `give_up` returns True."""
+        """Wait until a slot is idle, or `give_up` returns True; see `until_over`."""
 
         async def is_busy() -> bool:
             return await self._server.blocks.is_processing(slot, tenant, headers)
@@ -87,15 +86,15 @@ class SlotAssignment:
     async def save_rows(
         self, victim: Conversation | None, view: SlotView, headers: Mapping[str, str]
     ) -> None:
-        """Save the rows of a conversation that loses its slot; if that fails, it decodes again.
+        """Save the rows of a conversation that loses its slot; after a failure it decodes again.
 
-        The caller has a lease of the slot that is not yet `vacated`, so that no turn of the
-        conversation runs meanwhile.
+        Does nothing without a victim. The caller has a lease of the slot that is not yet `vacated`,
+        so no turn of the victim runs during the call.
         """
         # Another epoch: another request used the slot since, and its rows are not the victim's.
         if victim is None or victim.budgeted.epoch != view.epoch:
             return
-        victim.budgeted.epoch, victim.budgeted.n_resident = None, 0
+        victim.budgeted.rows_lost()
         plan = victim.session.plan_save_all(view)
         try:
             await self._server.blocks.run_plan(PlanCall(plan, view, victim.owner), headers)
@@ -106,6 +105,6 @@ class SlotAssignment:
             victim.session.saved(plan)
 
     async def drop_copies(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
-        """Delete the copies of a forgotten conversation, after the copying that is under way."""
+        """Delete the copies of a forgotten conversation, after running copies of it have ended."""
         async with self._server.slots.locked(conversation.id):
             await self._server.blocks.drop_copies(conversation.labels, conversation.tenant, headers)

@@ -79,7 +79,7 @@ def test_vectors_that_cannot_be_written_leave_the_record_unchanged(tmp_path: Pat
     def embedded(number: int) -> None:
         key = embedding.key(f"text {number}", "t")
         embedding._cache.put(key, np.ones(8, np.float32))
-        known.budgeted.embedded = {f"s/{number}": (key,)}
+        known.vectors.embedded = {f"s/{number}": (key,)}
 
     async def run(it: SnapshotRepository) -> None:
         await it.write_record(Record("s", "t", it.clock.now(), b"record"))

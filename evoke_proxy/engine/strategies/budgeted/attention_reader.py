@@ -1,4 +1,4 @@
-"""Attention of the model, for policies that look at it: one call a turn, and only for those."""
+"""Reads the model's attention for policies that use it, with one call per turn."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ TOO_MUCH_WORK = "too_much_work"
 
 
 class AttentionReader:
-    """Has llama-server capture what a turn's policy wants to know, and reads it."""
+    """Makes llama-server capture the attention that a turn's policy uses, and reads it."""
 
     def __init__(self, blocks: BlockApi, monitor: ServerMonitor) -> None:
         self._blocks = blocks
         self._monitor = monitor
 
     def can_capture(self, conversation: Conversation) -> bool:
-        """Whether the server captures attention, and has not refused to do so for this session."""
+        """Whether the server captures attention, and has not refused it for this session."""
         server = self._monitor.server
         return (
             bool(server.capturable) and conversation.budgeted.capture_refused_by != server.instance
         )
 
     def note_refusal(self, conversation: Conversation, refused: PlanRefused) -> bool:
-        """Remember a refusal of the capture for as long as this server runs; False if the refusal
-        has another cause, or is remembered already."""
+        """Record that this server instance refused to capture attention for a session.
+
+        Returns False if the refusal has another cause, or was recorded before.
+        """
         if refused.operation != CAPTURE or not self.can_capture(conversation):
             return False
         conversation.budgeted.capture_refused_by = self._monitor.server.instance
         return True
 
     def wanted(self, config: PolicyConfig, conversation: Conversation) -> Capture | None:
-        """What a turn's policy needs, as far as this server can capture it for the session."""
+        """The capture that a policy uses; None when it uses none, or the server cannot do it."""
         return capture_of(config) if self.can_capture(conversation) else None
 
     def ops(self, config: PolicyConfig, conversation: Conversation) -> list[dict[str, Any]]:
-        """What a plan has to say about it: that it begins, goes on, or ends."""
+        """The operations of a plan that start, continue or end the capture."""
         wanted = self.wanted(config, conversation)
         if wanted is None:
             return [NO_CAPTURE] if conversation.budgeted.capture is not None else []
@@ -58,10 +60,10 @@ class AttentionReader:
     async def read(
         self, turn: Turn, conversation: Conversation, headers: Mapping[str, str]
     ) -> Turn:
-        """The turn with what was captured in its slot since it was last asked.
+        """The turn with the attention captured in its slot since the previous reading.
 
-        As it is where nothing was, or in another way. Raises PlanRefused, and other EvokeErrors for
-        what llama-server does.
+        Returns the same turn when nothing was captured, or another capture than the policy uses.
+        Raises PlanRefused, and other EvokeErrors when the call fails.
         """
         wanted = self.wanted(turn.config, conversation)
         if (
@@ -74,18 +76,19 @@ class AttentionReader:
             return turn
         memory, session = conversation.session.attention, conversation.session
         body = memory.request(turn.view, wanted) | {"tenant": conversation.tenant}
-        answer = await self.ask(turn.slot.id, body, "bounds", headers)
+        answer = await self.call(turn.slot.id, body, "bounds", headers)
         view = memory.updated(turn.view, answer, session.turns, turn.config.sink_tokens)
         return replace(turn, view=view)
 
-    async def ask(
+    async def call(
         self, slot: int, body: Mapping[str, Any], key: str, headers: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The answer of an `attention` call; `key` (`bounds` or `products`) lists most of its work.
+        """The answer of an `attention` call with `body`, which is split if it is too much work.
 
-        What llama-server does not compute in one call is asked for in several, between which other
-        slots decode; a range that is too much by itself comes back as unknown. Raises PlanRefused,
-        and other EvokeErrors for what llama-server does.
+        `key` names the list of ranges in the body that takes the most work: "bounds" or
+        "products". The list is split into several calls when llama-server refuses it as too much
+        work; between the calls other slots decode. A range that is refused alone comes back as
+        unknown. Raises PlanRefused, and other EvokeErrors when a call fails.
         """
         spans = list(body.get(key) or ())
         size = len(spans)
@@ -111,13 +114,13 @@ class AttentionReader:
                 rest = {"ranges": [], "tenant": body.get("tenant", "")}
             start += len(part)
             if start >= len(spans) and not first:
-                # No range alone fits: the rest of the answer.
+                # Every single range was refused: get the rest of the answer without ranges.
                 size, start = 0, len(spans)
         return first if len(parts) < 2 else first | {f"key_{key}": _joined(parts)}
 
 
 def _joined(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """One list of the answers about so many ranges each; those without an answer are unknown."""
+    """Join partial answers, each with its number of ranges; ranges without data are unknown."""
     first = next((part for _, part in parts if part), {})
     has_rows = [it for count, part in parts for it in part.get("known", [False] * count)]
     data = b"".join(base64.b64decode(part.get("data", "")) for _, part in parts)

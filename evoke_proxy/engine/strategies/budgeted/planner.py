@@ -55,9 +55,9 @@ class Planner:
     async def render_first(
         self, request: ParsedChat, trace: RequestTrace
     ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
-        """The tokens of a request, and the vectors of its question, which are made meanwhile.
+        """Render a request and embed its question at the same time; returns tokens and vectors.
 
-        Raises PromptTooLong when there are more tokens than the context of a slot has.
+        Raises PromptTooLong when the prompt exceeds the context of a slot.
         """
         rendering = self.render(request, request.body, request.previous)
         return await self._vectors.embed_beside(rendering, request, trace)
@@ -65,10 +65,10 @@ class Planner:
     async def render(
         self, request: ParsedChat, body: bytes, previous: Rendered | None = None
     ) -> Rendered:
-        """The tokens of a body, from the instance of the server that is known then.
+        """Render a body at the server; `monitor.server` describes the instance that did it.
 
-        `previous` is a rendering that this one probably extends. Raises PromptTooLong when there
-        are more tokens than the context of a slot has.
+        `previous` is a rendering that this one probably extends. Raises PromptTooLong when the
+        prompt exceeds the context of a slot.
         """
         monitor, headers = self._server.monitor, request.headers
         call = RenderCall(request.incoming.dialect, body, previous, monitor.server.n_ctx)
@@ -76,7 +76,7 @@ class Planner:
             rendered = await self._server.blocks.render(call, headers)
         except PromptTooLong:
             monitor.doubt()  # the server may have started again, with another context
-            await monitor.look(headers)
+            await monitor.ensure_current(headers)
             if monitor.server.n_ctx == call.n_ctx:
                 raise
             call = replace(call, n_ctx=monitor.server.n_ctx)
@@ -85,7 +85,7 @@ class Planner:
         return rendered
 
     async def truncate(self, turn: RenderedTurn) -> RenderedTurn:
-        """The turn without its oldest messages, where that is the policy; its tokens are stale."""
+        """The turn without its oldest messages if the policy truncates; `rendered` gets stale."""
         config = effective_config(turn.conversation.session.config, turn.chat)
         if not policy_of(config).truncates or config.budget is None:
             return turn
@@ -110,10 +110,9 @@ class Planner:
         return n_ctx is not None and len(rendered.tokens) + max(n_answer, 1) > n_ctx
 
     async def plan(self, turn: RenderedTurn, scope: TurnScope) -> BudgetedTurn:
-        """Run a plan; make it once more after a refusal.
+        """Make and run a plan, again after one refusal, and again without capturing attention.
 
-        And once more without the capture of attention after that was refused. Raises PlanRefused
-        after the last refusal, BudgetTooSmall and PinBudgetExceeded.
+        Raises PlanRefused after the last refusal, BudgetTooSmall and PinBudgetExceeded.
         """
         n_refused, probe = 0, ProbeRecord()
         while True:
@@ -131,7 +130,7 @@ class Planner:
     async def hold_budget(
         self, request: ParsedChat, scope: TurnScope, conversation: Conversation
     ) -> BudgetedTurn:
-        """The least of plans: llama-server evicts the oldest rows, nothing is recovered."""
+        """Run the minimal plan: llama-server evicts the oldest rows, and nothing is recovered."""
         body = scope.turn.forwarded.body
         turn = RenderedTurn(
             request=request,
@@ -162,7 +161,7 @@ class Planner:
     async def _attempt(
         self, turn: RenderedTurn, scope: TurnScope, probe: ProbeRecord
     ) -> BudgetedTurn:
-        """Decide, run the plan, put its marker into the body."""
+        """Decide, run the plan, and add its marker to the body."""
         trace, conversation = scope.trace, turn.conversation
         trace.stage = "decide"
         view, session = turn.view, turn.conversation.session
@@ -213,7 +212,7 @@ class Planner:
     ) -> tuple[Turn, Plan, QuotedRequest | None]:
         """The turn with the evicted text that it needs quoted in its last message.
 
-        Unchanged where that exceeds the budget, or leaves no room in the context for the answer.
+        Returns it unchanged if the result exceeds the budget, or leaves no room for the answer.
         """
         quoting = partial(quote_evicted, started, started.query, turn.body)
         is_long_body = is_large(turn.body)
@@ -236,8 +235,8 @@ class Planner:
         return longer, longer_plan, recalled
 
     async def _begin(self, turn: RenderedTurn, view: SlotView) -> tuple[Turn, Plan]:
-        """Begin a turn of the session on a slot, and plan it: most of the proxy's own time."""
-        session, vectors = turn.conversation.session, self._vectors.arrived(turn.conversation)
+        """Begin a turn of the session and plan it, which takes most of the proxy's own time."""
+        session, vectors = turn.conversation.session, self._vectors.take_new(turn.conversation)
 
         def work() -> tuple[Turn, Plan]:
             session.add_vectors(stacked(vectors))
@@ -253,11 +252,10 @@ class Planner:
         return await self._worker.run(turn.conversation, long, work)
 
     async def _without_foreign_holes(self, turn: RenderedTurn) -> SlotView:
-        """The slot, cut off at the first hole that another conversation has left in it.
+        """The slot, truncated at the first hole that another conversation has left in it.
 
-        What was evicted from a shared beginning is missing for this conversation too, which has no
-        copy of it, and what was decoded behind the hole did not see it. The rows before it stay,
-        the rest is decoded.
+        This conversation has no copy of the rows that are missing, and the rows behind the hole
+        were decoded without them. The rows before the hole stay; the rest is decoded again.
         """
         view = turn.view
         edge = view.adoptable_end
@@ -270,7 +268,7 @@ class Planner:
     def _note(
         self, turn: RenderedTurn, planned: tuple[Turn, Plan], epoch: int, quoted: Sequence[Block]
     ) -> None:
-        """Write a plan that has run into the conversation and the metrics."""
+        """Record a plan that has run in the conversation and the metrics."""
         (started, plan), conversation, metrics = (
             planned,
             turn.conversation,
@@ -289,7 +287,7 @@ class Planner:
             _log.info("session %s left its history at %d", conversation.id, started.divergence)
 
     async def _learn(self, turn: RenderedTurn, refused: PlanRefused) -> None:
-        """Count a refusal, and find out which of the session's copies are gone."""
+        """Count a refusal, and record which of the session's copies are missing."""
         conversation = turn.conversation
         self._server.metrics.plan_failures.labels(reason=refused.type).inc()
         _log.warning("session %s: plan refused: %s", conversation.id, refused)
@@ -301,13 +299,13 @@ class Planner:
 
 
 def _budgeted(turn: PreparedTurn, **changes: Any) -> BudgetedTurn:
-    """A budgeted turn that has the fields of another turn, but for the changes."""
+    """A budgeted turn with the fields of another turn, and `changes`."""
     inherited = {item.name: getattr(turn, item.name) for item in fields(PreparedTurn)}
     return BudgetedTurn(**inherited | changes)
 
 
 def _unplanned(config: PolicyConfig) -> DecodeBudget:
-    """How llama-server holds a budget by itself."""
+    """The budget that llama-server enforces by itself, without a plan of the proxy."""
     if config.budget is None or policy_of(config).choose is None:
         return DecodeBudget(0)
     return DecodeBudget(
@@ -316,7 +314,7 @@ def _unplanned(config: PolicyConfig) -> DecodeBudget:
 
 
 def _marker(slot: int, epoch: int) -> dict[str, bytes]:
-    """The members of a body that bind it to a slot and to the plan that ran there."""
+    """The members of a body that assign it to a slot and to the plan that ran there."""
     return {
         "id_slot": orjson.dumps(slot),
         "cache_prompt": b"true",
@@ -327,7 +325,7 @@ def _marker(slot: int, epoch: int) -> dict[str, bytes]:
 def _verbose_reply(
     turn: RenderedTurn, planned: tuple[Turn, Plan], quoted: Sequence[Block], probe: ProbeRecord
 ) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """Headers and `usage.evoke` for a client that asked what the proxy did."""
+    """Headers and `usage.evoke` for a client that wants to know what the proxy did."""
     if not turn.request.is_verbose:
         return {}, None
     (started, plan), conversation = planned, turn.conversation

@@ -1,8 +1,8 @@
-"""Asking the model what it looks for: a turn's prompt is decoded once to see, then for its answer.
+"""Probes which evicted blocks the model attends to, by decoding the prompt before the turn.
 
-The request of a probe is marked as such in llama-server: the turn goes on behind it, in its books
-too, and the prompt is decoded again from where it was. See core/policy/probe.py for what is made
-of it.
+A probe is marked as such in its request to llama-server. The accounting of the turn includes the
+probe, and the prompt is then decoded again from the same position. core/policy/probe.py evaluates
+what the probe returns.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Prober:
         if len(at) > MAX_COMPARED_BLOCKS:
             at = await self._likeliest(turn, later)
         question = {"ranges": [], "products": spans_of(view, at), "tenant": tenant}
-        answer = await self._attention.ask(later.slot.id, question, "products", turn.headers)
+        answer = await self._attention.call(later.slot.id, question, "products", turn.headers)
         return model_relevance(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
 
     async def _likeliest(self, turn: RenderedTurn, later: Turn) -> Positions:
@@ -154,7 +154,7 @@ class Prober:
         spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
         tenant = conversation.tenant
         question = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": tenant}
-        answer = await self._attention.ask(later.slot.id, question, "bounds", turn.headers)
+        answer = await self._attention.call(later.slot.id, question, "bounds", turn.headers)
         bounds.add(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
         queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
         return most_likely(view, bounds, queries)

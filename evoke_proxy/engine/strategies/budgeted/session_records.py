@@ -132,7 +132,7 @@ class VectorRecords:
 
     async def write(self, conversation: Conversation, repository: SnapshotRepository) -> None:
         """Write one more part, if there are new vectors."""
-        state = conversation.budgeted
+        state = conversation.vectors
         fresh, state.embedded = state.embedded, {}
         new = [
             (label, vectors) for label, keys in fresh.items() if len(vectors := self._vectors(keys))
@@ -193,7 +193,7 @@ class SessionRecords:
                 recorded = await asyncio.to_thread(_decode, record.packed)
                 if _belongs_to(recorded.home, home, homes):
                     conversation = self._conversations.recall(recorded)
-                    conversation.budgeted.stored_vectors = self._vectors.read(
+                    conversation.vectors.stored = self._vectors.read(
                         conversation.id, parts[conversation.id]
                     )
             except (ValueError, zlib.error) as error:

@@ -1,6 +1,6 @@
-"""Snapshots of whole slots of a patched server, holes included.
+"""Saves and restores whole slots of a patched server, including their holes.
 
-Needed where copies of blocks are not all of a slot: recurrent states and windows are in no copy.
+Models with recurrent states or attention windows need this: copies of blocks do not contain those.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SlotSnapshots:
     async def decode_ahead(
         self, lease: BackgroundLease, conversation: Conversation, tokens: Tokens, headers: Headers
     ) -> None:
-        """Decode as far as `tokens` in the slot of a lease, which keeps its holes and its budget.
+        """Decode the prompt `tokens` in the leased slot, which keeps its holes and its budget.
 
-        Raises Preempted when a request comes.
+        Raises Preempted when a request comes, and UpstreamErrors.
         """
         (slot,) = lease.slots
         for end in decode_steps(len(conversation.session.tokens), len(tokens)):
@@ -60,7 +60,11 @@ class SlotSnapshots:
             conversation.budgeted.n_resident = accounting.n_resident
 
     async def save(self, slot: int, conversation: Conversation, headers: Headers) -> None:
-        """Save a slot that begins with the conversation's prompt; not directly after a save."""
+        """Save a slot that begins with the conversation's prompt.
+
+        Does nothing directly after another save, for short prompts, without room on the disk, and
+        for a conversation that was forgotten. Raises EvokeErrors when a call fails.
+        """
         tokens = conversation.session.tokens
         if self._transfers.seconds_until_save() > 0:
             return
@@ -72,8 +76,8 @@ class SlotSnapshots:
         fingerprint = await self._api.fingerprint(headers)
         is_registered = self._conversations.get(conversation.id) is conversation
         if not is_registered and not conversation.has_moved:
-            return  # it was deleted meanwhile, and nobody would delete the snapshot
-        # The time to decode it is not known: of two snapshots the longer one is worth more.
+            return  # it was forgotten in the meantime, and nothing would delete the snapshot
+        # The time to decode it is unknown; the number of tokens makes a longer snapshot worth more.
         label = SnapshotLabel(
             conversation.tenant, fingerprint, conversation.id, STEP, float(len(tokens))
         )
@@ -87,10 +91,10 @@ class SlotSnapshots:
         n_past: int,
         headers: Headers,
     ) -> Match | None:
-        """Fill a slot with the snapshot of a conversation that a prompt continues furthest.
+        """Restore the snapshot that shares the most leading tokens with a prompt into a slot.
 
-        Returns None when no snapshot reaches further than `n_past` tokens. After a match
-        `record_reuse` must be called.
+        Returns None when no snapshot of the conversation shares more than `n_past` tokens, or when
+        it cannot be restored. After a match the caller must call `record_reuse`.
         """
         own = [
             item

@@ -1,4 +1,4 @@
-"""Holds every conversation of a patched server within a token budget."""
+"""The strategy for patched servers: keeps each conversation within a token budget."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from evoke_proxy.errors import (
 )
 
 _log = logging.getLogger(__name__)
-# How long a request waits for a foreign one in its slot: llama-server notices within a second, or a
-# batch, that a client is gone.
+# Seconds that a request waits for a foreign one in its slot: llama-server notices a disconnected
+# client within a second, or within one batch.
 _FOREIGN_REQUEST_S = 10.0
 
 
 class BudgetedStrategy(CacheStrategy):
-    """Plans each turn on its slot, and copies its rows while nobody needs the server."""
+    """Plans each turn on its slot, and copies its rows while no request uses the server."""
 
     mode = "budgeted"
 
@@ -86,14 +86,14 @@ class BudgetedStrategy(CacheStrategy):
             return await self._fallback(request, scope, error)
 
     async def _without_conversation(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
-        """A turn in a slot whose rows were saved, and of which nothing is remembered."""
+        """A turn that belongs to no conversation, in a slot whose rows were saved."""
         forwarded = await self._slots.acquire_emptied(request, scope)
         return replace(scope.turn, forwarded=forwarded)
 
     async def _planned(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
-        """A turn with a plan, or one that llama-server refuses for its length.
+        """A turn with a plan, or without one when the prompt is too long for a slot.
 
-        It refuses the prompt in the words that agents look for; nothing is moved for it.
+        llama-server then refuses the prompt with the error that agents expect.
         """
         try:
             turn = await self._turn(request, scope)
@@ -138,7 +138,7 @@ class BudgetedStrategy(CacheStrategy):
     async def _admitted(
         self, turn: RenderedTurn, scope: TurnScope, lease: SlotLease, rendered_at: float
     ) -> RenderedTurn:
-        """The turn as its slot is now, with the rows of others saved and its own restored."""
+        """The turn rendered on its slot, after its rows were restored and those of others saved."""
         trace, planner = scope.trace, self._planner
         turn = await self._restored(turn, scope)
         shorter = await planner.truncate(turn)
@@ -161,10 +161,7 @@ class BudgetedStrategy(CacheStrategy):
         return replace(turn, rendered=rendered)
 
     async def _restored(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
-        """The turn on a slot that has what a restart, or another session, took from it.
-
-        As far as copies of blocks do not bring that back.
-        """
+        """The turn, after a snapshot was restored if copies of blocks do not suffice."""
         conversation, headers = turn.conversation, turn.headers
         if conversation.budgeted.is_unconfirmed:
             await self._records.reconcile_copies(conversation, turn.slot, headers)
@@ -205,7 +202,7 @@ class BudgetedStrategy(CacheStrategy):
         turn, conversation = scope.turn, scope.turn.conversation
         if scope.trace.stage == "seat":
             return turn
-        # A server that is gone, or hangs, would only be waited for once more.
+        # A server that is unreachable or hangs would only delay the request again.
         is_answering = not isinstance(error, UpstreamUnavailable | UpstreamTimeout)
         if is_answering and turn.slots and conversation is not None:
             try:
@@ -216,14 +213,14 @@ class BudgetedStrategy(CacheStrategy):
             except Exception as failure:
                 _log.warning("the budget is not held either: %s", type(failure).__name__)
         if isinstance(error, UpstreamError) and not error.reached:
-            return turn  # nor will the request reach it
+            return turn  # the request will not reach it either
         policy = conversation.session.config if conversation is not None else self._policy
         if effective_config(policy, request.chat).budget is not None:
             self._server.metrics.breaches.inc()
         return turn
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
-        """Whether llama-server may still work on the turn: its reply did not end as it should."""
+        """Whether llama-server may still work on the turn, because its reply is incomplete."""
         if not turn.slots:
             return False
         if turn.conversation is None:
@@ -231,13 +228,13 @@ class BudgetedStrategy(CacheStrategy):
         return outcome.accounting is None
 
     async def drain(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Wait until the slots are idle; only then the next request gets them."""
+        """Wait until the slots are idle."""
         tenant, give_up = turn.request.tenant, self._server.is_stopping
         for slot in turn.slots:
             await self._slots.until_idle(slot, tenant, turn.headers, give_up)
 
     def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Tell the session how its turn ended."""
+        """Record in the session how its turn ended."""
         conversation = turn.conversation
         if conversation is None:
             return
@@ -256,7 +253,7 @@ class BudgetedStrategy(CacheStrategy):
     def _account(
         self, turn: PreparedTurn, conversation: Conversation, accounting: TokenAccounting
     ) -> None:
-        """Take in what llama-server says that a turn came to."""
+        """Record and count the token accounting of a turn."""
         metrics = self._server.metrics
         as_planned = conversation.session.finish(accounting)
         if accounting.marker != "ok" or not as_planned:
@@ -272,7 +269,7 @@ class BudgetedStrategy(CacheStrategy):
         metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
 
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Copy the blocks of the turn, and those of others, while the server is idle."""
+        """Queue the blocks of the turn for copying and embedding, and start copying if idle."""
         conversation = turn.remembered
         is_done = outcome.accounting is not None
         writes_back = isinstance(turn, BudgetedTurn) and turn.writes_back
@@ -294,7 +291,7 @@ class BudgetedStrategy(CacheStrategy):
         self._policy = self._vectors.policy = config.policy
 
     async def load(self) -> None:
-        """Recall the sessions that were written down."""
+        """Register the recorded sessions."""
         await self._records.load()
 
     def server_started(self, server: ServerInfo) -> None:

@@ -1,4 +1,4 @@
-"""The stages of a turn whose slot is held within a budget."""
+"""The stages of a turn of the budgeted strategy."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class RenderedTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetedTurn(PreparedTurn):
-    """A turn whose slot is held within a budget."""
+    """A turn whose slot stays within a token budget."""
 
-    # The session has planned it, and is told how it ended.
+    # The session has planned it: `Session.finish` must be called.
     is_planned: bool = False
     # The body carries the marker of the plan: the reply states its token accounting.
     has_marker: bool = False
-    # Its blocks are to be copied while nobody needs the server.
+    # Its blocks are copied while no request uses the server.
     writes_back: bool = False

@@ -1,8 +1,8 @@
-"""Copies what conversations have in their slots while no request needs the server.
+"""Copies blocks from the slots to host memory while no request uses the server.
 
-A block that has a copy can leave the cache without a copy being made then, by a plan or by the
-engine itself. Copies are made in small calls under a background lease of the slot, which a request
-preempts between two calls. llama-server refuses a call when the slot has changed since it was read.
+A block that has a copy is evicted without further work, by a plan or by llama-server itself. Copies
+are made in small calls under a background lease of the slot, which a request preempts between two
+calls. llama-server refuses a call when the slot has changed since it was read.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
 
-# Most clients that answer a reply at once have done so after this time.
+# Seconds before copying begins: most clients that answer a reply at once have done so by then.
 _PAUSE_S = 0.02
-# Tokens of one call, which stops everything else for milliseconds.
+# The most tokens of one call, unless one block has more: a call blocks decoding for milliseconds.
 _BATCH_TOKENS = 256
-# Share of the host memory that is left for copies of blocks that are not in the cache.
+# Share of the host memory for copies that is left free for blocks that a plan evicts.
 _SPARE_SHARE = 0.25
 
 
@@ -50,15 +50,17 @@ class WriteBack:
         self._slots = slots
         self._tasks = tasks
         self._records = records
+        # Conversations to copy by id, the first one next, each with the headers for its calls.
         self._waiting: dict[str, tuple[Conversation, Mapping[str, str]]] = {}
+        # Whether the task that copies runs.
         self._is_running = False
 
     def add(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
-        """Have the blocks of a conversation copied; `headers` carry the key for the calls."""
+        """Queue a conversation; `headers` carry the client's key for the calls."""
         self._waiting[conversation.id] = (conversation, headers)
 
     def start(self) -> None:
-        """Begin to copy when the server is idle and conversations are waiting."""
+        """Start copying if the server is idle and conversations are waiting."""
         if len(self._waiting) > len(self._slots.pool):  # some have lost their slots
             slot_of, waiting = self._slots.pool.slot_of, self._waiting
             self._waiting = {id: waiting[id] for id in waiting if slot_of(id) is not None}
@@ -67,11 +69,11 @@ class WriteBack:
             self._tasks.run(self._run(), "copying blocks")
 
     async def _run(self) -> None:
-        """Copy one conversation after the other, until a request comes or none is left."""
+        """Copy the waiting conversations one by one, until a request comes."""
         try:
             await asyncio.sleep(_PAUSE_S)
             while self._waiting:
-                # Taken out first: a turn that ends meanwhile adds its conversation at the end.
+                # Removed first, so that a turn which ends during the copying can add it again.
                 conversation, headers = self._waiting.pop(next(iter(self._waiting)))
                 slot, result = self._slots.pool.slot_of(conversation.id), "done"
                 if slot is not None and conversation.budgeted.epoch is not None:
@@ -92,7 +94,7 @@ class WriteBack:
     def _lease(
         self, slot: int, conversation: Conversation, headers: Mapping[str, str]
     ) -> BackgroundLease | None:
-        """Lease the slot of a conversation; None when a request runs or comes."""
+        """Lease the slot of a conversation; None when a request runs or waits."""
 
         async def settle() -> None:
             async def busy() -> bool:
@@ -116,7 +118,10 @@ class WriteBack:
     async def _copy_unsaved(
         self, conversation: Conversation, lease: BackgroundLease, headers: Mapping[str, str]
     ) -> None:
-        """Copy the unsaved blocks, and save the session; raises Preempted between two calls."""
+        """Copy the unsaved blocks and record the session.
+
+        Raises Preempted between two calls when a request comes, and PlanRefused.
+        """
         (slot,) = lease.slots
         await self._records.decode_next_turn(conversation, lease, headers)
         lease.check()
@@ -127,7 +132,7 @@ class WriteBack:
             return
         expected = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = conversation.session
-        # After a restart the session needs what was generated, too.
+        # A record must cover generated tokens, too: after a restart nothing else has them.
         everything = session.plan_save_all(view).saves if self._records.is_enabled else ()
         saves = everything or session.unsaved(view)
         for batch in _batches(saves[: _n_fitting(answer, saves)]):
@@ -154,7 +159,7 @@ def _n_fitting(answer: Mapping[str, Any], saves: Sequence[Save]) -> int:
 
 
 def _batches(saves: Sequence[Save]) -> Iterator[tuple[Save, ...]]:
-    """The saves in order, in batches of one block at least and `_BATCH_TOKENS` at most."""
+    """The saves in order, in batches of at most `_BATCH_TOKENS` tokens or of one block."""
     batch: list[Save] = []
     for save in saves:
         if batch and sum(len(item.span) for item in batch) + len(save.span) > _BATCH_TOKENS:

@@ -94,33 +94,28 @@ def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
     vectors.submit(known)
     assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
     fake.done[b"me/The first one is here."] = EAST
-    fake.done[known.budgeted.pending_vectors["s/1"][0]] = EAST
-    known.session.add_vectors(stacked(vectors.arrived(known)))
+    fake.done[known.vectors.pending["s/1"][0]] = EAST
+    known.session.add_vectors(stacked(vectors.take_new(known)))
     assert [block.label for block in known.session.index.without_vectors(9)] == ["s/1"]
     fake.submitted.clear()
     vectors.submit(known)
-    assert (
-        set(known.budgeted.pending_vectors) == {"s/1"}
-        and "The first one is here." not in fake.submitted
-    )
+    assert set(known.vectors.pending) == {"s/1"} and "The first one is here." not in fake.submitted
 
 
 def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
     vectors_of(fake).submit(known)
-    fake.done = {key: EAST for keys in known.budgeted.pending_vectors.values() for key in keys}
-    monkeypatch.setattr("evoke_proxy.engine.embedding.block_vectors._AT_ONCE", 2)
-    known.session.add_vectors(stacked(vectors_of(fake).arrived(known)))
-    assert len(known.budgeted.embedded) == 2 and not known.session.index.without_vectors(9)
+    fake.done = {key: EAST for keys in known.vectors.pending.values() for key in keys}
+    monkeypatch.setattr("evoke_proxy.engine.embedding.block_vectors._MAX_SUBMITTED", 2)
+    known.session.add_vectors(stacked(vectors_of(fake).take_new(known)))
+    assert len(known.vectors.embedded) == 2 and not known.session.index.without_vectors(9)
 
 
 def test_nothing_is_submitted_without_an_embedder() -> None:
     fake, known = FakeEmbedding(on=False), conversation("text")
     vectors_of(fake).submit(known)
     made, trace = asyncio.run(beside(fake, POLICY))
-    assert not (
-        fake.submitted or fake.asked or known.budgeted.pending_vectors or made or trace.waits
-    )
+    assert not (fake.submitted or fake.asked or known.vectors.pending or made or trace.waits)
 
 
 @pytest.mark.parametrize(

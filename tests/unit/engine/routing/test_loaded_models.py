@@ -109,7 +109,7 @@ def test_a_server_cancelled_while_entering_is_closed(monkeypatch: Any) -> None:
             hangs.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(engine.monitor, "look", look)
+        monkeypatch.setattr(engine.monitor, "ensure_current", look)
         entering = asyncio.get_running_loop().create_task(engine.__aenter__())
         await hangs.wait()
         entering.cancel()

@@ -40,7 +40,7 @@ def test_the_loading_of_a_model_counts_as_waiting_of_the_request(monkeypatch: An
 
         router._models._servers["other"] = inner
         monkeypatch.setattr(router._models, "load", loaded)
-        monkeypatch.setattr(router.monitor, "look", look)
+        monkeypatch.setattr(router.monitor, "ensure_current", look)
         monkeypatch.setattr(type(router), "_is_router", property(lambda _: True))
         monkeypatch.setattr(inner.server, "exchange", exchange)
         monkeypatch.setattr(inner.server.slots, "preempt", lambda _: preempted.append(1))

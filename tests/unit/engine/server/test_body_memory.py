@@ -44,15 +44,15 @@ def test_the_least_recently_used_body_of_the_largest_tenant_is_dropped_first() -
     two = Server(Held("a", 1 * MIB, in_use=1), Held("a", 4 * MIB))
     memory.add(one.all)
     memory.add(two.all)
-    memory.shed()
+    memory.trim()
     assert [held.body_bytes // MIB for held in one.held] == [0, 2, 3]
     assert [held.body_bytes // MIB for held in two.held] == [1, 4]
     memory.limit_mib = 4
-    memory.shed()
+    memory.trim()
     assert [held.body_bytes // MIB for held in one.held] == [0, 2, 0]
     assert [held.body_bytes // MIB for held in two.held] == [1, 0], "one that is used stays"
     memory.limit_mib = 1
-    memory.shed()
+    memory.trim()
     assert memory.n_bytes == MIB
     del two
     gc.collect()

@@ -56,7 +56,7 @@ class Watched:
             for doubt in doubted:
                 if doubt:
                     self.watch.doubt()
-                await self.watch.look()
+                await self.watch.ensure_current()
 
         virtual_time.run(run())
         return self.starts
@@ -122,11 +122,11 @@ def test_a_doubt_that_comes_while_it_is_asked_is_looked_into() -> None:
 
     async def run() -> None:
         watched = Watched([FIRST, SECOND])
-        asking = asyncio.get_running_loop().create_task(watched.watch.look())
+        asking = asyncio.get_running_loop().create_task(watched.watch.ensure_current())
         await asyncio.sleep(0)
         watched.watch.doubt()
         await asking
-        await watched.watch.look()
+        await watched.watch.ensure_current()
         assert watched.starts == [FIRST, SECOND]
 
     asyncio.run(run())
@@ -135,9 +135,9 @@ def test_a_doubt_that_comes_while_it_is_asked_is_looked_into() -> None:
 def test_requests_that_doubt_at_once_ask_once() -> None:
     async def run() -> None:
         watched = Watched([FIRST, SECOND])
-        await watched.watch.look()
+        await watched.watch.ensure_current()
         watched.watch.doubt()
-        await asyncio.gather(*[watched.watch.look() for _ in range(20)])
+        await asyncio.gather(*[watched.watch.ensure_current() for _ in range(20)])
         assert watched.asked == 2 and watched.starts == [FIRST, SECOND]
 
     asyncio.run(run())
@@ -146,7 +146,7 @@ def test_requests_that_doubt_at_once_ask_once() -> None:
 def test_an_answer_that_names_another_instance_is_followed_by_a_question() -> None:
     async def run() -> None:
         watched = Watched([FIRST, SECOND])
-        await watched.watch.look()
+        await watched.watch.ensure_current()
         for instance in (FIRST.instance, ""):  # older patches name none
             await watched.watch.confirm(instance, {})
             assert watched.asked == 1

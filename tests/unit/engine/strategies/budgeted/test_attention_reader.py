@@ -47,7 +47,7 @@ def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
     client: Any = server
     attending = AttentionReader(BlockApi(client), SimpleNamespace(server=UNKNOWN_SERVER))
     body = {"ranges": [[0, 4]] * 3, key: spans, "tenant": "t"}
-    return server, asyncio.run(attending.ask(0, body, key, {}))
+    return server, asyncio.run(attending.call(0, body, key, {}))
 
 
 def values(part: Mapping[str, Any]) -> list[float]:

@@ -39,9 +39,9 @@ def test_vector_parts_are_appended_up_to_a_limit_and_then_replaced(
     there: list[list[str]] = []
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
         state = SimpleNamespace(embedded={label: (b"k",) for label in labels})
-        known: Any = SimpleNamespace(id="s", tenant="t", budgeted=state)
+        known: Any = SimpleNamespace(id="s", tenant="t", vectors=state)
         asyncio.run(kept.write(known, disk))  # type: ignore[arg-type]
-        assert not known.budgeted.embedded
+        assert not known.vectors.embedded
         assert all(record.session == "s" and record.is_part for record in disk.records)
         there.append(sorted(VectorRecords(embedding).read("s", disk.records)))
     assert there == [["a", "b"], ["a", "b"], ["a", "b", "c"], ["d", "e"]]
