@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.adapters.llama.model_files import ModelFiles
+from evoke_proxy.adapters.llama.stock_api import ModelFiles
 from evoke_proxy.core.prompt.rendered import TokenListLimit, Tokens
 from evoke_proxy.core.snapshots.fingerprint import fingerprint
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
